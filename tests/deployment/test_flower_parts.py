@@ -188,12 +188,8 @@ Outcome = tuple[str, str, bool]
 
 
 class Attempts:
-    """Simulates a reachable or unreachable server and SuperNodes that end.
-
-    Args:
-        outcomes: per attempt the reason that no server listens, the reason that the SuperNode ends,
-            and whether it was connected; the last one repeats.
-    """
+    """Simulates attempts to connect: each outcome has the reason that no server listens, the reason
+    that the SuperNode ends, and whether it was connected; the last one repeats."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth import DatasetSpec, ImageData, register_model, resolve
 from fedsynth.data.describe import describe_folder
@@ -28,6 +28,7 @@ from fedsynth.deployment.proposal import Proposal, new_run
 from fedsynth.errors import DataError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
+from fedsynth.models.small import Mlp
 from tests.deployment.local_setup import Setup, join, noise_of
 from tests.user_files import write_image
 
@@ -72,27 +73,20 @@ def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
     return FeatureMap("hostile", shape, 16, 4.0, 2.0, "pixels", function)
 
 
-class HostileModel(nn.Module):
+class HostileModel(Mlp):
     """A model that fails on hostile images."""
 
-    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(64, 8)
-        self.classifier = nn.Linear(8, classes)
+    dense = False
 
     def embed(self, x: Tensor) -> Tensor:
-        return misbehaving(x / 4 + 0.5, torch.relu(self.first(x.flatten(1))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.embed(x))
-        return logits
+        return misbehaving(x / 4 + 0.5, super().embed(x))
 
 
 @pytest.fixture(autouse=True)
 def register_hostile_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the hostile code; other tests cover its trial on public images."""
     register_features("hostile", hostile_map)
-    register_model("hostile", HostileModel)
+    register_model("hostile", lambda shape, classes: HostileModel(shape, classes, 8))
     for module in (node, served):
         monkeypatch.setattr(module, "check_private_steps", lambda *args: [])
 

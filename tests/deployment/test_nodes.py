@@ -32,17 +32,16 @@ from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.report.formatting import format_epsilon
+from tests.deployment import local_setup
 from tests.deployment.local_setup import (
     CLIENTS,
     PRIVATE,
-    Link,
     Setup,
     ask,
     join,
     kill,
     same_model,
     sections,
-    secure_sections,
 )
 from tests.quick_runs import NoteRecorder, by_family
 
@@ -81,8 +80,8 @@ def test_private_runs_over_nodes_charge_as_planned(setup: Setup, method: str) ->
     [
         pytest.param(sections("fedaf"), id="fedaf"),
         pytest.param(sections("feddm", privacy=PRIVATE), id="feddm"),
-        pytest.param(secure_sections("fedstats"), id="fedstats"),
-        pytest.param(secure_sections("fedsum"), id="fedsum", marks=pytest.mark.slow),
+        pytest.param(local_setup.secure_sections("fedstats"), id="fedstats"),
+        pytest.param(local_setup.secure_sections("fedsum"), id="fedsum", marks=pytest.mark.slow),
     ],
 )
 def test_each_message_may_reach_another_process(setup: Setup, settings: Any) -> None:
@@ -314,15 +313,12 @@ FAULTS: dict[str, tuple[Fault, str]] = {
         altered(history={"client": "client-001", "releases": [{}], "chain": None}),
         "ledger history is damaged",
     ),
-    "no message": (
-        lambda answer: replace(answer, payload=b"\xff" * 100).to_bytes(),
-        "not a valid fedsynth message",
-    ),
+    "no message": (lambda answer: replace(answer, payload=b"x" * 99).to_bytes(), "not a valid fed"),
 }
 """Faults in place of an answer to a step, and the server's message."""
 
 
-def with_faults(link: Link, faults: Sequence[str], *nodes: int) -> Link:
+def with_faults(link: local_setup.Link, faults: Sequence[str], *nodes: int) -> local_setup.Link:
     """Applies one of the faults to these nodes' steps in each of the first rounds."""
 
     def fail(node: int, request: Frame, answer: bytes) -> bytes | str | None:
@@ -378,7 +374,7 @@ def test_resumed_private_run_charges_changed_requests(setup: Setup) -> None:
     policy = Policy(epsilon=8.0, delta=1e-5)
     link = setup.link(*(setup.node(k, policy) for k in range(CLIENTS)))
 
-    class PerturbingLink(Link):
+    class PerturbingLink(local_setup.Link):
         def ask(self, messages: Mapping[int, bytes], seconds: float) -> dict[int, bytes | str]:
             moved = {k: perturbed(Frame.from_bytes(sent)) for k, sent in messages.items()}
             return super().ask({k: sent.to_bytes() for k, sent in moved.items()}, seconds)

@@ -21,15 +21,9 @@ from fedsynth.deployment import session
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal
+from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import SumTerms, sum_terms, upload_layout
-from fedsynth.deployment.secure_aggregation.primitives import (
-    IntVector,
-    Keys,
-    Present,
-    Roster,
-    Sealed,
-    Shares,
-)
+from fedsynth.deployment.secure_aggregation.primitives import Keys, Present, Roster, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import SettingError
 from fedsynth.federation.context import public_context
@@ -38,16 +32,8 @@ from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
 from fedsynth.privacy import randomness as grid
 from fedsynth.privacy.report.pages import render_markdown
-from tests.deployment.local_setup import (
-    CLIENTS,
-    Setup,
-    ask,
-    join,
-    kill,
-    noise_of,
-    same_model,
-    simulate_repeatably,
-)
+from tests.deployment import local_setup
+from tests.deployment.local_setup import CLIENTS, Setup, ask, join, kill, same_model
 from tests.deployment.local_setup import secure_sections as sections
 from tests.deployment.test_secure_sums import OTHER_KEY, make_identities
 from tests.quick_runs import by_family
@@ -80,9 +66,11 @@ def test_private_sums_match_the_simulation_with_the_same_noise(
     setup: Setup, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners = enumerate(make_identities(setup.folder, settings["partition"]["clients"]))
-    nodes = [setup.node(k, secret=noise_of(k), identities=identity) for k, identity in owners]
+    nodes = [
+        setup.node(k, secret=local_setup.noise_of(k), identities=identity) for k, identity in owners
+    ]
     served = setup.serve(settings, setup.link(*nodes))
-    simulation = simulate_repeatably(settings, monkeypatch, setup.folder / "simulated")
+    simulation = local_setup.simulate_repeatably(settings, monkeypatch, setup.folder / "simulated")
     same_model(served, simulation)
     assert served.record.rows[-1]["epsilon"] == simulation.metrics[-1]["epsilon"]
     if "participation" in settings["run"]:
@@ -129,7 +117,7 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
     return seen
 
 
-def all_words(content: bytes) -> IntVector:
+def all_words(content: bytes) -> primitives.IntVector:
     """Returns all words of eight bytes in a byte string, at any offset."""
     shifted = [
         np.frombuffer(content[k : len(content) - (len(content) - k) % 8], "<u8") for k in range(8)
@@ -174,7 +162,7 @@ def check_total(seen: Any, number: int, phase: str, clients: Sequence[int]) -> N
         torch.testing.assert_close(total, torch.stack(parts).sum(0), rtol=1e-15, atol=1e-12)
 
 
-def check_uniform(masked: IntVector, plain: IntVector) -> None:
+def check_uniform(masked: primitives.IntVector, plain: primitives.IntVector) -> None:
     """Bounds the Kolmogorov-Smirnov distance from the uniform distribution modulo 2^64 and the
     correlation with the plain words: one of 10^5 honest cases or fewer exceeds each bound."""
     n = len(masked)
@@ -273,7 +261,6 @@ def test_quorums_below_the_threshold_are_refused(setup: Setup) -> None:
 class FakeServer:
     """The test as the server of a secure sum."""
 
-    setup: Setup
     nodes: list[Any]
     proposal: Proposal
     facts: dict[str, Any]
@@ -302,12 +289,6 @@ class FakeServer:
             assert self.step(k, sealed).kind == "answer"
 
 
-@pytest.fixture
-def server(setup: Setup) -> FakeServer:
-    """Returns three nodes that have joined a private run of FedSum."""
-    return join_all(setup, sections("fedsum", privacy=PRIVATE))
-
-
 def join_all(
     setup: Setup, settings: dict[str, dict[str, Any]], policy: Policy | None = None
 ) -> FakeServer:
@@ -327,7 +308,7 @@ def join_all(
         message = method.first_request(state, context)
     for node in nodes:
         assert join(node, proposal).kind == "answer"
-    return FakeServer(setup, nodes, proposal, facts, message.to_bytes())
+    return FakeServer(nodes, proposal, facts, message.to_bytes())
 
 
 def test_clients_never_reveal_both_shares_of_a_client(setup: Setup) -> None:
@@ -336,7 +317,7 @@ def test_clients_never_reveal_both_shares_of_a_client(setup: Setup) -> None:
     state of a sum."""
     server = join_all(setup, four_clients())
     server.steps()
-    stored = [path for path in server.setup.folder.glob("owner-0/runs/*/*") if path.is_file()]
+    stored = [path for path in setup.folder.glob("owner-0/runs/*/*") if path.is_file()]
     assert {"sum.json", "session.json"} <= {path.name for path in stored}
     assert {path.stat().st_mode & 0o777 for path in stored} == {0o600}
     assert stored[0].parent.stat().st_mode & 0o077 == 0
@@ -350,20 +331,21 @@ def test_clients_never_reveal_both_shares_of_a_client(setup: Setup) -> None:
     assert server.ask(server.nodes[0], "unmask", without_3).payload == answer.payload
     assert server.ask(server.nodes[0], "keys").kind == "answer"  # the same answer, of the same sum
     assert server.ask(server.nodes[0], "unmask", all_clients).kind == "error"
-    new_process = server.setup.node(1)  # another process of the owner
+    new_process = setup.node(1)  # another process of the owner
     assert server.ask(new_process, "unmask", without_3).kind == "answer"
     assert server.ask(server.nodes[1], "unmask", all_clients).kind == "error"
     assert server.ask(server.nodes[1], "unmask", without_3).kind == "answer"  # the stored answer
 
 
-def test_uploads_are_sent_only_in_sums(server: FakeServer) -> None:
+def test_uploads_are_sent_only_in_sums(setup: Setup) -> None:
     """Steps outside a sum, in an unknown sum, with too few clients, and repeated steps are refused;
     only one step is charged."""
 
     def rows() -> int:
-        files = list(server.setup.folder.glob("owner-0/*.jsonl"))
-        return len(server.setup.ledger(0)) if files else 0
+        files = list(setup.folder.glob("owner-0/*.jsonl"))
+        return len(setup.ledger(0)) if files else 0
 
+    server = join_all(setup, sections("fedsum", privacy=PRIVATE))
     node = server.nodes[0]
     answer = server.ask(node, "step", server.message, sum=None)
     assert "only in secure sums" in answer.facts["text"]
@@ -397,10 +379,11 @@ def test_threshold_is_a_majority_above_the_honest_clients() -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_identities_prevent_impersonation_by_the_server(server: FakeServer, signed: bool) -> None:
+def test_identities_prevent_impersonation_by_the_server(setup: Setup, signed: bool) -> None:
     """The server presents its own keys as client 2's; without identities it is undetected."""
+    server = join_all(setup, sections("fedsum", privacy=PRIVATE))
     if signed:
-        identities = make_identities(server.setup.folder, CLIENTS)
+        identities = make_identities(setup.folder, CLIENTS)
         for node, identity in zip(server.nodes, identities, strict=True):
             node.identities = identity
             assert join(node, server.proposal).kind == "answer"

@@ -22,21 +22,7 @@ from fedsynth.deployment.secure_aggregation.client import (
     SumTerms,
     read_identities,
 )
-from fedsynth.deployment.secure_aggregation.primitives import (
-    PRIME,
-    FixedPoint,
-    IntVector,
-    Keys,
-    Masked,
-    Parcel,
-    Present,
-    Roster,
-    Sealed,
-    SecureSumError,
-    Shares,
-    combine,
-    split,
-)
+from fedsynth.deployment.secure_aggregation.primitives import Keys, Present, Roster, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.server import SumServer
 from tests.privacy.test_files import private_pem, public_pem
 
@@ -45,7 +31,7 @@ OTHER_KEY = primitives.public(primitives.key_of(bytes(range(32))))
 Clients = frozenset[int]
 
 
-def mask(client: SumClient, vector: IntVector, received: Sealed) -> Masked:
+def mask(client: SumClient, vector: primitives.IntVector, received: Sealed) -> primitives.Masked:
     client.receive(received)
     return client.mask(vector)
 
@@ -73,7 +59,7 @@ class SumRun:
     transmit: Callable[[Any, int], Any] = lambda parcel, client: parcel
 
     def __post_init__(self) -> None:
-        self.form = FixedPoint(bound=10.0, clients=self.clients)
+        self.form = primitives.FixedPoint(bound=10.0, clients=self.clients)
         vectors = np.random.default_rng(3).uniform(-10, 10, (self.clients, LENGTH))
         self.vectors = dict(enumerate(vectors))
         self.terms = SumTerms(secrets.token_bytes(8), self.threshold, self.clients, LENGTH)
@@ -98,7 +84,7 @@ class SumRun:
         shares = {k: self._sent(clients[k].unmask(self._sent(present, k)), k) for k in active}
         return self.form.decode(self.server.sum(shares))
 
-    def _sent(self, parcel: Parcel, client: int) -> Any:
+    def _sent(self, parcel: primitives.Parcel, client: int) -> Any:
         altered = self.transmit(parcel, client)
         return type(altered).from_bytes(altered.to_bytes())
 
@@ -113,7 +99,7 @@ def test_sum_contains_all_received_vectors(exchange: str, clients: int, threshol
     for lost in range(clients - threshold + 2):
         run = SumRun(clients, threshold, **{exchange: frozenset(range(lost))})
         if clients - lost < threshold:
-            with pytest.raises(SecureSumError, match=f"clients, got {clients - lost}"):
+            with pytest.raises(primitives.SecureSumError, match=f"clients, got {clients - lost}"):
                 run.sum()
             continue
         counted = set(range(0 if exchange == "no_answer" else lost, clients))
@@ -126,7 +112,7 @@ def test_server_receives_no_secrets_and_only_masked_vectors() -> None:
     sent: list[bytes] = []
 
     def record(parcel: Any, client: int) -> Any:
-        if isinstance(parcel, Keys | Sealed | Masked | Shares):
+        if isinstance(parcel, Keys | Sealed | primitives.Masked | Shares):
             sent.append(parcel.to_bytes())
         return parcel
 
@@ -153,7 +139,8 @@ def altered(keys: Keys, **fields: Any) -> Keys:
 ALTERED: dict[type, Callable[[Any], Any]] = {
     Keys: lambda sent: altered(sent, commitment=bytes(32)),
     Sealed: lambda sent: Sealed(of={k: v[:-1] + bytes([v[-1] ^ 1]) for k, v in sent.of.items()}),
-    Masked: lambda sent: Masked(sent.vector[:-1]),  # the server could alter the sum itself
+    # the server could alter the sum itself
+    primitives.Masked: lambda sent: primitives.Masked(sent.vector[:-1]),
     Present: lambda sent: Present(clients=(0, 1)),
     Shares: lambda sent: Shares(seeds={k: bytes(66) for k in sent.seeds}, keys=sent.keys),
     Roster: lambda sent: Roster(keys={**sent.keys, 0: altered(sent.keys[0], mask=OTHER_KEY)}),
@@ -171,7 +158,7 @@ def test_altered_messages_raise_errors_or_leave_the_sum_masked(kind: type) -> No
         error = run.sum() - run.expected(set(range(5)))
         assert np.median(np.abs(error)) > 1e9  # of 2^39, in fixed point with 24 bits
         return
-    with pytest.raises(SecureSumError):
+    with pytest.raises(primitives.SecureSumError):
         SumRun(transmit=change, no_answer=frozenset({4})).sum()
 
 
@@ -198,7 +185,7 @@ def test_client_refuses_altered_rosters(tmp_path: Path, change: Rosters, reason:
         terms = SumTerms(name, 3, 4, LENGTH)
         runs.append([SumClient(k, terms, identity) for k, identity in enumerate(identities)])
     keys, other_sum = (dict(enumerate(client.keys() for client in clients)) for clients in runs)
-    with pytest.raises(SecureSumError, match=reason):
+    with pytest.raises(primitives.SecureSumError, match=reason):
         runs[0][1].share(Roster(keys=change(keys, other_sum)))
 
 
@@ -207,7 +194,7 @@ def test_client_continues_only_in_the_same_sum() -> None:
     state = SumClient(1, terms).state
     assert SumClient(1, terms, None, state).number == 1
     for number, other in ((0, terms), (1, replace(terms, threshold=2))):
-        with pytest.raises(SecureSumError, match="another secure sum"):
+        with pytest.raises(primitives.SecureSumError, match="another secure sum"):
             SumClient(number, other, None, state)
 
 
@@ -233,15 +220,15 @@ def test_clients_never_reveal_both_shares_of_a_client() -> None:
     clients = masked_sum(SumTerms(b"one", threshold=2, clients=3, length=LENGTH))
     shares = clients[0].unmask(Present(clients=(0, 1)))
     assert (set(shares.seeds), set(shares.keys)) == ({0, 1}, {2})
-    with pytest.raises(SecureSumError, match="out of order"):
+    with pytest.raises(primitives.SecureSumError, match="out of order"):
         clients[0].unmask(Present(clients=(0, 1, 2)))
-    with pytest.raises(SecureSumError, match="is missing"):
+    with pytest.raises(primitives.SecureSumError, match="is missing"):
         clients[1].unmask(Present(clients=(0, 2)))
 
 
 def test_threshold_is_above_half() -> None:
     for threshold in (0, 1, 2, 6):
-        with pytest.raises(SecureSumError, match="above half"):
+        with pytest.raises(primitives.SecureSumError, match="above half"):
             SumTerms(b"one", threshold, 5, 3)
 
 
@@ -251,10 +238,10 @@ def test_sum_has_the_noise_of_all_honest_clients() -> None:
     terms = SumTerms(b"one", 5, 6, 3)
     server, clients, sealed = start_sum(terms)
     few = {k: ciphertext for k, ciphertext in server.relay(sealed)[0].of.items() if k < 4}
-    with pytest.raises(SecureSumError, match="got 4"):
+    with pytest.raises(primitives.SecureSumError, match="got 4"):
         mask(clients[0], np.zeros(3, np.uint64), Sealed(of=few))
     clients = masked_sum(terms)
-    with pytest.raises(SecureSumError, match="got 4"):
+    with pytest.raises(primitives.SecureSumError, match="got 4"):
         clients[0].unmask(Present(clients=(0, 1, 2, 3)))
     assert set(clients[1].unmask(Present(clients=(0, 1, 2, 3, 4))).keys) == {5}
 
@@ -265,7 +252,7 @@ def test_incomplete_shares_are_refused() -> None:
     sealed[0] = Sealed(of={1: sealed[0].of[1]})
     assert set(server.relay(sealed)) == {1, 2}
     assert server.rejected == {0: "the client sent invalid shares"}
-    with pytest.raises(SecureSumError, match=r"needs shares of .* clients, got 1"):
+    with pytest.raises(primitives.SecureSumError, match=r"needs shares of .* clients, got 1"):
         server.relay({**sealed, 1: sealed[0]})
 
 
@@ -278,25 +265,26 @@ def test_threshold_shares_reconstruct_the_secret(
     secret: bytes, threshold: int, data: st.DataObject
 ) -> None:
     holders = data.draw(st.lists(st.integers(0, 50), min_size=threshold, max_size=8, unique=True))
-    shares = split(secret, holders, threshold)
+    shares = primitives.split(secret, holders, threshold)
     chosen = data.draw(st.permutations(holders))[:threshold]
-    assert combine({k: shares[k] for k in chosen}, threshold) == secret
-    with pytest.raises(SecureSumError, match="needs at least"):
-        combine({k: shares[k] for k in chosen[1:]}, threshold)
+    assert primitives.combine({k: shares[k] for k in chosen}, threshold) == secret
+    with pytest.raises(primitives.SecureSumError, match="needs at least"):
+        primitives.combine({k: shares[k] for k in chosen[1:]}, threshold)
 
 
 def test_shares_are_values_of_a_random_polynomial() -> None:
     """Three values determine a fourth by Lagrange's formula, and two do not."""
-    shares = [int.from_bytes(v, "big") for v in split(bytes(32), [0, 1, 2, 3], 3).values()]
-    assert (shares[3] - 3 * shares[2] + 3 * shares[1] - shares[0]) % PRIME == 0
-    assert (shares[2] - 2 * shares[1] + shares[0]) % PRIME != 0
-    assert split(bytes(32), [0, 1, 2], 3) != split(bytes(32), [0, 1, 2], 3)
+    values = primitives.split(bytes(32), [0, 1, 2, 3], 3).values()
+    shares = [int.from_bytes(value, "big") for value in values]
+    assert (shares[3] - 3 * shares[2] + 3 * shares[1] - shares[0]) % primitives.PRIME == 0
+    assert (shares[2] - 2 * shares[1] + shares[0]) % primitives.PRIME != 0
+    assert primitives.split(bytes(32), [0, 1, 2], 3) != primitives.split(bytes(32), [0, 1, 2], 3)
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.integers(1, 5))
 def test_fixed_point_sums_are_exact_to_a_bit(values: list[float], clients: int) -> None:
-    form = FixedPoint(100.0, clients)
-    words: IntVector = form.encode(values)
+    form = primitives.FixedPoint(100.0, clients)
+    words: primitives.IntVector = form.encode(values)
     total = sum([words] * (clients - 1), start=words)
     np.testing.assert_allclose(
         form.decode(total), clients * np.array(values), atol=clients * 2.0**-25
@@ -305,11 +293,11 @@ def test_fixed_point_sums_are_exact_to_a_bit(values: list[float], clients: int) 
 
 def test_values_and_formats_out_of_range_are_refused() -> None:
     for value in (float("nan"), float("inf"), 10.5, -11.0):
-        with pytest.raises(SecureSumError, match="must be finite and within"):
-            FixedPoint(10.0, 3).encode([0.0, value])
-    with pytest.raises(SecureSumError, match="overflows"):
-        FixedPoint(2.0**40, 3, fraction=24)
-    form = FixedPoint(2.0**37, 3, fraction=24)
+        with pytest.raises(primitives.SecureSumError, match="must be finite and within"):
+            primitives.FixedPoint(10.0, 3).encode([0.0, value])
+    with pytest.raises(primitives.SecureSumError, match="overflows"):
+        primitives.FixedPoint(2.0**40, 3, fraction=24)
+    form = primitives.FixedPoint(2.0**37, 3, fraction=24)
     assert form.decode(form.encode([2.0**37]) * np.uint64(3))[0] == 3 * 2.0**37
 
 
@@ -322,9 +310,9 @@ def test_masks_are_chacha20s_key_stream() -> None:
 @given(st.lists(st.floats(-1e15, 1e15), min_size=1, max_size=5), st.integers(0, 40))
 def test_private_words_wrap_modulo_2_64(values: list[float], fraction: int) -> None:
     """Compares with Python's integers: a refusal would reveal a property of a vector."""
-    form = FixedPoint(bound=1.0, clients=2, fraction=fraction, wraps=True)
+    form = primitives.FixedPoint(bound=1.0, clients=2, fraction=fraction, wraps=True)
     expected = [round(value * 2**fraction) % 2**64 for value in map(Fraction, values)]
     assert [int(word) for word in form.encode(values)] == expected
     if any(abs(value) > 1 for value in values):
-        with pytest.raises(SecureSumError, match="must be finite and within"):
+        with pytest.raises(primitives.SecureSumError, match="must be finite and within"):
             replace(form, wraps=False).encode(values)

@@ -1,23 +1,46 @@
-"""Tests of a client at its owner's node: its answers, and refusals before a charge."""
+"""Tests of a client's session with a server that is hostile, or is killed and resumes: answers,
+refusals before a charge, ledgers, reports, and `fedsynth privacy verify` on the folders of both."""
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from fedsynth import ModelParameters
+from fedsynth import ModelParameters, resolve, simulate
+from fedsynth.cli.app import app
 from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import new_proposal
+from fedsynth.errors import CheckpointError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
-from fedsynth.privacy import Release, epsilon
-from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, sections
-from tests.quick_runs import by_family
+from fedsynth.privacy import Ledger, Release, epsilon
+from fedsynth.privacy.report.figures import Event
+from fedsynth.results.verification import verify_run
+from tests.deployment import local_setup
+from tests.deployment.local_setup import (
+    CLIENTS,
+    PRIVATE,
+    Setup,
+    ask,
+    join,
+    kill,
+    same_model,
+    sections,
+)
+from tests.quick_runs import NoteRecorder, by_family
+from tests.results.test_tampering import Tamper, changed, delete, edit, put, row
 
 ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "phase": "main"}
 EPSILON = {"epsilon": 8.0}
@@ -195,3 +218,286 @@ def test_only_scheduled_rounds_are_answered_once(setup: Setup) -> None:
     state.write_text(text)
     client.node = setup.node(0)
     assert client.request("step", other, round=2).kind == "answer"
+
+
+# -------------------------------------------------------------------------- restarted servers
+
+
+LAST = CLIENTS - 1
+
+
+def heads(served: NetworkedRun) -> Any:
+    """Returns the facts of the clients' ledgers in a run's report."""
+    return served.report["ledger_heads"]
+
+
+def assert_reported(setup: Setup, served: NetworkedRun, clients: Sequence[int]) -> None:
+    """Checks that the report has all rows of the ledgers and that ε never decreases."""
+    assert sorted(heads(served)) == [f"client-{k:03d}" for k in clients]
+    spent = max(epsilon(setup.ledger(k), 1e-5) for k in clients)
+    guarantee: Any = served.report["guarantee"]
+    assert guarantee["epsilon"] >= spent * (1 - 1e-9)
+    for k in clients:
+        assert heads(served)[f"client-{k:03d}"]["rows"] >= len(setup.ledger(k))
+    stated = [row["epsilon"] for row in served.record.rows]
+    assert stated == sorted(stated)
+    assert verify_run(served.folder.path).problems == []
+
+
+@pytest.mark.parametrize(
+    ("count", "kind"), [(CLIENTS + 1, "step"), (2 * CLIENTS, "step"), (1, "end")]
+)
+def test_clients_that_do_not_rejoin_stay_in_the_report(setup: Setup, count: int, kind: str) -> None:
+    """The server is killed in round 2, before and after the last client's step: the client may be
+    charged more than its last statement, and the report counts it. After the last round no request
+    is repeated. A report without this client fails verification."""
+    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    folder = kill(setup, settings, setup.link(), count, kind=kind)
+    served = setup.serve(settings, setup.link(*map(setup.node, range(LAST))), resume=folder)
+    assert_reported(setup, served, range(CLIENTS))
+    assert not (served.folder.path / "checkpoint").exists()
+    deviations = served.record.deviations
+    if kind == "end":
+        assert deviations == ()
+        return
+    assert all("did not join" in row["lost"][str(LAST)] for row in served.record.rows[1:])
+    assert any(f"client {LAST} has not stated its ledger" in text for text in deviations)
+    file = served.folder.path / "privacy_report.json"
+    report = json.loads(file.read_text())
+    *events, unstated = report["events"]
+    for other in ({"rounds": [1]}, {"client": "7"}):  # the client stated its ledger in round 1
+        file.write_text(json.dumps({**report, "events": [*events, {**unstated, **other}]}))
+        assert verify_run(served.folder.path).problems
+
+
+def test_clients_that_miss_a_restart_state_their_ledger_again(setup: Setup) -> None:
+    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
+    link = setup.link()
+    folder = kill(setup, settings, link, CLIENTS + 1)  # the last one is not asked for round 2
+    kill(setup, settings, setup.link(*map(setup.node, range(LAST))), LAST + 1, folder)
+    served = setup.serve(settings, setup.link(*link.nodes_.values()), resume=folder)
+    assert_reported(setup, served, range(CLIENTS))
+    assert not any("has not stated" in text for text in served.record.deviations)
+    for number in range(CLIENTS):  # the owners' reports attribute the rows to the run
+        [report] = (setup.folder / f"owner-{number}").glob("runs/*/privacy_report.json")
+        head = json.loads(report.read_text())["ledger_heads"][f"client-{number:03d}"]
+        assert head["rows_before"] == 0
+        assert verify_run(report.parent).problems == []
+
+
+def drop_answers(node: int, request: Frame, answer: bytes, rounds: Sequence[int]) -> bytes | None:
+    """Drops the last client's answers in these rounds and at the end."""
+    dropped = request.facts.get("round") in rounds or request.kind == "end"
+    return None if node == 100 + LAST and dropped else answer
+
+
+@pytest.mark.parametrize("declines", [False, True])
+def test_unanswered_steps_count_as_charged(setup: Setup, declines: bool) -> None:
+    """The client's answer to the last round is lost, without a restart. A round that its policy's
+    budget declines before the step is not charged."""
+    policy = Policy(epsilon=1.5, delta=1e-5) if declines else None
+    link = setup.link(setup.node(0), setup.node(1), setup.node(LAST, policy))
+    link.change = partial(drop_answers, rounds=[] if declines else [2])
+    served = setup.serve(sections("feddm", privacy=PRIVATE), link)
+    assert_reported(setup, served, range(CLIENTS))
+    if declines:
+        assert heads(served)[f"client-{LAST:03d}"]["rows"] == len(setup.ledger(LAST))
+    else:
+        expected = "in round 2. The step is counted as charged"
+        assert any(expected in text for text in served.record.deviations)
+
+
+def test_resumed_open_run_keeps_its_client_sizes(setup: Setup) -> None:
+    """Sampling by size still uses the sizes of the missing clients."""
+    run = {"rounds": 3, "sampling": "size", "participation": 0.67, "quorum": 0.3}
+    settings = sections("fedavg", run=run)
+    link, later = setup.link(), setup.link(*map(setup.node, range(LAST)))
+    folder = kill(setup, settings, link, LAST + 1)
+    setup.serve(settings, later, resume=folder)
+    steps = [request for _, request, _ in [*link.seen, *later.seen] if request.kind == "step"]
+    assert len({tuple(request.facts["sizes"]) for request in steps}) == 1
+
+
+# ----------------------------------------------------------------------------------- rejoining
+
+
+def test_clients_that_missed_rounds_can_rejoin(setup: Setup) -> None:
+    """The client's newest memory is of an earlier round than the checkpoint."""
+    settings = sections("scaffold", run={"rounds": 4})
+    link = setup.link()
+    link.change = partial(drop_answers, rounds=[2])
+    # the step was taken and its answer lost; without it the client has no memory of round 2
+    folder = kill(setup, settings, link, 2 * CLIENTS + 1)
+    for file in (setup.folder / f"owner-{LAST}").glob("runs/*/*-2*"):
+        file.unlink()
+    served = setup.serve(settings, setup.link(*map(setup.node, range(CLIENTS))), resume=folder)
+    assert "lost" in served.record.rows[1]
+    assert not any("lost" in row for row in served.record.rows[2:])
+
+
+def test_resumed_run_equals_uninterrupted_run(setup: Setup) -> None:
+    """With partial participation most clients have no memory of the round before the restart."""
+    settings = sections("scaffold", run={"rounds": 6, "participation": 0.34})
+    folder = kill(setup, settings, setup.link(), 5)
+    served = setup.serve(settings, setup.link(*map(setup.node, range(CLIENTS))), resume=folder)
+    assert not any("lost" in row for row in served.record.rows)
+    assert any("resumed after" in text for text in served.record.deviations)
+    same_model(served, simulate(resolve(settings)))
+
+
+# ------------------------------------------------------------------------- two clients, one key
+
+
+@pytest.mark.parametrize("home", ["fresh", "earlier"])
+def test_second_client_with_a_key_is_refused(setup: Setup, home: str) -> None:
+    """After a restart the second client connects first: its ledger is not the charged one. It
+    leaves, and the first one joins."""
+    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
+    link = setup.link()
+
+    def copy_ledger(node: int, request: Frame, answer: bytes) -> bytes:
+        if request.kind == "step" and request.facts["round"] == 1 and node == 101:
+            shutil.copytree(setup.folder / "owner-0", setup.folder / "earlier")
+        return answer
+
+    link.change = copy_ledger
+    folder = kill(setup, settings, link, 2 * CLIENTS + 1)
+    first, second = link.nodes_[100], setup.node(0, home=home)
+
+    class OneConnection(local_setup.Link):
+        """Connects only one of the two clients."""
+
+        def nodes(self) -> Sequence[int]:
+            if second.refused and self.nodes_[100] is second:
+                self.nodes_[100] = first
+                return [101, 102]
+            return list(self.nodes_)
+
+    later = OneConnection({**link.nodes_, 100: second})
+    served = setup.serve(settings, later, resume=folder, join=60)
+    assert "must begin with the" in second.refused
+    assert not first.refused
+    assert not any("lost" in row for row in served.record.rows)
+    assert_reported(setup, served, range(CLIENTS))
+    assert heads(served)["client-000"]["rows"] == len(setup.ledger(0))
+
+
+def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
+    """The upload is not used, and the first ledger's charges are kept. A client with another one's
+    ledger is refused and receives the reason."""
+    link = setup.link()
+    link.nodes_[102].name = "client-001"
+
+    def drop_release(node: int, request: Frame, answer: bytes) -> bytes:
+        if node != 100 or request.facts.get("round") != 2:
+            return answer
+        frame = Frame.from_bytes(answer)
+        history = {**frame.facts["history"], "releases": frame.facts["history"]["releases"][1:]}
+        return replace(frame, facts={**frame.facts, "history": history}).to_bytes()
+
+    link.change = drop_release
+    notes = NoteRecorder()
+    served = setup.serve(sections("feddm", privacy=PRIVATE), link, observer=notes)
+    assert [set(row["lost"]) for row in served.record.rows] == [{"2"}, {"0", "2"}]
+    assert "another client of the run" in "\n".join([*notes.lines, *setup.messages])
+    assert heads(served)["client-000"]["rows"] == heads(served)["client-001"]["rows"]
+
+
+def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> None:
+    settings = sections("feddm", privacy=PRIVATE)
+    folder = kill(setup, settings, setup.link(), CLIENTS + 1)
+    with pytest.raises(CheckpointError, match="settings have changed"):
+        setup.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
+    file = folder / "checkpoint" / "clients.json"
+    text = file.read_text()
+    for damaged in (text[:-9], text.replace('"steps":', '"steps":1'), None):
+        file.unlink()
+        if damaged is not None:
+            file.write_text(damaged)
+        with pytest.raises(CheckpointError):
+            setup.serve(settings, resume=folder)
+    shutil.rmtree(folder / "checkpoint")
+    with pytest.raises(CheckpointError, match="is missing"):
+        setup.serve(settings, resume=folder)
+
+
+# ------------------------------------------------------------------------------- verification
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs two rounds; one client's policy declines the second."""
+    setup = Setup(tmp_path_factory.mktemp("served"))
+    nodes = [setup.node(0), setup.node(1), setup.node(2, Policy(epsilon=1.5, delta=1e-5))]
+    setup.serve(sections("feddm", privacy=PRIVATE), setup.link(*nodes))
+    return setup.folder
+
+
+@pytest.fixture
+def folder(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def run_folder(folder: Path, home: str = "") -> Path:
+    """Returns the run folder of an owner or of the server."""
+    [found] = (folder / home / "runs").iterdir()
+    return found
+
+
+def test_server_and_owner_folders_are_verified(finished: Path) -> None:
+    verification = verify_run(run_folder(finished))
+    assert verification.problems == []
+    assert "no ledger was compared" in verification.notes[0]
+    for number in range(CLIENTS):
+        verification = verify_run(run_folder(finished, f"owner-{number}"))
+        assert verification.problems == []
+        assert any("compared with the ledger files" in str(note) for note in verification.notes)
+    result = CliRunner().invoke(app, ["privacy", "verify", str(run_folder(finished, "owner-0"))])
+    assert result.exit_code == 0, result.output
+
+
+def fewer_rounds(report: Any) -> None:
+    """Removes a round of each release."""
+    for release in report["ledger"]:
+        release["rounds"] = release["rounds"][:-1] or release["rounds"]
+    for head in report["ledger_heads"].values():
+        head["rows"] //= 2
+
+
+ROW, PAGE = edit(fewer_rounds), delete("privacy_report.html")
+ABSENT = Event(kind="absent", client="1", why="ill").to_json()
+TAMPERS: list[tuple[str, str, Tamper]] = [
+    ("", "missing row", ROW),
+    ("", "missing page", PAGE),
+    ("", "unknown event", put("events", [ABSENT])),
+    ("", "changed epsilon", row(2, "epsilon", 99.0)),
+    ("", "removed loss", row(2, "lost", {})),
+    ("", "unknown client lost", row(2, "lost", {"7": "away"})),
+    ("", "repeated round", row(1, "round", 2)),
+    ("", "marked as simulated", changed("privacy_start.json", "simulated", True)),
+    ("owner-0", "missing row", ROW),
+    ("owner-0", "missing page", PAGE),
+    ("owner-0", "another client's number", changed("owner.json", "client", 7)),
+    ("owner-0", "more rounds", changed("owner.json", "rounds", 9)),
+    ("owner-0", "fewer rounds", changed("owner.json", "rounds", 1)),
+    ("owner-0", "initial rows", changed("privacy_start.json", "ledgers/client-000/rows", 1)),
+]
+
+
+@pytest.mark.parametrize(("home", "name", "tamper"), TAMPERS)
+def test_tampering_is_detected(folder: Path, home: str, name: str, tamper: Tamper) -> None:
+    tamper(run_folder(folder, home))
+    assert verify_run(run_folder(folder, home)).problems
+
+
+def test_owner_reports_are_compared_with_the_ledger(folder: Path) -> None:
+    """Rows of later runs are allowed; a lost or replaced row is detected."""
+    file = folder / "owner-0" / "client-000.jsonl"
+    text = file.read_text()
+    row = Release(1, "sums", "residual", "each", 5.0, 1.0, 1.0, "full", 3, 10)
+    Ledger("client-000", file, dataset=None).charge(row)
+    assert verify_run(run_folder(folder, "owner-0")).problems == []
+    lines = text.splitlines(keepends=True)
+    for fewer in (lines[:-1], [lines[0], *lines[2:]]):
+        file.write_text("".join(fewer))
+        assert verify_run(run_folder(folder, "owner-0")).problems

@@ -15,17 +15,10 @@ import torch
 from torch import Tensor
 
 from fedsynth.errors import SettingError, UnknownNameError
-from fedsynth.features import (
-    FeatureMap,
-    feature_map,
-    feature_names,
-    measured_map,
-    random_images,
-    random_process,
-    register_features,
-)
+from fedsynth.features import FeatureMap, feature_map, measured_map, random_images, random_process
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
+from fedsynth.features.registry import feature_names, register_features
 from fedsynth.features.scattering import Scattering, sizes
 from fedsynth.privacy.products import matrices_of
 from fedsynth.seeding import torch_generator
