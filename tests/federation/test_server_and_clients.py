@@ -125,13 +125,9 @@ def test_non_finite_replies_and_models_are_rejected(server: Server) -> None:
 PARTS = [torch.arange(0, 30), torch.arange(30, 70), torch.arange(70, 90), torch.arange(90, 120)]
 
 
-def data() -> fs.ImageData:
-    return digits(np.arange(150) % 10)
-
-
 def parts(count: int, held_out: list[Tensor] | None = None) -> list[ClientData]:
     """Returns the records of the first clients, in one resident data set."""
-    resident = data()
+    resident = digits(np.arange(150) % 10)
     splits = held_out or [torch.arange(0)] * count
     return [ClientData(resident, PARTS[k], splits[k]) for k in range(count)]
 

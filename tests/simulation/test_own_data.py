@@ -253,13 +253,10 @@ def user_settings(method: str = "feddm", **privacy: Any) -> fs.RunSettings:
     return tiny(method, privacy={**USER_PRIVACY, **privacy})
 
 
-def user_run(settings: fs.RunSettings, output: Path | None = None) -> fs.RunResult:
-    return fs.simulate(settings, data=user_data(), parts=USER_PARTS, output=output)
-
-
 def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:
     """The sample rate is the method's batch over the nominal number of users, at most 1."""
-    result = user_run(user_settings("fedavg", user_records=4), tmp_path)
+    settings = user_settings("fedavg", user_records=4)
+    result = fs.simulate(settings, data=user_data(), parts=USER_PARTS, output=tmp_path)
     report: Any = result.privacy
     assert (report["unit"]["kind"], report["unit"]["user_records"]) == (USER, 4)
     assert report["public_items"]["nominal persons of a client"].startswith("10 (declared)")
