@@ -181,29 +181,12 @@ def _one_step(σ: float, q: float, interval: float, influence: int = 1) -> Any:
     )
 
 
-def _dense(distribution: Any, steps: int) -> Any:
-    """Converts the loss distribution of one step to dense form if there are many steps.
-
-    dp-accounting would convert it, too, but first computes points ** steps, which can have more
-    than a million digits.
-    """
-    from dp_accounting.pld import privacy_loss_distribution as pld
-
-    if steps < 10_000:  # then points ** steps is cheap to compute
-        return distribution
-    remove = distribution._pmf_remove.to_dense_pmf()
-    if distribution._symmetric:
-        return pld.PrivacyLossDistribution(remove)
-    return pld.PrivacyLossDistribution(remove, distribution._pmf_add.to_dense_pmf())
-
-
 @lru_cache(maxsize=4)  # up to about 60 MB each
 def _composed(merged: Merged) -> Any:
     interval = merged.interval
     parts = []
     for σ, q, steps in merged.sampled:
-        step = _one_step(σ, q, interval, merged.influence)
-        parts.append(_dense(step, steps).self_compose(steps))
+        parts.append(_one_step(σ, q, interval, merged.influence).self_compose(steps))
     if merged.mu > 0:
         parts.append(_one_step(1 / merged.mu, 1.0, interval))
     return reduce(lambda total, part: total.compose(part), parts)

@@ -28,7 +28,7 @@ from fedsynth.privacy.errors import LedgerError
 LOCK_SECONDS = 60.0
 """The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
 of ledgers holds the lock while the records are hashed, which may take longer."""
-_LONGEST_PAUSE = 0.02
+PAUSE_SECONDS = 0.01
 MAX_TEXT_BYTES = 2**28
 """The maximum size of a report, a ledger or a key. A report on 10,000 clients and 200 rounds has
 about 100 MB."""
@@ -351,7 +351,6 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     until = time.monotonic() + LOCK_SECONDS
-    pause = 0.001
     while True:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
@@ -364,5 +363,4 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
                 ) from None
         except OSError as error:
             raise LedgerError(f"cannot lock {path}: {error}") from error
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        time.sleep(PAUSE_SECONDS)

@@ -62,6 +62,10 @@ EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
 """The requests of one exchange, in order. Without a secure sum, only `STEP` is sent."""
 
 
+_HEADER = TypeAdapter(tuple[str, dict[str, Any]], config=ConfigDict(strict=True))
+"""The header of a frame: its kind and its fields."""
+
+
 @dataclass(frozen=True)
 class Frame:
     """One request of the server, or one answer of a node.
@@ -78,7 +82,7 @@ class Frame:
     payload: bytes = b""
 
     def to_bytes(self) -> bytes:
-        header = json.dumps({"kind": self.kind, "facts": self.facts}, allow_nan=False).encode()
+        header = json.dumps([self.kind, self.facts], allow_nan=False).encode()
         return len(header).to_bytes(LENGTH_BYTES, "little") + header + self.payload
 
     @classmethod
@@ -93,13 +97,10 @@ class Frame:
             raise MessageError("the header of the frame is truncated")
         end = LENGTH_BYTES + length
         try:
-            header = json.loads(sent[LENGTH_BYTES:end])
-            kind = header["kind"]
-            facts = header["facts"]
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise MessageError(f"the header of the frame is not valid: {error!r:.80}") from None
-        if not (isinstance(kind, str) and isinstance(facts, dict)):
-            raise MessageError("a frame must have text as kind and an object as facts")
+            kind, facts = _HEADER.validate_json(sent[LENGTH_BYTES:end])
+        except ValidationError as error:
+            reason = f"the header of the frame is not valid: {faults(error)[0]:.80}"
+            raise MessageError(reason) from None
         return cls(kind, facts, sent[end:])
 
 

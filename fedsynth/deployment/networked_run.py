@@ -25,7 +25,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
 from fedsynth.deployment.frames import FILE, Connection, write_clients
 from fedsynth.deployment.node_exchange import NodeExchange
-from fedsynth.deployment.proposal import Proposal, check_executable, new_run
+from fedsynth.deployment.proposal import Proposal, check_executable, damage_is_named, new_run
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.position_leak_check import check_private_steps
@@ -89,9 +89,8 @@ class NetworkedRun:
         context = with_proxy(context, settings)
         warnings = check_private_steps(settings, context)
         test = _test_set(proposal)
-        self.folder = _folder(proposal, output, resume)
-        run = _run_name(self.folder, proposal)
-        self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", run)
+        proposal, self.folder = _begun(proposal, output, resume)
+        self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", proposal.run)
         self.file = self.checkpoints.path / FILE
         checkpoint = None if resume is None else self.checkpoints.read(self.method)
         names: list[str] = []
@@ -105,7 +104,7 @@ class NetworkedRun:
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
         rows = () if checkpoint is None else checkpoint.rows
         self.exchange = NodeExchange(
-            replace(proposal, run=run),
+            proposal,
             connection,
             context.device,
             self.file,
@@ -229,32 +228,24 @@ def _test_set(proposal: Proposal) -> ImageData | None:
     return None
 
 
-def _folder(proposal: Proposal, output: Path, resume: Path | None) -> RunFolder:
-    """Creates or reopens the run folder. A new folder receives the run's settings and name."""
-    if resume is not None:
-        return RunFolder.reopen(resume)
-    folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
-    folder.write_config(to_toml(proposal.settings.to_mapping()))
-    stated = {"run": new_run(), "agreement": proposal.agreement}
-    write_whole(folder.path / SERVED, json.dumps(stated).encode())
-    return folder
-
-
-def _run_name(folder: RunFolder, proposal: Proposal) -> str:
-    """Reads the name of the run from its folder.
+def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Proposal, RunFolder]:
+    """Creates or reopens the run folder, which contains the proposal of the run.
 
     Raises:
         CheckpointError: if the run in the folder has other settings, or its file is damaged.
     """
-    file = folder.path / SERVED
-    try:
-        stated = load_json(file)
-        agreed, name = str(stated["agreement"]), str(stated["run"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error!r:.120}") from None
-    if agreed != proposal.agreement:
+    if resume is None:
+        folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
+        folder.write_config(to_toml(proposal.settings.to_mapping()))
+        proposal = replace(proposal, run=new_run())
+        write_whole(folder.path / SERVED, json.dumps(proposal.to_json()).encode())
+        return proposal, folder
+    folder = RunFolder.reopen(resume)
+    with damage_is_named(folder.path / SERVED):
+        begun = Proposal.from_json(load_json(folder.path / SERVED))
+    if begun.agreement != proposal.agreement:
         raise CheckpointError(f"cannot resume {folder.path}, because the settings have changed")
-    return name
+    return begun, folder
 
 
 def _initial_plan(

@@ -46,6 +46,7 @@ from fedsynth.deployment.proposal import (
 )
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
+    Identities,
     SumClient,
     SumTerms,
     sum_terms,
@@ -294,13 +295,14 @@ class Session:
             return self._step(frame, question, context)
         terms = self._sum_terms(question, context)
         if frame.kind == frames.KEYS:  # discards an unfinished sum and its secrets
-            client = self._sum_client(terms, context)
-            keys = client.keys()
-            self._write(SUM_FILE, client.state.to_bytes())
+            client = SumClient.begin(self._position(context), terms)
+            keys = client.keys(self._identities(context))
+            self._write(SUM_FILE, client.to_bytes())
             return _answered(keys)
         with self._open_sum(terms, context) as client:
             if frame.kind == frames.SHARES:
-                return _answered(client.share(primitives.Roster.from_bytes(frame.payload)))
+                roster = primitives.Roster.from_bytes(frame.payload)
+                return _answered(client.share(roster, self._identities(context)))
             shares = client.unmask(primitives.Present.from_bytes(frame.payload))
         (self.folder / SUM_FILE).unlink()
         return _answered(shares)
@@ -349,19 +351,14 @@ class Session:
             raise RequestRefusedError(f"this client does not take part in round {context.round}")
         return context.active.index(self.runtime.number)
 
-    def _sum_client(
-        self, terms: SumTerms, context: RoundContext, state: primitives.SumState | None = None
-    ) -> SumClient:
-        """Creates this client's side of a secure sum, with the identity keys of the round's
-        clients.
-        """
+    def _identities(self, context: RoundContext) -> Identities | None:
+        """Returns the identity keys of the round's clients, by position in the round."""
         identities = self._node.identities
-        if identities is not None:
-            keys = identities.public_keys
-            active = enumerate(context.active)
-            by_position = {p: keys[k] for p, k in active if k in keys}
-            identities = replace(identities, public_keys=by_position)
-        return SumClient(self._position(context), terms, identities, state)
+        if identities is None:
+            return None
+        keys = identities.public_keys
+        by_position = {p: keys[k] for p, k in enumerate(context.active) if k in keys}
+        return replace(identities, public_keys=by_position)
 
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
@@ -383,13 +380,11 @@ class Session:
         file = self.folder / SUM_FILE
         if not file.is_file():
             raise primitives.SecureSumError("this client has not begun the requested secure sum")
-        client = self._sum_client(
-            terms, context, primitives.SumState.from_bytes(read_regular(file))
-        )
+        client = SumClient.stored(read_regular(file), self._position(context), terms)
         try:
             yield client
         finally:
-            self._write(SUM_FILE, client.state.to_bytes())
+            self._write(SUM_FILE, client.to_bytes())
 
     # ------------------------------------------------------------------------------- its files
 

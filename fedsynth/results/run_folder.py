@@ -16,7 +16,7 @@ after a power cut.
     privacy_start.json   only with differential privacy: the public facts fixed at the start, from
                          which the report of a killed run is built
     sources/             the files with user code for the method and the model
-    run.json             only in a run over a network: the run's name, which stays the same when
+    run.json             only in a run over a network: the proposal, whose name stays the same when
                          the run is resumed
     resumed.json         only in a resumed run: the rounds after which it was resumed
     simulation_only/     values that only a simulation may show, because they are exact functions

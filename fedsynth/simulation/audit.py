@@ -34,7 +34,7 @@ from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.build import write_report
-from fedsynth.privacy.report.file import read_report
+from fedsynth.privacy.report.file import sound_report
 from fedsynth.results.finished import RunFolderError, read_summary
 from fedsynth.results.report_facts import provenance
 from fedsynth.seeding import numpy_generator, torch_generator
@@ -317,7 +317,7 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 
 
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
-    report = read_report(folder)
+    report = sound_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
         raise PrivacyError(f"{folder}/config.toml differs from the folder's privacy report")
     return report

@@ -87,7 +87,6 @@ def build_report(
     stated["published"] = published
     return Report(
         **stated,
-        schema_version=figures.SCHEMA_VERSION,
         guarantee=promise,
         ledger=folded_ledger(rows),
         ledger_heads=heads,

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD
 
-SCHEMA_VERSION = 4
 MAX_SHOWN_FAULTS = 10
 MAX_SHOWN_KEY = 80
 _REASONS = {"missing": "is missing", "extra_forbidden": "is an unknown key"}
@@ -334,7 +333,7 @@ class Report(ReportFacts):
         audit: the result of a canary audit of the settings. None if there was no audit.
     """
 
-    schema_version: int
+    schema_version: Literal[4] = 4
     guarantee: Guarantee | None
     ledger: list[LedgerEntry]
     ledger_heads: dict[str, LedgerHead]

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
+from pydantic import ValidationError
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
 from fedsynth.privacy.files import decode_json, read_regular
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.figures import SCHEMA_VERSION, LedgerStart, Part, schema_problems
+from fedsynth.privacy.report.figures import LedgerStart, Part, faults, schema_problems
 
 P = TypeVar("P", bound=Part)
 HOSTILE = (
@@ -28,23 +29,16 @@ HOSTILE = (
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Reads a JSON report and checks only its schema version.
+    """Reads a JSON report without checking its keys.
 
     Args:
         path: the report's file, or a run folder that contains it.
 
     Raises:
-        PrivacyError: there is no report, it cannot be read, or it has another schema version.
+        PrivacyError: there is no report, or it cannot be read.
     """
     file = path / "privacy_report.json" if path.is_dir() else path
-    report = read_json(file, "privacy report")
-    version = report.get("schema_version")
-    if version != SCHEMA_VERSION or type(version) is not int:
-        raise PrivacyError(
-            f"{file} has report schema {short_repr(version)}, but this version of fedsynth reads "
-            f"only schema {SCHEMA_VERSION}"
-        )
-    return report
+    return read_json(file, "privacy report")
 
 
 def sound_report(path: Path) -> dict[str, Any]:
@@ -103,10 +97,10 @@ def read_part(file: Path, kind: str, shape: type[P]) -> P:
     Raises:
         PrivacyError: the file cannot be read, or a key or type is wrong.
     """
-    content = read_json(file, kind)
-    for problem in schema_problems(content, shape):
-        raise PrivacyError(f"{file.name}: {problem}")
-    return shape.model_validate(content)
+    try:
+        return shape.model_validate(read_json(file, kind))
+    except ValidationError as error:
+        raise PrivacyError(f"{file.name}: {faults(error)[0]}") from None
 
 
 def parse_json(text: str | bytes, complaint: str) -> dict[str, Any]:

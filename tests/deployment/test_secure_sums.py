@@ -24,10 +24,11 @@ from fedsynth.deployment.secure_aggregation.client import (
 )
 from fedsynth.deployment.secure_aggregation.primitives import Keys, Present, Roster, Sealed, Shares
 from fedsynth.deployment.secure_aggregation.server import SumServer
+from fedsynth.privacy.randomness import Grid, finest
 from tests.privacy.test_files import private_pem, public_pem
 
 LENGTH = 50
-OTHER_KEY = primitives.public(primitives.key_of(bytes(range(32))))
+OTHER_KEY = primitives.public(bytes(range(32)))
 Clients = frozenset[int]
 
 
@@ -59,7 +60,7 @@ class SumRun:
     transmit: Callable[[Any, int], Any] = lambda parcel, client: parcel
 
     def __post_init__(self) -> None:
-        self.form = primitives.FixedPoint(bound=10.0, clients=self.clients)
+        self.form = primitives.FixedPoint(Grid(bits=24, bound=10.0))
         vectors = np.random.default_rng(3).uniform(-10, 10, (self.clients, LENGTH))
         self.vectors = dict(enumerate(vectors))
         self.terms = SumTerms(secrets.token_bytes(8), self.threshold, self.clients, LENGTH)
@@ -68,7 +69,7 @@ class SumRun:
     def sum(self) -> np.ndarray[Any, Any]:
         """Runs all four exchanges, with messages as bytes."""
         active = set(range(self.clients)) - self.no_keys
-        self.sum_clients = clients = {k: SumClient(k, self.terms) for k in active}
+        self.sum_clients = clients = {k: SumClient.begin(k, self.terms) for k in active}
         keys = {k: self._sent(client.keys(), k) for k, client in clients.items()}
         roster = self.server.roster(keys)
         active -= self.no_shares
@@ -122,9 +123,9 @@ def test_server_receives_no_secrets_and_only_masked_vectors() -> None:
     received = b"".join(sent)
     assert set(vars(first.server)) == {"terms", "_keys", "_sealed", "masked", "rejected"}
     for number, client in first.sum_clients.items():
-        secrets_of = [client._mask_key.private_bytes_raw(), client._channel_key.private_bytes_raw()]
+        secrets_of = [client.mask_key, client.channel_key]
         if number == 2:  # the server gets the seeds of the remaining clients
-            secrets_of.append(client.state.seed)
+            secrets_of.append(client.seed)
         else:
             assert (first.server.masked[number] != second.server.masked[number]).all()
         for secret in secrets_of:
@@ -183,25 +184,27 @@ def test_client_refuses_altered_rosters(tmp_path: Path, change: Rosters, reason:
     runs = []
     for name in (b"one", b"other"):
         terms = SumTerms(name, 3, 4, LENGTH)
-        runs.append([SumClient(k, terms, identity) for k, identity in enumerate(identities)])
-    keys, other_sum = (dict(enumerate(client.keys() for client in clients)) for clients in runs)
+        runs.append([SumClient.begin(k, terms) for k in range(4)])
+    keys, other_sum = (
+        {k: client.keys(identities[k]) for k, client in enumerate(clients)} for clients in runs
+    )
     with pytest.raises(primitives.SecureSumError, match=reason):
-        runs[0][1].share(Roster(keys=change(keys, other_sum)))
+        runs[0][1].share(Roster(keys=change(keys, other_sum)), identities[1])
 
 
 def test_client_continues_only_in_the_same_sum() -> None:
     terms = SumTerms(b"one", threshold=3, clients=3, length=2)
-    state = SumClient(1, terms).state
-    assert SumClient(1, terms, None, state).number == 1
+    client = SumClient.begin(1, terms)
+    assert SumClient.stored(client.to_bytes(), 1, terms) == client
     for number, other in ((0, terms), (1, replace(terms, threshold=2))):
         with pytest.raises(primitives.SecureSumError, match="another secure sum"):
-            SumClient(number, other, None, state)
+            SumClient.stored(client.to_bytes(), number, other)
 
 
 def start_sum(terms: SumTerms) -> tuple[SumServer, dict[int, SumClient], dict[int, Sealed]]:
     """Returns a server, its clients, and the ciphertexts that each of them sends."""
     server = SumServer(terms)
-    clients = {k: SumClient(k, terms) for k in range(terms.clients)}
+    clients = {k: SumClient.begin(k, terms) for k in range(terms.clients)}
     roster = server.roster({k: client.keys() for k, client in clients.items()})
     return server, clients, {k: client.share(roster) for k, client in clients.items()}
 
@@ -283,7 +286,7 @@ def test_shares_are_values_of_a_random_polynomial() -> None:
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=20), st.integers(1, 5))
 def test_fixed_point_sums_are_exact_to_a_bit(values: list[float], clients: int) -> None:
-    form = primitives.FixedPoint(100.0, clients)
+    form = primitives.FixedPoint(Grid(bits=24, bound=100.0))
     words: primitives.IntVector = form.encode(values)
     total = sum([words] * (clients - 1), start=words)
     np.testing.assert_allclose(
@@ -291,14 +294,18 @@ def test_fixed_point_sums_are_exact_to_a_bit(values: list[float], clients: int) 
     )
 
 
-def test_values_and_formats_out_of_range_are_refused() -> None:
+def test_values_out_of_range_are_refused() -> None:
     for value in (float("nan"), float("inf"), 10.5, -11.0):
         with pytest.raises(primitives.SecureSumError, match="must be finite and within"):
-            primitives.FixedPoint(10.0, 3).encode([0.0, value])
-    with pytest.raises(primitives.SecureSumError, match="overflows"):
-        primitives.FixedPoint(2.0**40, 3, fraction=24)
-    form = primitives.FixedPoint(2.0**37, 3, fraction=24)
-    assert form.decode(form.encode([2.0**37]) * np.uint64(3))[0] == 3 * 2.0**37
+            primitives.FixedPoint(Grid(bits=24, bound=10.0)).encode([0.0, value])
+
+
+@pytest.mark.parametrize("bound", [1e-9, 1.0, 2.0**37, 1e300])
+@pytest.mark.parametrize("clients", [1, 3, 1000])
+def test_sums_on_the_finest_grid_are_exact(bound: float, clients: int) -> None:
+    form = primitives.FixedPoint(finest(bound, clients))
+    value = form.decode(form.encode([bound]))[0]
+    assert form.decode(form.encode([bound]) * np.uint64(clients))[0] == pytest.approx(clients * value)
 
 
 def test_masks_are_chacha20s_key_stream() -> None:
@@ -310,7 +317,7 @@ def test_masks_are_chacha20s_key_stream() -> None:
 @given(st.lists(st.floats(-1e15, 1e15), min_size=1, max_size=5), st.integers(0, 40))
 def test_private_words_wrap_modulo_2_64(values: list[float], fraction: int) -> None:
     """Compares with Python's integers: a refusal would reveal a property of a vector."""
-    form = primitives.FixedPoint(bound=1.0, clients=2, fraction=fraction, wraps=True)
+    form = primitives.FixedPoint(Grid(bits=fraction, bound=1.0), wraps=True)
     expected = [round(value * 2**fraction) % 2**64 for value in map(Fraction, values)]
     assert [int(word) for word in form.encode(values)] == expected
     if any(abs(value) > 1 for value in values):

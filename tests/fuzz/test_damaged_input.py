@@ -395,7 +395,7 @@ def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
             return altered(frame.to_bytes(), rng)
         case 1 if frame.payload:
             return replace(frame, payload=altered(frame.payload, rng)).to_bytes()
-    content = {"kind": frame.kind, "facts": dict(frame.facts)}
+    content = [frame.kind, dict(frame.facts)]
     header = json_bytes(altered_json(content, rng), rng)
     return len(header).to_bytes(8, "little") + header + frame.payload
 

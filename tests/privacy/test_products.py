@@ -236,7 +236,7 @@ def test_grid_is_coarsest_sufficient_one() -> None:
         assert grid.bound == bound
         assert grid.spacing >= 2**10 * np.spacing(bound)
         assert clients * bound / grid.spacing <= 2**62
-        form = FixedPoint(bound, clients, grid.bits, wraps=True)
+        form = FixedPoint(grid, wraps=True)
         part = np.floor(bound / grid.spacing) * grid.spacing
         encoded = form.encode([part, -part]) * np.uint64(clients)
         assert form.decode(encoded).tolist() == [clients * part, -clients * part]

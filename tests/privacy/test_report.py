@@ -412,8 +412,6 @@ DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
     ("text", "message"),
     [
         *((text, "not a valid privacy report") for text in ("[]", "", DEEP)),
-        ('{"schema_version": 3}', "schema 3"),
-        ('{"schema_version": true}', "schema True"),
         ('{"schema_version": 4, "x": NaN}', "NaN is not a valid number"),
         ('{"schema_version": 4, "x": 1e999}', "too large"),
         ('{"schema_version": 4, "x": {"a": 1, "a": 2}}', "twice"),

@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedsynth.config.checks import fewest
 from fedsynth.core.context import RoundContext
@@ -31,18 +33,21 @@ from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.primitives import (
+    IN_HEX,
     KEY_BYTES,
     SHARE_BYTES,
     FixedPoint,
+    Index,
     IntVector,
     Keys,
     Masked,
+    Parcel,
     Present,
     Roster,
     Sealed,
+    Secret,
     SecureSumError,
     Shares,
-    SumState,
     split,
 )
 from fedsynth.errors import SettingError
@@ -51,7 +56,7 @@ from fedsynth.privacy.randomness import finest
 from fedsynth.privacy.signing import read_private_key, read_public_key
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True, config=IN_HEX)
 class SumTerms:
     """The parameters of a secure sum, which all parties know in advance.
 
@@ -95,66 +100,80 @@ class Identities:
     public_keys: Mapping[int, Ed25519PublicKey]
 
 
-class SumClient:
+class SumClient(Parcel):
     """The client's side of one secure sum, which makes keys, shares and the masked vector.
 
     The methods are called once each, in the order `keys`, `share`, `receive`, `mask`, `unmask`.
-    Another process can continue the sum from the stored `state`.
+    Between two methods, the client can be stored as bytes, from which another process continues.
+    It contains secrets, so only the client may read its file.
 
     Args:
         number: the index of the client.
         terms: the parameters of the sum.
-        identities: the identity keys of all clients. None: the server is trusted to pass on keys
-            unchanged.
-        state: the state of the same sum from an earlier process. None: the sum begins.
-
-    Raises:
-        SecureSumError: if the state belongs to another secure sum than `terms`.
+        mask_key: the client's private key for pairwise masks.
+        channel_key: the client's private key for encrypted messages to other clients.
+        seed: the seed of the client's self mask.
+        step: the number of requests that the client has received.
+        roster: the public keys of all clients.
+        shares: the shares that this client holds, including those of its own secrets, by client.
     """
 
-    def __init__(
-        self,
-        number: int,
-        terms: SumTerms,
-        identities: Identities | None = None,
-        state: SumState | None = None,
-    ) -> None:
-        self.number = number
-        self.terms = terms
-        self._identities = identities
-        if state is None:
-            names = ("mask_key", "channel_key", "seed")
-            fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
-            state = SumState(number=number, terms=repr(terms), **fresh)
-        if (state.number, state.terms) != (number, repr(terms)):
+    number: Index
+    terms: SumTerms
+    mask_key: Secret
+    channel_key: Secret
+    seed: Secret
+    step: int = 0
+    roster: dict[Index, Keys] = Field(default={})
+    shares: dict[Index, bytes] = Field(default={}, repr=False)
+
+    @classmethod
+    def begin(cls, number: int, terms: SumTerms) -> SumClient:
+        """Begins a sum with fresh secrets."""
+        names = ("mask_key", "channel_key", "seed")
+        fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
+        return cls(number=number, terms=terms, **fresh)
+
+    @classmethod
+    def stored(cls, content: bytes, number: int, terms: SumTerms) -> SumClient:
+        """Reads a client that an earlier process has stored.
+
+        Raises:
+            SecureSumError: if the bytes are damaged, or if they belong to another secure sum.
+        """
+        client = cls.from_bytes(content)
+        if (client.number, client.terms) != (number, terms):
             raise SecureSumError(f"the state of client {number} belongs to another secure sum")
-        self.state = state
-        self._mask_key = primitives.key_of(state.mask_key)
-        self._channel_key = primitives.key_of(state.channel_key)
+        return client
 
     def _next(self, step: int) -> None:
         """Checks that each request comes once and in the right order.
 
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
-        if self.state.step != step:
+        if self.step != step:
             raise SecureSumError(f"client {self.number} received a request out of order")
-        self.state.step += 1
+        self.step += 1
 
-    def keys(self) -> Keys:
-        """Returns the client's public keys for this sum."""
+    def keys(self, identities: Identities | None = None) -> Keys:
+        """Returns the client's public keys for this sum.
+
+        Args:
+            identities: the identity keys of all clients. None: the server is trusted to pass on
+                keys unchanged.
+        """
         self._next(0)
         keys = Keys(
             client=self.number,
-            mask=primitives.public(self._mask_key),
-            channel=primitives.public(self._channel_key),
-            commitment=hashlib.sha256(self.state.seed).digest(),
+            mask=primitives.public(self.mask_key),
+            channel=primitives.public(self.channel_key),
+            commitment=hashlib.sha256(self.seed).digest(),
         )
-        if self._identities is not None:
-            keys.signature = self._identities.private_key.sign(keys.signed(self.terms.name))
+        if identities is not None:
+            keys.signature = identities.private_key.sign(keys.signed(self.terms.name))
         return keys
 
-    def share(self, roster: Roster) -> Sealed:
+    def share(self, roster: Roster, identities: Identities | None = None) -> Sealed:
         """Splits the client's secrets into shares, and returns an encrypted share for each other
         client.
 
@@ -165,29 +184,28 @@ class SumClient:
                 not signed its keys.
         """
         self._next(1)
-        self._check(roster)
-        self.state.keys = dict(sorted(roster.keys.items()))
-        holders = list(self.state.keys)
-        key_shares = split(self.state.mask_key, holders, self.terms.threshold)
-        seed_shares = split(self.state.seed, holders, self.terms.threshold)
+        self._check(roster.keys, identities)
+        self.roster = dict(sorted(roster.keys.items()))
+        holders = list(self.roster)
+        key_shares = split(self.mask_key, holders, self.terms.threshold)
+        seed_shares = split(self.seed, holders, self.terms.threshold)
         sealed = {}
         for k in holders:
             shares = key_shares[k] + seed_shares[k]
             if k == self.number:
-                self.state.shares[k] = shares
+                self.shares[k] = shares
             else:
                 key, about = self._channel(k, self.number, k)
                 sealed[k] = primitives.seal(key, shares, about)
         return Sealed(of=sealed)
 
-    def _check(self, roster: Roster) -> None:
-        keys = roster.keys
+    def _check(self, keys: Mapping[int, Keys], identities: Identities | None) -> None:
         if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
             raise SecureSumError(
                 f"the server must send the keys of at least {self.terms.threshold} of "
                 f"{self.terms.clients} clients, got {len(keys)}"
             )
-        if self.number not in keys or keys[self.number].mask != primitives.public(self._mask_key):
+        if self.number not in keys or keys[self.number].mask != primitives.public(self.mask_key):
             raise SecureSumError("the server has changed or omitted the keys of this client")
         public: set[bytes] = set()
         for k, keys_of in keys.items():
@@ -196,12 +214,12 @@ class SumClient:
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):
             raise SecureSumError("the server sent the same key for two clients")
-        if self._identities is None:
+        if identities is None:
             return
         for k, keys_of in keys.items():
             try:
                 signed = keys_of.signed(self.terms.name)
-                self._identities.public_keys[k].verify(keys_of.signature, signed)
+                identities.public_keys[k].verify(keys_of.signature, signed)
             except (InvalidSignature, KeyError):
                 reason = f"the keys of client {k} are not signed with its identity key"
                 raise SecureSumError(reason) from None
@@ -213,7 +231,7 @@ class SumClient:
         """
         about = b"%s from %d to %d" % (self.terms.name, sender, receiver)
         key = primitives.common(
-            self._channel_key, self.state.keys[other].channel, primitives.CHANNEL, about
+            self.channel_key, self.roster[other].channel, primitives.CHANNEL, about
         )
         return key, about
 
@@ -230,7 +248,7 @@ class SumClient:
         """
         self._next(2)
         senders = sorted(received.of)
-        if self.number in senders or not set(senders) <= set(self.state.keys):
+        if self.number in senders or not set(senders) <= set(self.roster):
             raise SecureSumError("the server passed on secret shares from clients without keys")
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
@@ -239,8 +257,8 @@ class SumClient:
             )
         for k in senders:
             key, about = self._channel(k, k, self.number)
-            self.state.shares[k] = primitives.unseal(key, received.of[k], about)
-            if len(self.state.shares[k]) != 2 * SHARE_BYTES:
+            self.shares[k] = primitives.unseal(key, received.of[k], about)
+            if len(self.shares[k]) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"the secret shares of client {k} have the wrong length")
 
     def mask(self, vector: IntVector) -> Masked:
@@ -257,11 +275,11 @@ class SumClient:
         length = self.terms.length
         if vector.shape != (length,):
             raise SecureSumError(f"the vector must have the shape ({length},), got {vector.shape}")
-        self_mask = primitives.derived(self.state.seed, primitives.SELF_MASK, self.terms.name)
+        self_mask = primitives.derived(self.seed, primitives.SELF_MASK, self.terms.name)
         masked = vector + primitives.mask(self_mask, length)
-        for k in sorted(set(self.state.shares) - {self.number}):
+        for k in sorted(set(self.shares) - {self.number}):
             masked = masked + primitives.signed_mask(
-                self._mask_key, self.state.keys[k].mask, self.terms.name, (self.number, k), length
+                self.mask_key, self.roster[k].mask, self.terms.name, (self.number, k), length
             )
         return Masked(masked)
 
@@ -277,14 +295,14 @@ class SumClient:
         """
         self._next(4)
         clients = set(present.clients)
-        if len(clients) < self.terms.threshold or not clients <= set(self.state.shares):
+        if len(clients) < self.terms.threshold or not clients <= set(self.shares):
             raise SecureSumError(
                 f"the server must list at least {self.terms.threshold} clients with secret shares, "
                 f"got {len(clients)}"
             )
         if self.number not in clients:
             raise SecureSumError("the server claims that the vector of this client is missing")
-        shares = self.state.shares
+        shares = self.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
             keys={k: share[:SHARE_BYTES] for k, share in shares.items() if k not in clients},
@@ -365,7 +383,7 @@ class UploadLayout:
         for name, (shape, form) in self.fields.items():
             end = start + math.prod(shape)
             sums = form.decode(encoded[start:end])
-            if not bool((np.abs(sums) <= clients * form.bound).all()):
+            if not bool((np.abs(sums) <= clients * form.grid.bound).all()):
                 raise SecureSumError(f"the sum of the field {name} is out of range")
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
@@ -412,8 +430,7 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
-        form = FixedPoint(grid.bound, context.clients, grid.bits, wraps=private)
-        fields[name] = (tuple(size or 0 for size in rule.shape), form)
+        fields[name] = (tuple(size or 0 for size in rule.shape), FixedPoint(grid, wraps=private))
     return UploadLayout(declared(method, phase, "upload"), fields)
 
 

@@ -12,13 +12,12 @@ ChaCha20-Poly1305 for messages through the server. Each key is made for one sum 
 nonces of zero are safe.
 
 Masked vectors are sent as raw numbers, and all other messages as JSON with bytes in hexadecimal.
-All received bytes are untrusted. A client stores its state between messages as `SumState`.
+All received bytes are untrusted. A client is stored between messages in the same form (`SumClient`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.errors import FedsynthError
+from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.report.figures import faults
 
 
@@ -50,36 +50,24 @@ BITS = 64
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A fixed-point encoding of real numbers in [-bound, bound].
+    """A fixed-point encoding of real numbers, which rounds to a grid on which sums cannot overflow.
 
     Args:
-        bound: the public bound on the absolute value of each coordinate. Larger values are an error
-            and are never clipped, because a sum of clipped noise has no known distribution.
-        clients: the largest number of vectors in a sum. The sum must not overflow.
-        fraction: the number of bits after the binary point. It is negative if the steps are larger
-            than 1. A coordinate of the sum is off by at most clients / 2^(fraction + 1).
+        grid: the grid (`fedsynth.privacy.randomness`). Values above its bound are an error and are
+            never clipped, because a sum of clipped noise has no known distribution. A coordinate of
+            the sum is off by at most half a spacing for each client.
         wraps: whether larger values are taken modulo 2^64 instead of raising an error. This is
             required for private values, because an error would reveal something about one client's
             vector.
 
-    >>> form = FixedPoint(bound=4.0, clients=3)
+    >>> form = FixedPoint(Grid(bits=24, bound=4.0))
     >>> vector = form.encode(np.array([1.5, -0.25])) + form.encode(np.array([1.0, -3.0]))
     >>> form.decode(vector).tolist()
     [2.5, -3.25]
     """
 
-    bound: float
-    clients: int
-    fraction: int = 24
+    grid: Grid
     wraps: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bound < math.inf or self.clients < 1 or abs(self.fraction) > 1000:
-            raise SecureSumError(f"{self} is not a valid fixed-point encoding")
-        if self.clients * (self.bound * 2.0**self.fraction + 1) >= 2.0 ** (BITS - 1):
-            raise SecureSumError(
-                f"a sum of {self.clients} values up to {self.bound:g} overflows {BITS} bits"
-            )
 
     def encode(self, vector: npt.ArrayLike) -> IntVector:
         """Encodes a vector of real numbers as integers modulo 2^64, uint64 [n].
@@ -91,10 +79,10 @@ class FixedPoint:
         values = np.asarray(vector, np.float64)
         if values.ndim != 1:
             raise SecureSumError(f"the vector must have one dimension, got {values.ndim}")
-        inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.bound
+        inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.grid.bound
         if not bool(inside.all()):
-            raise SecureSumError(f"the coordinates must be finite and within ±{self.bound:g}")
-        steps = np.rint(values * 2.0**self.fraction)
+            raise SecureSumError(f"the coordinates must be finite and within ±{self.grid.bound:g}")
+        steps = np.rint(values / self.grid.spacing)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
             steps -= np.where(steps >= 2.0 ** (BITS - 1), 2.0**BITS, 0.0)
@@ -102,8 +90,8 @@ class FixedPoint:
         return steps.astype(np.int64).view(np.uint64)
 
     def decode(self, encoded: IntVector) -> Reals:
-        """Decodes the sum of at most `clients` encoded vectors to float64 [n]."""
-        return encoded.view(np.int64).astype(np.float64) / 2.0**self.fraction
+        """Decodes the sum of encoded vectors to float64 [n]."""
+        return encoded.view(np.int64).astype(np.float64) * self.grid.spacing
 
 
 PRIME = 2**521 - 1  # a Mersenne prime, above every 32-byte secret
@@ -171,17 +159,12 @@ MASK, CHANNEL, SELF_MASK = b"mask", b"channel", b"own mask"
 """The purposes of derived keys."""
 
 
-def key_of(secret: bytes) -> X25519PrivateKey:
-    """Creates a private key from 32 secret bytes."""
-    return X25519PrivateKey.from_private_bytes(secret)
-
-
-def public(key: X25519PrivateKey) -> bytes:
+def public(key: bytes) -> bytes:
     """Returns the public key that belongs to a private key, as 32 bytes."""
-    return key.public_key().public_bytes_raw()
+    return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw()
 
 
-def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) -> bytes:
+def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
     """Computes the 32-byte secret that two clients share for one purpose.
 
     Args:
@@ -195,7 +178,8 @@ def common(key: X25519PrivateKey, other: bytes, purpose: bytes, about: bytes) ->
         SecureSumError: if the other client's public key is invalid.
     """
     try:
-        secret = key.exchange(X25519PublicKey.from_public_bytes(other))
+        own = X25519PrivateKey.from_private_bytes(key)
+        secret = own.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
         raise SecureSumError("the public key of a client is not a valid X25519 key") from None
     return derived(secret, purpose, about)
@@ -242,7 +226,7 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
 
 
 def signed_mask(
-    key: X25519PrivateKey, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
+    key: bytes, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
 ) -> IntVector:
     """Computes the mask that the first client of `pair` adds to its vector, uint64 [length].
 
@@ -266,14 +250,13 @@ def signed_mask(
 Index = Annotated[int, Field(ge=0, lt=10**9)]
 Key = Annotated[bytes, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Secret = Annotated[Key, Field(repr=False)]
+IN_HEX = ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex")
 
 
 class Parcel(BaseModel):
     """The base class of the messages of a secure sum. Fields are checked on creation."""
 
-    model_config = ConfigDict(
-        strict=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex"
-    )
+    model_config = IN_HEX
 
     def to_bytes(self) -> bytes:
         """Encodes the message as JSON bytes."""
@@ -365,32 +348,6 @@ class Shares(Parcel):
 
     seeds: dict[Index, bytes]
     keys: dict[Index, bytes]
-
-
-class SumState(Parcel):
-    """A client's state in one secure sum.
-
-    The state contains secrets, so only the client may read the state's file.
-
-    Args:
-        number: the index of the client.
-        terms: the name and the sizes of the sum.
-        mask_key: the client's private key for pairwise masks.
-        channel_key: the client's private key for encrypted messages to other clients.
-        seed: the seed of the client's self mask.
-        step: the number of requests that the client has received.
-        keys: the public keys of all clients.
-        shares: the shares that this client holds, including those of its own secrets, by client.
-    """
-
-    number: Index
-    terms: str
-    mask_key: Secret
-    channel_key: Secret
-    seed: Secret
-    step: int = 0
-    keys: dict[Index, Keys] = {}
-    shares: dict[Index, bytes] = Field(default={}, repr=False)
 
 
 class Masked:

@@ -153,8 +153,7 @@ class SumServer:
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
         for client in self._sealed.keys() - self.masked.keys():
-            secret = self._secret(client, {k: message.keys for k, message in answers.items()})
-            key = primitives.key_of(secret)
+            key = self._secret(client, {k: message.keys for k, message in answers.items()})
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
                     f"the shares of the mask key of client {client} were changed"
