@@ -168,14 +168,18 @@ def _run(
     resume: Path | None,
     log: Sequence[str],
 ) -> None:
-    from fedsynth.cli.privacy_commands import signer
     from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.config.resolve import resolve
+    from fedsynth.privacy.signing import read_private_key, sign_run
     from fedsynth.results.loggers import Several, make_loggers
     from fedsynth.simulation.simulate import simulate
 
     settings = resolve(sections)
-    sign = signer(sign_key, settings.privacy is not None)  # an invalid key fails before the run
+    if sign_key is not None and settings.privacy is None:
+        raise application.OptionError(
+            "--sign-key needs a private run, because other runs have no report"
+        )
+    key = None if sign_key is None else read_private_key(sign_key)  # an invalid one fails here
     application.keep_large_allocations()
     folder = output if resume is None else resume.parent
     loggers = make_loggers(log, folder, private=settings.privacy is not None, note=application.say)
@@ -187,7 +191,9 @@ def _run(
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )
-    show_result(result, as_json, sign)
+    if key is not None and result.folder is not None:
+        application.say(f"signed: {sign_run(result.folder, key)}")
+    show_result(result, as_json)
 
 
 for command in (

@@ -11,7 +11,6 @@ import math
 import shlex
 import sys
 from bisect import bisect_left
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -132,31 +131,9 @@ def sign(
     pair, run `openssl genpkey -algorithm ed25519 -out key.pem` and `openssl pkey -in key.pem
     -pubout -out key.pub`.
     """
-    signer(key, True)(run)
-
-
-def signer(key: Path | None, private: bool) -> Callable[[Path], None]:
-    """Returns a function that signs the folder of a run when the run has ended.
-
-    The key is read by this call, so that an invalid key is reported before the run. Without a key,
-    the returned function does nothing.
-
-    Args:
-        key: the file with the private key, or None.
-        private: whether the run has differential privacy, and so a report to sign.
-    """
-    if key is None:
-        return lambda folder: None
-    if not private:
-        raise OptionError("--sign-key needs a private run, because other runs have no report")
     from fedsynth.privacy.signing import read_private_key, sign_run
 
-    private_key = read_private_key(key)
-
-    def write(folder: Path) -> None:
-        print(f"signed: {sign_run(folder, private_key)}", file=sys.stderr)
-
-    return write
+    say(f"signed: {sign_run(run, read_private_key(key))}")
 
 
 AUDIT = "Audit"

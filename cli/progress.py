@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -75,18 +74,14 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
         yield LiveObserver(settings, first, progress)
 
 
-def show_result(
-    result: RunResult, as_json: bool, sign: Callable[[Path], None] = lambda folder: None
-) -> None:
-    """Prints the result of a run, after signing the run folder.
+def show_result(result: RunResult, as_json: bool) -> None:
+    """Prints the result of a run.
 
     Raises:
         BudgetExceededError: the run had no round, because earlier runs have exhausted the budget.
     """
     if not result.metrics:
         raise BudgetExceededError(result.deviations[-1])
-    if result.folder is not None:
-        sign(result.folder)
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))
     else:

@@ -128,7 +128,7 @@ def down(value: float) -> str:
     return f"{floor(value * 100) / 100:.2f}"
 
 
-def attack_success(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> dict[float, float]:
+def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = ADD_REMOVE) -> float:
     """Bounds the true-positive rate of *any* membership inference test.
 
     The releases are (ε, δ(ε))-DP for every ε ≥ 0. Hence the true-positive rate (TPR) of a test with
@@ -141,21 +141,21 @@ def attack_success(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> 
 
     Args:
         releases: the rows of a ledger.
+        alpha: α, the false-positive rate.
         adjacency: one of `ADJACENCIES`.
-
-    Returns:
-        A mapping from each α in `FALSE_POSITIVE_RATES` to the bound on the true-positive rate.
     """
     from scipy.special import ndtr, ndtri
 
     merged = merge(releases, adjacency)
     if merged is None:
-        return dict.fromkeys(FALSE_POSITIVE_RATES, 1.0)
+        return 1.0
     if merged.interval is None:
-        return {a: float(ndtr(ndtri(a) + merged.without_sampling)) for a in FALSE_POSITIVE_RATES}
+        return float(ndtr(ndtri(alpha) + merged.without_sampling))
     curve = lru_cache(maxsize=None)(lambda e: delta_of(merged, e))
     furthest = epsilon_of(merged, 1e-8)
-    return {a: _largest_power(curve, a, furthest) for a in FALSE_POSITIVE_RATES}
+    first = _golden(lambda e: math.exp(min(e, 700.0)) * alpha + curve(e), furthest)
+    second = _golden(lambda e: 1 - math.exp(-e) * (1 - alpha - curve(e)), furthest)
+    return min(1.0, first, second)
 
 
 def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:
@@ -171,12 +171,6 @@ def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> floa
     if merged is None:
         return 1.0
     return (1.0 + delta_of(merged, 0.0)) / 2
-
-
-def _largest_power(curve: Callable[[float], float], alpha: float, furthest: float) -> float:
-    first = _golden(lambda e: math.exp(min(e, 700.0)) * alpha + curve(e), furthest)
-    second = _golden(lambda e: 1 - math.exp(-e) * (1 - alpha - curve(e)), furthest)
-    return min(1.0, first, second)
 
 
 def _golden(bound: Callable[[float], float], high: float) -> float:

@@ -93,11 +93,9 @@ class NetworkedRun:
         self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", proposal.run)
         self.file = self.checkpoints.path / FILE
         checkpoint = None if resume is None else self.checkpoints.read(self.method)
-        names: list[str] = []
         planned = None
         if self.folder.has_begun:
             start = private_start(self.folder.path)
-            names = list(start.ledgers)
             planned = partial(_initial_plan, start, settings, context)
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
@@ -109,7 +107,6 @@ class NetworkedRun:
             context.device,
             self.file,
             last_round=len(rows),
-            names=names,
             note=self.observer.note,
         )
         plan, self.context = negotiate_terms(settings, context, self.exchange, planned)

@@ -33,6 +33,7 @@ from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation import protocol
 from fedsynth.federation.server import needed_uploads
+from fedsynth.privacy.ledger.folder import default_names
 from fedsynth.privacy.ledger.ledger import History
 
 REFUSAL_SECONDS = 10.0
@@ -52,8 +53,6 @@ class NodeExchange(protocol.Exchange):
         device: the device to which uploads are moved.
         file: the file of the clients that have joined the run.
         last_round: the last completed round of a resumed run. 0: the run is new.
-        names: the names that the clients had when a private run began, in the order of the clients.
-            Empty: the run is new.
         note: receives messages for the server's operator.
 
     Attributes:
@@ -69,7 +68,6 @@ class NodeExchange(protocol.Exchange):
         file: Path,
         *,
         last_round: int = 0,
-        names: Sequence[str] = (),
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._settings = proposal.settings
@@ -84,8 +82,7 @@ class NodeExchange(protocol.Exchange):
         self.clients = read_clients(file)
         self.absent: dict[int, str] = {}
         self._numbers = range(proposal.settings.partition.clients)
-        self._resumed = bool(names)
-        self._names = names or [f"client-{number:03d}" for number in self._numbers]
+        self._names = default_names(len(self._numbers))
         self._terms = protocol.RunTerms()
         self._request = 0
         self._lost: dict[int, str] = {}
@@ -192,22 +189,13 @@ class NodeExchange(protocol.Exchange):
         name.
 
         Raises:
-            MessageError: if the history is missing in a private run, or has a name that is not the
-                client's.
+            MessageError: if the history is missing in a private run, or has another name.
         """
-        if history is None:
-            if self._settings.privacy is not None:
-                raise MessageError(f"client {number} must send its ledger history in a private run")
-            return
-        name = self._names[number]
-        if self._resumed and history.client != name:
-            raise MessageError(f"client {number} is now named {history.client!r:.80}, not {name!r}")
-        other_names = set(self._names) - {name}
-        for other, client in self.clients.items():
-            if other != number and client.history is not None:
-                other_names.add(client.history.client)
-        if history.client in other_names:
-            raise MessageError(f"another client of the run is named {history.client!r:.80}")
+        stated = None if history is None else history.client
+        if stated is None and self._settings.privacy is not None:
+            raise MessageError(f"client {number} must send its ledger history in a private run")
+        if stated not in (None, self._names[number]):
+            raise MessageError(f"the ledger of client {number} has the name {stated!r:.80}")
 
     @property
     def never_joined(self) -> dict[int, str]:

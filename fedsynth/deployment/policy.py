@@ -114,31 +114,20 @@ class Policy:
         return self
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Policy:
-        """Creates a policy from the contents of a parsed file.
-
-        Raises:
-            SettingError: if a name is unknown or a value has the wrong type. Unknown names are
-                errors so that a typo cannot allow more than the owner intended.
-        """
-        try:
-            return cls(**mapping)
-        except ValidationError as error:
-            raise SettingError(None, "policy", f"is not valid: {faults(error)[0]:.300}") from None
-
-    @classmethod
     def read(cls, path: Path) -> Policy:
         """Reads a policy from a file.
 
         Raises:
-            SettingError: if the file cannot be read, is not TOML, or is not a valid policy
-                (`from_mapping`).
+            SettingError: if the file cannot be read, is not TOML, has an unknown name or a value of
+                the wrong type. Unknown names are errors so that a typo cannot allow more than the
+                owner intended.
         """
         try:
-            table = load_toml(path)
+            return cls(**load_toml(path))
+        except ValidationError as error:
+            raise SettingError(None, str(path), f"is not valid: {faults(error)[0]:.300}") from None
         except (OSError, ValueError) as error:
             raise SettingError(None, str(path), f"is not a valid policy: {error}") from None
-        return cls.from_mapping(table)
 
     @property
     def describes_images(self) -> bool:

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from fedsynth.privacy import accounting
-from fedsynth.privacy.audit import attack_success, best_guess
+from fedsynth.privacy.audit import FALSE_POSITIVE_RATES, attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.ledger import History
@@ -149,12 +149,9 @@ def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figu
     for point in sorted({*CURVE_DELTAS, delta}, reverse=True):
         highest = largest(partial(accounting.epsilon, delta=point, adjacency=adjacency))
         curve.append(figures.CurvePoint(delta=point, epsilon=highest))
-    powers: dict[float, float] = {}
-    for rows in different.values():
-        for rate, power in attack_success(rows, adjacency=adjacency).items():
-            powers[rate] = max(power, powers.get(rate, 0.0))
     attacks = []
-    for rate, power in powers.items():
+    for rate in FALSE_POSITIVE_RATES:
+        power = largest(partial(attack_success, alpha=rate, adjacency=adjacency))
         attacks.append(figures.Attack(false_positive_rate=rate, true_positive_rate_at_most=power))
     groups = []
     for size in GROUPS:

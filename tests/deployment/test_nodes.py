@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from fedsynth import FedSum, ModelParameters, register_model, resolve, simulate
@@ -167,7 +168,7 @@ def test_policy_objections_name_the_setting(
     privacy: dict[str, Any], policy: dict[str, Any], reason: str
 ) -> None:
     proposal = new_proposal(sections("feddm", **({"privacy": privacy} if privacy else {})))
-    [objection] = Policy.from_mapping(policy).objections(proposal)
+    [objection] = Policy(**policy).objections(proposal)
     assert reason in objection
 
 
@@ -281,8 +282,8 @@ INVALID_POLICIES: list[dict[str, Any]] = [
 
 def test_invalid_policies_are_rejected() -> None:
     for settings in INVALID_POLICIES:
-        with pytest.raises(SettingError, match="policy"):
-            Policy.from_mapping(settings)
+        with pytest.raises(ValidationError):
+            Policy(**settings)
 
 
 # ------------------------------------------------------------------------------ faults

@@ -399,7 +399,7 @@ def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
     notes = NoteRecorder()
     served = setup.serve(sections("feddm", privacy=PRIVATE), link, observer=notes)
     assert [set(row["lost"]) for row in served.record.rows] == [{"2"}, {"0", "2"}]
-    assert "another client of the run" in "\n".join([*notes.lines, *setup.messages])
+    assert "has the name 'client-001'" in "\n".join([*notes.lines, *setup.messages])
     assert heads(served)["client-000"]["rows"] == heads(served)["client-001"]["rows"]
 
 
