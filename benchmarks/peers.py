@@ -77,7 +77,7 @@ def ours(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     release = Release(
         0, "model", "dp-sgd", "gradient", 1.0, CLIP, 1.0, "full", steps, dimension=parameters
     )
-    budget = BudgetEnforcer(Ledger("0"), 1e-5, None)
+    budget = BudgetEnforcer(Ledger("0"))
     series = GaussianSumMechanism(release, 1, budget, SecretGenerator())
     settings = DpSgdSettings(MomentumSgd(LR), len(x))
     dp_sgd(model, lambda indices: x[indices], y, series, settings)

@@ -31,13 +31,14 @@ from fedsynth.cli.share_commands import (
 )
 from fedsynth.version import __version__
 
-app = application.Application(
+app = typer.Typer(
     name="fedsynth",
     cls=application.OneLineGroup,
     help="Federated learning with synthetic data and differential privacy accounting.",
     invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
 )
 
 app.add_typer(privacy_app, name="privacy")
@@ -137,20 +138,16 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
 def _dry_run(sections: options.Sections, as_json: bool) -> None:
     from fedsynth.cli.privacy_commands import print_costs
     from fedsynth.config.resolve import resolve
-    from fedsynth.federation.context import plan_of, resolve_device
+    from fedsynth.federation.context import costs_of, plan_of, resolve_device
     from fedsynth.results.run_messages import headline
 
     settings = resolve(sections)
     resolve_device(settings.device)  # refuses one that does not exist
     planned = plan_of(settings) if settings.privacy is not None else None
     facts: dict[str, Any] = {"guarantee": False}
-    if planned is not None:
-        facts["noise_multiplier"] = planned.sigma
-        if planned.guaranteed(planned.histories):
-            planned.check_round(1, planned.histories)  # as the run itself would
-            rounds = planned.shown_rounds
-            spent = dict(zip(rounds, map(planned.planned_epsilon, rounds), strict=True))
-            facts |= {"guarantee": True, "epsilon": spent, "delta": planned.privacy.delta}
+    if planned is not None and planned.guaranteed(planned.histories):
+        planned.check_round(1, planned.histories)  # as the run itself would
+        facts = {"guarantee": True, **costs_of(planned)}
     if as_json:
         print(json.dumps(facts, indent=2))
         return
@@ -187,7 +184,7 @@ def _run(
         make_observer(settings, options.from_preset(sections)) as display,
         application.ended_by_signals(),
     ):
-        observer = display if not loggers else Several([display, *loggers])
+        observer = Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )

@@ -1,4 +1,4 @@
-"""The classes of commands: they print help as plain text and errors in one line.
+"""The class of the command line, which prints errors in one line.
 
 This module also ends a program cleanly on signals.
 """
@@ -10,63 +10,17 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.errors import PrivacyError
-
-F = TypeVar("F", bound=Callable[..., Any])
-WIDTH = 100  # the maximum width of help texts, in columns
-
-
-class Command(TyperCommand):
-    """A command whose help shows the options in groups."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[Any]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                usual = f"{parameter.param_type_name.capitalize()}s"
-                group = getattr(parameter, "rich_help_panel", None) or usual
-                groups.setdefault(group, []).append(record)
-        for title, records in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(records)
-
-
-class Group(TyperGroup):
-    """A group of commands. Its help lists the commands, each with the first paragraph of the
-    command's help.
-    """
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(
-                [(name, _first_paragraph(command.help)) for name, command in self.commands.items()]
-            )
-
-
-class Application(typer.Typer):
-    """A Typer application whose commands and groups are of the classes `Command` and `Group`."""
-
-    def __init__(self, *, cls: type[TyperGroup] = Group, **options: Any) -> None:
-        settings = {"max_content_width": WIDTH}
-        super().__init__(cls=cls, rich_markup_mode=None, context_settings=settings, **options)
-
-    def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
-        return super().command(name, cls=Command, **options)
-
-
-def _first_paragraph(text: str | None) -> str:
-    return " ".join((text or "").split("\n\n")[0].split())
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -112,7 +66,7 @@ class OptionError(FedsynthError):
     """Raised for options that contradict each other, and for an invalid --set or --config."""
 
 
-class OneLineGroup(Group):
+class OneLineGroup(TyperGroup):
     """The command `fedsynth`, which contains all other commands.
 
     If one of these commands fails, a message of one line and an exit code report the error.

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsynth.cli import options
-from fedsynth.cli.application import Application, OptionError, ended_by_signals
+from fedsynth.cli.application import OptionError, ended_by_signals
 from fedsynth.data.partition_settings import MAX_CLIENTS
 
 if TYPE_CHECKING:
     from fedsynth.deployment.policy import Owner
     from fedsynth.deployment.proposal import Proposal
 
-deploy_app = Application(help="Prepare a run over several machines.", no_args_is_help=True)
+deploy_app = typer.Typer(help="Prepare a run over several machines.", no_args_is_help=True)
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
 """The settings that have an option. `--set` sets all others."""
 OptionalPath = Path | None

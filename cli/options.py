@@ -149,16 +149,14 @@ def from_preset(sections: Sections) -> str:
     from fedsynth.config.resolve import preset_of
     from fedsynth.data.registry import DEFAULT_DATASET
     from fedsynth.methods import DEFAULT_METHOD, method_class
+    from fedsynth.validation import flattened
 
     if sections["data"].get("folder"):
         return ""  # custom images have no preset
     dataset = str(sections["data"].get("dataset", DEFAULT_DATASET))
     method = method_class(str(sections["run"].get("method", DEFAULT_METHOD)))
-    changed = []
-    for section, values in preset_of(dataset, method).items():
-        for key, value in values.items():
-            if key not in sections.get(section, {}):
-                changed.append(f"{section}.{key}={value}")
+    preset, chosen = flattened(preset_of(dataset, method)), flattened(sections)
+    changed = [f"{key}={value}" for key, value in preset.items() if key not in chosen]
     if not changed:
         return ""
     return f"settings from the preset of {dataset}: {', '.join(changed)}"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options
-from fedsynth.cli.application import Application, OptionError, keep_large_allocations, note, say
+from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
@@ -257,7 +257,7 @@ NAMES = {
 """The names of the options of `plan`."""
 SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"
 
-privacy_app = Application(
+privacy_app = typer.Typer(
     help="Plan a privacy budget, or show, verify, sign and audit a run's privacy report.",
     no_args_is_help=True,
 )

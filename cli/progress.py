@@ -8,14 +8,7 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fedsynth.config.settings import RunSettings
@@ -63,13 +56,10 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
     if not console.is_terminal:
         yield StderrObserver(settings, first)
         return
-    columns: list[ProgressColumn] = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-    ]
+    columns: list[str | ProgressColumn]
+    columns = ["{task.description}", BarColumn(), MofNCompleteColumn()]
     if settings.privacy is None:
-        columns += [TimeElapsedColumn(), TextColumn("{task.fields[remaining]}")]
+        columns += [TimeElapsedColumn(), "{task.fields[remaining]}"]
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, first, progress)
 

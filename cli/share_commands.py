@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +17,6 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import (
-    Application,
     OptionError,
     ended_by_signals,
     keep_large_allocations,
@@ -33,11 +30,10 @@ if TYPE_CHECKING:
     from fedsynth.data.registry import DatasetSpec
     from fedsynth.simulation.student import Student
 
-FIRST_STEPS = 5  # after which the time of a training is estimated
 ROBUST = "median, trimmed or clip (run.robust)"
 
 
-methods_app = Application(help="List all methods, or describe one method in full.")
+methods_app = typer.Typer(help="List all methods, or describe one method in full.")
 
 
 @methods_app.callback(invoke_without_command=True)
@@ -166,7 +162,7 @@ def distill(
     print(*lines, sep="\n")
 
 
-data_app = Application(help="Describe the public facts about your images.", no_args_is_help=True)
+data_app = typer.Typer(help="Describe the public facts about your images.", no_args_is_help=True)
 
 
 @data_app.command()
@@ -355,6 +351,9 @@ def student(
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
+    from rich.console import Console
+    from rich.progress import Progress
+
     from fedsynth.data.shared_set import load_synthetic
     from fedsynth.simulation.student import network_for, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings
@@ -369,15 +368,17 @@ def student(
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
     changes = {name: value for name, value in numbers.items() if value is not None}
     settings = StudentSettings(flip=flip, **changes)
-    result = student_of_set(
-        share,
-        network,
-        settings,
-        labels=labels,
-        teacher=expand_home(teacher),
-        device=run.get("device", "auto"),
-        report=_progress(),
-    )
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("training", total=None)
+        result = student_of_set(
+            share,
+            network,
+            settings,
+            labels=labels,
+            teacher=expand_home(teacher),
+            device=run.get("device", "auto"),
+            report=lambda step, total: progress.update(task, completed=step, total=total),
+        )
     result.save(output)
     print(f"trained on: {len(result.synthetic.labels)} images, {result.labels} labels")
     if settings.views:
@@ -476,19 +477,3 @@ def _guarantee(result: Student) -> str:
     if model is None:
         return f"{epsilon}, as for the synthetic images"
     return f"{epsilon}, as for the synthetic images, unless {model} uses private data"
-
-
-def _progress() -> Callable[[int, int], None]:
-    """Returns a function that prints the expected time after the first steps of a training, and a
-    line to stderr after each tenth.
-    """
-    from fedsynth.results.run_messages import duration
-
-    started = time.monotonic()
-
-    def report(step: int, total: int) -> None:
-        if step == FIRST_STEPS or 10 * step // total > 10 * (step - 1) // total:
-            remaining = (time.monotonic() - started) / step * (total - step)
-            say(f"step {step} of {total}, about {duration(remaining)} left")
-
-    return report

@@ -22,8 +22,7 @@ the ledger, without an attack.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from math import exp, floor
 
 import numpy as np
@@ -136,7 +135,7 @@ def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = A
     complementary test gives 1 − α ≤ e^ε·(1 − TPR) + δ(ε), which is TPR ≤ 1 − e^{−ε}·(1 − α − δ(ε)).
     The smallest of these bounds over all ε is 1 − f(α), where f is the trade-off function (f-DP,
     Dong, Roth & Su 2022, Prop. 2.12). The first bound is convex in e^ε and the second in e^{−ε}, so
-    a golden-section search finds the minimum. Wherever the search stops, the bound is valid. For
+    a bounded search finds the minimum. Wherever the search stops, the bound is valid. For
     Gaussian mechanisms without subsampling, the closed form Φ(Φ⁻¹(α) + μ) is used.
 
     Args:
@@ -144,6 +143,7 @@ def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = A
         alpha: α, the false-positive rate.
         adjacency: one of `ADJACENCIES`.
     """
+    from scipy.optimize import minimize_scalar
     from scipy.special import ndtr, ndtri
 
     merged = merge(releases, adjacency)
@@ -151,11 +151,16 @@ def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = A
         return 1.0
     if merged.interval is None:
         return float(ndtr(ndtri(alpha) + merged.without_sampling))
-    curve = lru_cache(maxsize=None)(lambda e: delta_of(merged, e))
-    furthest = epsilon_of(merged, 1e-8)
-    first = _golden(lambda e: math.exp(min(e, 700.0)) * alpha + curve(e), furthest)
-    second = _golden(lambda e: 1 - math.exp(-e) * (1 - alpha - curve(e)), furthest)
-    return min(1.0, first, second)
+
+    def first(e: float) -> float:
+        return math.exp(min(e, 700.0)) * alpha + delta_of(merged, e)
+
+    def second(e: float) -> float:
+        return 1 - math.exp(-e) * (1 - alpha - delta_of(merged, e))
+
+    bounds = (0.0, epsilon_of(merged, 1e-8))
+    found = [minimize_scalar(bound, bounds=bounds, method="bounded") for bound in (first, second)]
+    return min(1.0, alpha + delta_of(merged, 0.0), *(float(minimum.fun) for minimum in found))
 
 
 def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:
@@ -171,26 +176,3 @@ def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> floa
     if merged is None:
         return 1.0
     return (1.0 + delta_of(merged, 0.0)) / 2
-
-
-def _golden(bound: Callable[[float], float], high: float) -> float:
-    """Searches the minimum of a unimodal function on [0, high] by golden sections.
-
-    Returns the smallest value of the function that the search found.
-    """
-    ratio = (math.sqrt(5) - 1) / 2
-    low = 0.0
-    lower, upper = high - ratio * high, ratio * high
-    at_lower, at_upper = bound(lower), bound(upper)
-    best = min(bound(0.0), at_lower, at_upper)
-    for _ in range(16):
-        if at_lower <= at_upper:
-            high, upper, at_upper = upper, lower, at_lower
-            lower = high - ratio * (high - low)
-            at_lower = bound(lower)
-        else:
-            low, lower, at_lower = lower, upper, at_upper
-            upper = low + ratio * (high - low)
-            at_upper = bound(upper)
-        best = min(best, at_lower, at_upper)
-    return best

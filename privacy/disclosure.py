@@ -161,7 +161,6 @@ PAPER = MechanismFacts(
     ),
     randomness="noise from the operating system's entropy; batches from the run's seed",
 )
-_LISTED = {PAPER.name: PAPER}
 
 
 def mechanism_facts(name: str) -> MechanismFacts:
@@ -170,4 +169,4 @@ def mechanism_facts(name: str) -> MechanismFacts:
     >>> mechanism_facts("residual").guaranteed, mechanism_facts("paper").guaranteed
     (True, False)
     """
-    return _LISTED.get(name, MechanismFacts(name))
+    return {PAPER.name: PAPER}.get(name, MechanismFacts(name))

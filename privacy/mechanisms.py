@@ -57,10 +57,18 @@ class EpsilonCap:
     """The largest ε that is allowed, and the δ at which this ε is computed.
 
     The cap of a data owner may have a different δ than the run.
+
+    Raises:
+        PrivacySettingError: ε or δ is out of range.
     """
 
     epsilon: float
     delta: float
+
+    def __post_init__(self) -> None:
+        check_delta(self.delta, None)
+        valid = self.epsilon > 0 and math.isfinite(self.epsilon)
+        require(valid, "epsilon", "must be finite and above 0", self.epsilon, "privacy")
 
 
 class BudgetEnforcer:
@@ -70,38 +78,25 @@ class BudgetEnforcer:
 
     Args:
         ledger: the client's ledger.
-        delta: the run's δ.
-        cap: the largest ε at `delta`. None means that the run has no cap.
+        caps: the caps of the run and of the data owner, all of which apply.
         adjacency: one of `ADJACENCIES`.
         unit: the privacy unit, one of `UNITS`.
-        owner: the data owner's cap, which applies in addition. None if there is none.
 
     Raises:
-        PrivacySettingError: δ, a cap or the adjacency is out of range.
+        PrivacySettingError: the adjacency is unknown.
         LedgerError: the ledger holds releases that protect another unit.
     """
 
     def __init__(
         self,
         ledger: Ledger,
-        delta: float,
-        cap: float | None,
+        caps: Sequence[EpsilonCap] = (),
         adjacency: str = ADD_REMOVE,
         unit: str = RECORD,
-        owner: EpsilonCap | None = None,
     ) -> None:
-        check_delta(delta, None)
         check_adjacency(adjacency)
-        self._caps = []
-        if cap is not None:
-            self._caps.append(EpsilonCap(cap, delta))
-        if owner is not None:
-            self._caps.append(owner)
-        for limit in self._caps:
-            check_delta(limit.delta, None)
-            valid = limit.epsilon > 0 and math.isfinite(limit.epsilon)
-            require(valid, "epsilon", "must be finite and above 0", limit.epsilon, "privacy")
         self.ledger = ledger
+        self._caps = caps
         self.adjacency = adjacency
         self.unit = unit
         self.check_unit(ledger.releases)
@@ -178,7 +173,7 @@ def squared_norms(rows_ND: Tensor) -> Tensor:
     It is not finite if a coordinate is not.
     """
     squares = [torch.linalg.vector_norm(c.to(torch.float64), dim=1) ** 2 for c in _columns(rows_ND)]
-    return squares[0] if len(squares) == 1 else torch.stack(squares).sum(dim=0)
+    return torch.stack(squares).sum(dim=0)
 
 
 def clip_factors(squares_N: Tensor, clip: float) -> Tensor:

@@ -31,7 +31,13 @@ from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder
-from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, GaussianSumMechanism, Released
+from fedsynth.privacy.mechanisms import (
+    NOTHING_LEFT,
+    BudgetEnforcer,
+    EpsilonCap,
+    GaussianSumMechanism,
+    Released,
+)
 from fedsynth.privacy.passes import Units, padded, pass_length, values_of_each
 from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
@@ -113,7 +119,7 @@ class DataOwner:
         self._ledger = Ledger(name) if ledger is None else self._open(Path(ledger))
         self._x.clamp_(*bounds)  # after the ledger has identified the records
         self._charged: list[GaussianSumMechanism] = []
-        self._guard = BudgetEnforcer(self._ledger, delta, epsilon, unit=self.unit)
+        self._guard = BudgetEnforcer(self._ledger, [EpsilonCap(epsilon, delta)], unit=self.unit)
         self._secret = SecretGenerator()
 
     def _open(self, folder: Path) -> Ledger:

@@ -66,11 +66,7 @@ class Sample:
 
         The records of one user may be in two or more pieces.
         """
-        return [self.part(first, first + size) for first in range(0, len(self), size)]
-
-    def part(self, first: int, stop: int) -> Sample:
-        """Returns the part of the sample from position `first` to position `stop` (exclusive)."""
-        return self.select(slice(first, stop))
+        return [self.select(slice(i, i + size)) for i in range(0, len(self), size)]
 
     def select(self, indices: Tensor | slice) -> Sample:
         """Returns the part of the sample that a boolean mask or a slice selects."""

@@ -91,7 +91,7 @@ def private_clients(
     parts = [torch.arange(len(data.labels))] if parts is None else parts
     ids = range(len(parts))
     ledgers = ledgers or [Ledger(str(k)) for k in ids]
-    guards = [BudgetEnforcer(ledger, 1e-5, None, unit=unit) for ledger in ledgers]
+    guards = [BudgetEnforcer(ledger, unit=unit) for ledger in ledgers]
     allowances = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], phase)
     return PrivateClientView(ids, data, parts, allowances, **view)
 

@@ -72,7 +72,7 @@ class Case:
         privacy = PrivacySettings(noise_multiplier=1.0, mechanism=mechanism)
         context = replace(self.context, privacy=privacy, precision=precision)
         plans = self.method.release_plans(privacy, context)
-        guard = BudgetEnforcer(Ledger("0"), 1e-5, None)
+        guard = BudgetEnforcer(Ledger("0"))
         charged = charge_round(plans, 1, 1.0, guard, SecretGenerator())
         self._step(PrivateClientView([0], self.data, self.parts[:1], [charged]), context)
 

@@ -27,8 +27,8 @@ from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
 from fedsynth.validation import check_fields, check_number, field_types, in_range, one_of
 
-MAX_LENGTH = 300  # the maximum number of characters in a text
-MAX_PERSON_LENGTH = 40  # the maximum number of characters in the name for one person
+MAX_LENGTHS: Mapping[str, int] = {"responsible": 300, "purpose": 300, "sites": 30_000, "person": 40}
+"""The maximum numbers of characters in the texts of a report."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,8 @@ class ReportSettings:
             if not isinstance(text, str) or not text.isprintable():
                 reason = f"must be one line of printable text, got {text!r:.80}"
                 raise SettingError("report", name, reason)
-        for name, text, limit in (
-            ("responsible", self.responsible, MAX_LENGTH),
-            ("purpose", self.purpose, MAX_LENGTH),
-            ("person", self.person, MAX_PERSON_LENGTH),
-            ("sites", max(self._sites, key=len, default=""), MAX_LENGTH),
-        ):
-            if len(text) > limit:
-                reason = f"must have at most {limit} characters, got {len(text)}"
+            if len(text) > MAX_LENGTHS[name]:
+                reason = f"must have at most {MAX_LENGTHS[name]} characters, got {len(text)}"
                 raise SettingError("report", name, reason)
         if "" in self._sites:
             raise SettingError("report", "sites", "must not contain an empty name between commas")

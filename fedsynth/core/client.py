@@ -396,7 +396,7 @@ class PrivateClientView(_ClientView):
                 first = max(start, offset)
                 last = min(stop, offset + len(samples[position]))
                 client_slice = slice(first - start, last - start)
-                part = samples[position].part(first - offset, last - offset)
+                part = samples[position].select(slice(first - offset, last - offset))
                 series[position].add(
                     vectors[client_slice], labels[client_slice].to(device, non_blocking=True), part
                 )
@@ -443,7 +443,7 @@ class PrivateClientView(_ClientView):
                     padded(look_up(chunk_records), size),
                     padded(self._data.labels[chunk_records], size),
                 )
-                chunk_sample = sample.part(start, start + len(chunk_records))
+                chunk_sample = sample.select(slice(start, start + len(chunk_records)))
                 mechanism.add_products(products.part(slice(len(chunk_records))), chunk_sample)
             released.append(mechanism.release().to(device))
         return Released(torch.cat(released))

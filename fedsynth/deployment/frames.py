@@ -31,15 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 
 from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.deployment.proposal import damage_is_named, with_hash, without_hash
@@ -48,7 +40,7 @@ from fedsynth.federation.protocol import RunTerms
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import read_regular, write_whole
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.report.figures import faults
+from fedsynth.privacy.report.figures import faults_as
 from fedsynth.validation import MAX_SECONDS, check_number
 
 LONGEST_HEADER = 64 * 2**20
@@ -96,11 +88,8 @@ class Frame:
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
             raise MessageError("the header of the frame is truncated")
         end = LENGTH_BYTES + length
-        try:
+        with faults_as(MessageError, "the header of the frame is not valid"):
             kind, facts = _HEADER.validate_json(sent[LENGTH_BYTES:end])
-        except ValidationError as error:
-            reason = f"the header of the frame is not valid: {faults(error)[0]:.80}"
-            raise MessageError(reason) from None
         return cls(kind, facts, sent[end:])
 
 
@@ -122,11 +111,8 @@ class Facts(BaseModel):
         Raises:
             MessageError: if a field is missing or has the wrong type.
         """
-        try:
+        with faults_as(MessageError, f"the frame {frame.kind!r:.40} is not valid"):
             return cls.model_validate(frame.facts)
-        except ValidationError as error:
-            reason = f"the frame {frame.kind!r:.40} is not valid: {faults(error)[0]:.300}"
-            raise MessageError(reason) from None
 
 
 class JoinFacts(Facts):
@@ -194,16 +180,18 @@ StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializ
 
 
 class Statement(Facts):
-    """The history of the client's ledger in an answer. None: the client has no ledger."""
+    """The fields in which a client states its index and the history of its ledger in an answer.
 
-    history: StatedHistory | None = None
-
-
-class JoinAnswer(Statement):
-    """The fields of the client's answer to the server's request to join a run."""
+    Args:
+        client: the index of the client.
+        size: the number of examples, in the answer to the request to join. None with differential
+            privacy.
+        history: the history of the client's ledger. None: the client has no ledger.
+    """
 
     client: Count
     size: Count | None = None
+    history: StatedHistory | None = None
 
 
 FILE = "clients.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,12 @@ from fedsynth.deployment import frames
 from fedsynth.deployment.frames import (
     Connection,
     Frame,
-    JoinAnswer,
     JoinedClient,
     Statement,
     read_clients,
     write_clients,
 )
-from fedsynth.deployment.proposal import Proposal, agreement
+from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation import protocol
@@ -44,6 +43,7 @@ class TooFewClientsError(FedsynthError):
     """Raised if fewer clients have joined than the quorum requires."""
 
 
+@dataclass
 class NodeExchange(protocol.Exchange):
     """The server's communication with the nodes of one run, from the first request to the last.
 
@@ -60,33 +60,25 @@ class NodeExchange(protocol.Exchange):
         absent: maps each client that does not take part to the reason.
     """
 
-    def __init__(
-        self,
-        proposal: Proposal,
-        connection: Connection,
-        device: torch.device,
-        file: Path,
-        *,
-        last_round: int = 0,
-        note: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self._settings = proposal.settings
-        self._proposal = proposal
-        self._transport = connection.transport
-        self._transport.run = proposal.run
-        self._connection = connection
-        self._device = device
-        self._file = file
-        self._last_round = last_round
-        self._note = note
-        self.clients = read_clients(file)
-        self.absent: dict[int, str] = {}
-        self._numbers = range(proposal.settings.partition.clients)
+    proposal: Proposal
+    connection: Connection
+    device: torch.device
+    file: Path
+    last_round: int = 0
+    note: Callable[[str], None] = lambda text: None
+    absent: dict[int, str] = field(default_factory=dict, init=False)
+    _terms: protocol.RunTerms = field(default_factory=protocol.RunTerms, init=False)
+    _request: int = field(default=0, init=False)
+    _lost: dict[int, str] = field(default_factory=dict, init=False)
+    _refusals: list[protocol.Refusal] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._settings = self.proposal.settings
+        self._transport = self.connection.transport
+        self._transport.run = self.proposal.run
+        self._numbers = range(self._settings.partition.clients)
         self._names = default_names(len(self._numbers))
-        self._terms = protocol.RunTerms()
-        self._request = 0
-        self._lost: dict[int, str] = {}
-        self._refusals: list[protocol.Refusal] = []
+        self.clients = read_clients(self.file)
 
     # ------------------------------------------------------------------------------ joining
 
@@ -98,7 +90,7 @@ class NodeExchange(protocol.Exchange):
             OutputError: if the file of joined clients cannot be written.
         """
         invited: set[int] = set()
-        deadline = time.monotonic() + self._connection.timeouts.join
+        deadline = time.monotonic() + self.connection.timeouts.join
         while len(self._present) + len(self.absent) < len(self._numbers):
             seconds = deadline - time.monotonic()
             if seconds <= 0:
@@ -110,19 +102,19 @@ class NodeExchange(protocol.Exchange):
             if new:
                 self._invite(sorted(new), seconds)
             else:
-                time.sleep(min(self._connection.timeouts.poll, seconds))
+                time.sleep(min(self.connection.timeouts.poll, seconds))
         present = self._present
         for number in self._numbers:
             if number not in present:
                 self.absent.setdefault(number, "the client did not join in time")
         for number, reason in sorted(self.absent.items()):
-            self._note(f"client {number} does not take part: {reason}")
+            self.note(f"client {number} does not take part: {reason}")
         needed = needed_uploads(self._settings.quorum, len(self._numbers))
         if len(present) < needed:
             raise TooFewClientsError(
                 f"the run needs at least {needed} of {len(self._numbers)} clients, but {len(present)} joined"
             )
-        write_clients(self._file, self.clients)
+        write_clients(self.file, self.clients)
         joined = []
         for number, name in enumerate(self._names):
             client = self.clients.get(number, JoinedClient(size=0, history=History(name)))
@@ -139,15 +131,15 @@ class NodeExchange(protocol.Exchange):
         reason.
         """
         self._request += 1
-        proposal = self._proposal.to_json()
-        facts = {"proposal": proposal, "last_round": self._last_round, "number": self._request}
+        proposal = self.proposal.to_json()
+        facts = {"proposal": proposal, "last_round": self.last_round, "number": self._request}
         invitation = Frame(frames.JOIN, facts).to_bytes()
         refusals: dict[int, bytes] = {}
         for node, answer in self._transport.ask(dict.fromkeys(nodes, invitation), seconds).items():
             try:
                 self._admit(node, answer)
             except MessageError as error:
-                self._note(f"node {node} cannot join: {error}")
+                self.note(f"node {node} cannot join: {error}")
                 refusal = Frame(frames.REFUSED, {"reason": str(error), "number": self._request})
                 refusals[node] = refusal.to_bytes()
         if refusals:
@@ -160,13 +152,13 @@ class NodeExchange(protocol.Exchange):
             MessageError: if the answer does not come from a client that may join.
         """
         frame = _frame(answer, frames.LONGEST_HEADER)
-        stated = JoinAnswer.of(frame)
+        stated = Statement.of(frame)
         number = stated.client
         if number not in self._numbers:
             raise MessageError(
                 f"the client's number must be below {len(self._numbers)}, got {number!s:.20}"
             )
-        client_of_node = self._connection.clients
+        client_of_node = self.connection.clients
         if client_of_node and client_of_node.get(node) != number:
             raise MessageError(f"the key of the node is not the key of client {number}")
         if number in self._present:
@@ -191,11 +183,10 @@ class NodeExchange(protocol.Exchange):
         Raises:
             MessageError: if the history is missing in a private run, or has another name.
         """
-        stated = None if history is None else history.client
-        if stated is None and self._settings.privacy is not None:
+        if history is None and self._settings.privacy is not None:
             raise MessageError(f"client {number} must send its ledger history in a private run")
-        if stated not in (None, self._names[number]):
-            raise MessageError(f"the ledger of client {number} has the name {stated!r:.80}")
+        if history is not None and history.client != self._names[number]:
+            raise MessageError(f"the ledger of client {number} has the name {history.client!r:.80}")
 
     @property
     def never_joined(self) -> dict[int, str]:
@@ -258,7 +249,7 @@ class NodeExchange(protocol.Exchange):
         rejected: dict[int, str] = {}
         for client, answer in self._ask(dict.fromkeys(clients, frame), max_bytes).items():
             try:
-                messages[client] = expected.from_bytes(answer.payload).to(self._device)
+                messages[client] = expected.from_bytes(answer.payload).to(self.device)
             except MessageError as error:
                 rejected[client] = str(error)
         lost = {client: self._lost[client] for client in clients if client in self._lost}
@@ -269,7 +260,7 @@ class NodeExchange(protocol.Exchange):
     ) -> protocol.Replies:
         """Collects the secure sum of the clients' uploads. The server sees no single upload."""
         facts = {**self._facts(context), "phase": phase}
-        agreed = agreement(self._settings)
+        agreed = self.proposal.agreement
         exchange = SecureStep(self._settings.method, phase, context, facts, agreed, self._ask)
         total = exchange.run(clients, message)
         counted = () if total is None else total.clients
@@ -322,8 +313,8 @@ class NodeExchange(protocol.Exchange):
             if frame.kind == frames.STEP:
                 client.unstated.append((facts["round"], facts["phase"]))
         if any(frame.kind == frames.STEP for frame in questions.values()):
-            write_clients(self._file, self.clients)
-        received = self._transport.ask(messages, self._connection.timeouts.answer)
+            write_clients(self.file, self.clients)
+        received = self._transport.ask(messages, self.connection.timeouts.answer)
         answers: dict[int, Frame] = {}
         limit = frames.LONGEST_HEADER + protocol.MAX_FACTS_BYTES + max_bytes
         for number, node in nodes.items():

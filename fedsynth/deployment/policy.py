@@ -33,11 +33,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedsynth.core.messages import privacy_of_fields
@@ -54,7 +55,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import build_report, write_report
-from fedsynth.privacy.report.figures import RunStart, faults
+from fedsynth.privacy.report.figures import RunStart, faults_as
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.report_facts import headline, owner_facts, pluralize, start_facts
 from fedsynth.results.run_folder import PRIVATE_START
@@ -122,12 +123,12 @@ class Policy:
                 the wrong type. Unknown names are errors so that a typo cannot allow more than the
                 owner intended.
         """
+        invalid = "is not a valid policy"
         try:
-            return cls(**load_toml(path))
-        except ValidationError as error:
-            raise SettingError(None, str(path), f"is not valid: {faults(error)[0]:.300}") from None
+            with faults_as(partial(SettingError, None, str(path)), invalid):
+                return cls(**load_toml(path))
         except (OSError, ValueError) as error:
-            raise SettingError(None, str(path), f"is not a valid policy: {error}") from None
+            raise SettingError(None, str(path), f"{invalid}: {error}") from None
 
     @property
     def describes_images(self) -> bool:

@@ -60,8 +60,9 @@ class Proposal:
 
         Runs with equal settings have equal hashes.
         """
-        text = json.dumps([agreement(self.settings), asdict(self.spec)], sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        stated = {**self.to_json(), "run": None}
+        text = json.dumps(stated, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         """Converts the proposal to a mapping of JSON values. `from_json` is the inverse."""
@@ -167,12 +168,6 @@ def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict
             if key not in LOCAL_SETTINGS.get(section, ()):
                 shared.setdefault(section, {})[key] = value
     return shared
-
-
-def agreement(settings: RunSettings) -> str:
-    """Returns a hash of all settings that must be the same for the server and its clients."""
-    text = json.dumps(shared_sections(settings.to_mapping()), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _stored_proposal(stated: Any) -> Proposal:

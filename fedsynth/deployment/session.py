@@ -39,7 +39,6 @@ from fedsynth.deployment.proposal import (
     STATE,
     Proposal,
     State,
-    agreement,
     damage_is_named,
     with_hash,
     without_hash,
@@ -118,7 +117,7 @@ class Session:
         )
         self._node = node
         self.folder = node.folder(proposal.run)
-        self._agreement = agreement(settings)
+        self._agreement = proposal.agreement
         self._schedule = settings.schedule()
         self._terms: RunTerms | None = None
         self._stamp = _stamp(self.folder)

@@ -188,9 +188,7 @@ class StepTrial:
                 self._plans,
                 context.round,
                 self._sigma,
-                BudgetEnforcer(
-                    Ledger("public images"), self._privacy.delta, None, unit=self._privacy.unit
-                ),
+                BudgetEnforcer(Ledger("public images"), unit=self._privacy.unit),
                 _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
                 phase=phase,
                 make_series=partial(TriedSums, self),

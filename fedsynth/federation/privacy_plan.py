@@ -328,9 +328,10 @@ class PrivacyPlan:
                 that the data owner has no cap.
         """
         privacy = self.privacy
-        return BudgetEnforcer(
-            ledger, privacy.delta, privacy.epsilon, privacy.adjacency, privacy.unit, owner=cap
-        )
+        caps = list(filter(None, [cap]))
+        if privacy.epsilon is not None:
+            caps.append(EpsilonCap(privacy.epsilon, privacy.delta))
+        return BudgetEnforcer(ledger, caps, privacy.adjacency, privacy.unit)
 
     def check_cap(self) -> None:
         """Checks that the cap allows at least one round with empty ledgers.

@@ -29,7 +29,7 @@ from fedsynth.privacy.files import read_regular
 from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.pages import STYLE, report_sentences
-from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, svg_templates
+from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, templates
 from fedsynth.results import finished
 from fedsynth.results.disclosed import DOMAIN_MEASURES, LOCAL, PRIVATE_TEST
 from fedsynth.results.finished import NONE, Run, RunFolderError, percent, value_at, words_of
@@ -197,7 +197,7 @@ def _breakable(text: object) -> Markup:
     return Markup(re.sub(r"([._=])(?=\w)", r"\1<wbr>", str(escape(printable(str(text))))))
 
 
-_TEMPLATES = svg_templates(Path(__file__).parent / "templates")
+_TEMPLATES = templates(Path(__file__).parent / "templates")
 _TEMPLATES.filters["breakable"] = _breakable
 _TEMPLATES.finalize = lambda value: printable(value) if type(value) is str else value
 _PARTS: Any = _TEMPLATES.get_template("parts.html.j2").module  # the macros in this file

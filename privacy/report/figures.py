@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -446,6 +448,20 @@ def faults(error: ValidationError) -> list[str]:
     if len(errors) > MAX_SHOWN_FAULTS:
         lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")
     return lines
+
+
+@contextmanager
+def faults_as(error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
+    """Converts a pydantic error in the `with` block to another error, which names the first fault.
+
+    Args:
+        error: makes the other error from its message.
+        complaint: the beginning of the message.
+    """
+    try:
+        yield
+    except ValidationError as found:
+        raise error(f"{complaint}: {faults(found)[0]:.300}") from None
 
 
 def short_key(name: str) -> str:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
-from pydantic import ValidationError
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
 from fedsynth.privacy.files import decode_json, read_regular
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.figures import LedgerStart, Part, faults, schema_problems
+from fedsynth.privacy.report.figures import LedgerStart, Part, faults_as, schema_problems
 
 P = TypeVar("P", bound=Part)
 HOSTILE = (
@@ -97,10 +96,8 @@ def read_part(file: Path, kind: str, shape: type[P]) -> P:
     Raises:
         PrivacyError: the file cannot be read, or a key or type is wrong.
     """
-    try:
+    with faults_as(PrivacyError, file.name):
         return shape.model_validate(read_json(file, kind))
-    except ValidationError as error:
-        raise PrivacyError(f"{file.name}: {faults(error)[0]}") from None
 
 
 def parse_json(text: str | bytes, complaint: str) -> dict[str, Any]:
@@ -186,7 +183,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
     for client, ledger in ledgers.items():
         if client in heads:
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
-            rows[client] = ledger.releases if exact else ledger.releases[:count]
+            rows[client] = ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
                 problems.append(f"the ledger of {client} has {count_in_file} rows, not {count}")
             elif ledger.lines.chains[count] != heads[client]["chain"]:

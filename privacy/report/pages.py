@@ -14,10 +14,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
@@ -26,7 +24,7 @@ from fedsynth.privacy.audit import CAVEAT, down
 from fedsynth.privacy.report import formatting
 from fedsynth.privacy.report.figures import Event, Report
 from fedsynth.privacy.report.file import damage_as_error
-from fedsynth.privacy.report.plots import Line, line_plot
+from fedsynth.privacy.report.plots import Line, line_plot, templates
 
 RENDERERS = ("jinja2", "markdown-it-py")
 """The packages other than fedsynth whose versions determine the content of a page."""
@@ -43,13 +41,7 @@ FILES = {
 """The files whose hashes a report may contain, each with a description."""
 
 
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    autoescape=False,  # texts are escaped as Markdown, from which HTML is rendered
-)
+_TEMPLATES = templates(autoescape=False)  # texts are escaped as Markdown, then rendered as HTML
 _TEMPLATES.globals |= {"bands": formatting.BANDS, "caveat": CAVEAT, "files": FILES}
 _TEMPLATES.filters |= {
     "band": formatting.band,

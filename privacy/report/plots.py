@@ -41,18 +41,18 @@ class Line:
     colour: int | None = None
 
 
-def svg_templates(folder: Path) -> Environment:
-    """Loads the templates in a folder, and those of this package, with autoescaping."""
+def templates(*folders: Path, autoescape: bool = True) -> Environment:
+    """Loads the templates in some folders, and those of this package."""
     return Environment(
-        loader=FileSystemLoader([folder, Path(__file__).parent / "templates"]),
+        loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
         undefined=StrictUndefined,
-        autoescape=True,
+        autoescape=autoescape,
         trim_blocks=True,
         lstrip_blocks=True,
     )
 
 
-_TEMPLATES = svg_templates(Path(__file__).parent / "templates")
+_TEMPLATES = templates()
 
 
 def line_plot(

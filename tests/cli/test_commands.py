@@ -546,7 +546,7 @@ def test_file_system_errors_print_one_line_and_bugs_raise(
             fedsynth("runs")
 
 
-RUN = "import sys; sys.argv[0] = 'fedsynth'; from fedsynth.cli.app import main; main()"
+RUN = "import sys; sys.argv = ['fedsynth', 'methods']; from fedsynth.cli.app import main; main()"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read_ledger
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
-from fedsynth.privacy.mechanisms import BudgetEnforcer
+from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.report.formatting import format_epsilon
 from tests.deployment import local_setup
 from tests.deployment.local_setup import (
@@ -243,8 +243,9 @@ def test_owner_budgets_use_the_owners_delta() -> None:
     assert epsilon([row], 1e-2) < 0.9 * owner_epsilon < owner_epsilon < 0.9 * epsilon([row], 1e-9)
     for factor, refused in ((0.95, True), (1.05, False)):
         cap = Owner(Policy(epsilon=factor * owner_epsilon, delta=1e-5)).cap
+        assert cap is not None
         for server_delta in (1e-2, 1e-9):
-            guard = BudgetEnforcer(Ledger("c"), server_delta, None, owner=cap)
+            guard = BudgetEnforcer(Ledger("c"), [cap, EpsilonCap(1e9, server_delta)])
             if refused:
                 with pytest.raises(BudgetExceededError, match="δ = 1e-05"):
                     guard.check([row])

@@ -52,7 +52,7 @@ def plan(**values: Any) -> ReleasePlan:
 
 def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
     """Returns a guard without a cap."""
-    return BudgetEnforcer(ledger or Ledger("c"), 1e-5, None, unit=unit)
+    return BudgetEnforcer(ledger or Ledger("c"), unit=unit)
 
 
 def series(

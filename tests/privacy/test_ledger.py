@@ -28,7 +28,7 @@ from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySet
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, check_names
 from fedsynth.privacy.ledger.ledger import encode, repair_ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer
+from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.releases import Release
 from tests.privacy.support import guard, release
 
@@ -170,7 +170,9 @@ def test_concurrent_threads_lose_no_charges() -> None:
 def test_guard_rejects_releases_above_cap(path: Path) -> None:
     """Two guards on one file share the budget."""
     three, four = (epsilon([row(n) for n in range(count)], DELTA) for count in (3, 4))
-    first, other = (BudgetEnforcer(charged(path), DELTA, three * 1.0001) for _ in range(2))
+    first, other = (
+        BudgetEnforcer(charged(path), [EpsilonCap(three * 1.0001, DELTA)]) for _ in range(2)
+    )
     with pytest.raises(BudgetExceededError):
         first.check([row(number) for number in range(4)])  # a whole plan
     for number in range(3):
@@ -189,13 +191,13 @@ def test_guard_rejects_releases_above_cap(path: Path) -> None:
 def test_guard_rejects_unaccounted_releases() -> None:
     leak = release(unaccounted="batch clipping")
     with pytest.raises(BudgetExceededError, match="to ∞"):
-        BudgetEnforcer(Ledger("alice"), DELTA, 100.0).charge(leak)
+        BudgetEnforcer(Ledger("alice"), [EpsilonCap(100.0, DELTA)]).charge(leak)
     guard().charge(leak)  # recorded, and ε is infinite
     for cap in (0.0, float("nan"), float("inf")):
         with pytest.raises(PrivacySettingError, match="must be finite"):
-            BudgetEnforcer(Ledger("alice"), DELTA, cap)
+            EpsilonCap(cap, DELTA)
     with pytest.raises(PrivacySettingError, match="delta"):
-        BudgetEnforcer(Ledger("alice"), 1.0, None)
+        EpsilonCap(1.0, 1.0)
 
 
 def test_partial_writes_are_reverted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

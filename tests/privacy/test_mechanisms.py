@@ -26,7 +26,12 @@ from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import normalise
 from fedsynth.privacy import errors, plans
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, clipped_sums
+from fedsynth.privacy.mechanisms import (
+    BudgetEnforcer,
+    EpsilonCap,
+    GaussianSumMechanism,
+    clipped_sums,
+)
 from fedsynth.privacy.passes import Units
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
@@ -101,7 +106,7 @@ def test_series_is_limited_to_charged_releases() -> None:
 def test_cap_rejects_before_charge_and_draw() -> None:
     ledger = Ledger("c")
     secret = SecretGenerator(test_only=np.random.default_rng(0))
-    capped = BudgetEnforcer(ledger, 1e-5, 1.0)
+    capped = BudgetEnforcer(ledger, [EpsilonCap(1.0, 1e-5)])
     with pytest.raises(errors.BudgetExceededError):
         GaussianSumMechanism(release(noise_multiplier=0.5), 3, capped, secret)
     assert ledger.releases == ()
@@ -363,11 +368,11 @@ def test_shares_of_user_sum_to_one() -> None:
 
 def test_ledger_has_single_unit() -> None:
     ledger = Ledger("c")
-    BudgetEnforcer(ledger, 1e-5, None, unit=USER).charge(release())
+    BudgetEnforcer(ledger, unit=USER).charge(release())
     assert ledger.releases[0].unit == USER
     with pytest.raises(errors.LedgerError, match=r"privacy\.unit=user"):
-        BudgetEnforcer(ledger, 1e-5, None)
-    record_enforcer = BudgetEnforcer(Ledger("d"), 1e-5, 10.0)
+        BudgetEnforcer(ledger)
+    record_enforcer = BudgetEnforcer(Ledger("d"), [EpsilonCap(10.0, 1e-5)])
     record_enforcer.ledger.charge(replace(release(), unit=USER))  # by another process
     with pytest.raises(errors.LedgerError, match=r"charged with privacy\.unit=user"):
         record_enforcer.charge(release())
@@ -396,7 +401,7 @@ def budget(
     planned: tuple[plans.ReleasePlan, ...] = PLANS,
     cap: float = 1e6,
 ) -> plans.ReleaseBudget[GaussianSumMechanism]:
-    capped = BudgetEnforcer(ledger, 1e-5, cap)
+    capped = BudgetEnforcer(ledger, [EpsilonCap(cap, 1e-5)])
     return plans.charge_round(planned, 4, 3.0, capped, SecretGenerator(), phase=phase)
 
 

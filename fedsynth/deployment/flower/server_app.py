@@ -86,13 +86,6 @@ class GridTransport:
         return frame
 
 
-class LogObserver(StderrObserver):
-    """Prints the progress messages of a run on stdout. Flower stores this text in its log."""
-
-    def _print(self, text: str) -> None:
-        print(text, flush=True)
-
-
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
     """Executes the run that the app's configuration describes.
@@ -121,6 +114,6 @@ def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:
         proposal,
         Connection(GridTransport(grid), timeouts, clients),
         Path(str(config["output"])),
-        LogObserver(proposal.settings),
+        StderrObserver(proposal.settings),  # Flower stores this text in its log
         Path(str(config["resume"])) if config["resume"] else None,
     )

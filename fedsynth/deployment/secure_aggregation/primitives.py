@@ -32,11 +32,11 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.randomness import Grid
-from fedsynth.privacy.report.figures import faults
+from fedsynth.privacy.report.figures import faults_as
 
 
 class SecureSumError(FedsynthError):
@@ -269,11 +269,8 @@ class Parcel(BaseModel):
         Raises:
             SecureSumError: if the bytes are damaged, or are another kind of message.
         """
-        try:
+        with faults_as(SecureSumError, f"received an invalid {cls.__name__} message"):
             return cls.model_validate_json(sent)
-        except ValidationError as error:
-            reason = f"received an invalid {cls.__name__} message: {faults(error)[0]:.120}"
-            raise SecureSumError(reason) from None
 
 
 class Keys(Parcel):
