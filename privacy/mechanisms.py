@@ -71,6 +71,7 @@ class EpsilonCap:
         require(valid, "epsilon", "must be finite and above 0", self.epsilon, "privacy")
 
 
+@dataclass(frozen=True)
 class BudgetEnforcer:
     """Charges a ledger for releases, and refuses a release that would exceed a cap on ε.
 
@@ -87,19 +88,14 @@ class BudgetEnforcer:
         LedgerError: the ledger holds releases that protect another unit.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        caps: Sequence[EpsilonCap] = (),
-        adjacency: str = ADD_REMOVE,
-        unit: str = RECORD,
-    ) -> None:
-        check_adjacency(adjacency)
-        self.ledger = ledger
-        self._caps = caps
-        self.adjacency = adjacency
-        self.unit = unit
-        self.check_unit(ledger.releases)
+    ledger: Ledger
+    caps: Sequence[EpsilonCap] = ()
+    adjacency: str = ADD_REMOVE
+    unit: str = RECORD
+
+    def __post_init__(self) -> None:
+        check_adjacency(self.adjacency)
+        self.check_unit(self.ledger.releases)
 
     def check(self, planned: Sequence[Release]) -> None:
         """Checks that the planned releases fit into the budget, without charging them.
@@ -123,7 +119,7 @@ class BudgetEnforcer:
         `check` passes the releases of the ledger as `rows`.
         """
         self.check_unit(rows)
-        for cap in self._caps:
+        for cap in self.caps:
             new_cost = epsilon([*rows, *planned], cap.delta, self.adjacency)
             if new_cost > cap.epsilon:
                 cost = epsilon(rows, cap.delta, self.adjacency)

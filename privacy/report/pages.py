@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from importlib.metadata import version
 from typing import Any
 
 from markdown_it import MarkdownIt
-from markdown_it.renderer import RendererHTML
-from markdown_it.token import Token
 
 from fedsynth.privacy.audit import CAVEAT, down
 from fedsynth.privacy.report import formatting
@@ -125,42 +123,29 @@ def render_html(report: Mapping[str, Any]) -> str:
     Raises:
         PrivacyError: the report is damaged.
     """
-    parser = MarkdownIt("commonmark", {"html": False}, renderer_cls=_PageRenderer).enable("table")
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown = render_markdown(report)
     with damage_as_error(UNRENDERABLE):
         plots = _plots(report["guarantee"])
     title = formatting.printable(f"Privacy report: {report['run']['id'] or report['method']}")
-    body = parser.render(markdown, {"plots": plots})
+    body = _arranged(parser.render(markdown), plots)
     return _TEMPLATES.get_template("page.html.j2").render(title=title, body=body)
 
 
-class _PageRenderer(RendererHTML):
-    """Renders the HTML page of a report. It adds plots and makes tables scrollable.
+def _arranged(body: str, plots: Mapping[str, str]) -> str:
+    """Adds plots to the body of an HTML page, makes its tables scrollable, and divides its pages.
 
     A plot is below the heading with its name. The table of the ledger has the most columns, so its
-    section is printed on landscape pages.
+    section is printed on landscape pages. All texts in the body are escaped, so every tag in it
+    comes from the template.
     """
-
-    def heading_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        if tokens[index].tag == "h1" and index > 0:
-            return '<h1 class="next">'
-        opened = self.renderToken(tokens, index, options, env)
-        if tokens[index + 1].content != "Ledger":
-            return opened
-        env["across"] = True
-        return f'<section class="across">{opened}'
-
-    def heading_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        plot = env["plots"].get(tokens[index - 1].content, "")
-        return f"{self.renderToken(tokens, index, options, env)}{plot}"
-
-    def table_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        return '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>\n'
-
-    def table_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        if env.pop("across", False):
-            return "</table></div></section>\n"
-        return "</table></div>\n"
+    scroll = '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
+    body = body.replace("<table>", scroll).replace("</table>", "</table></div>")
+    body = body.replace("<h1>Datasheet</h1>", '<h1 class="next">Datasheet</h1>')
+    for heading, plot in plots.items():
+        body = body.replace(f"<h2>{heading}</h2>", f"<h2>{heading}</h2>\n{plot}")
+    ledger = re.compile("<h2>Ledger</h2>.*?</table></div>", re.DOTALL)
+    return ledger.sub(r'<section class="across">\g<0></section>', body)
 
 
 def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:

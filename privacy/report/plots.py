@@ -86,7 +86,6 @@ def line_plot(
         return ""
     axis_x = _x_axis(sorted(xs), log=log_x)
     axis_y = _y_axis(min(heights), max(heights), from_zero=from_zero)
-    factor, unit = (100, " %") if percent else (1, "")
     above = LEGEND * len(lines) + 4  # the legend is above the axes
     return _TEMPLATES.get_template("plot.svg.j2").render(
         title=f"{y} over {x}: {', '.join(line.name for line in lines)}",
@@ -96,13 +95,10 @@ def line_plot(
         height=above + Y_START + BOTTOM,
         above=above,
         legend_height=LEGEND,
-        left=X_START,
-        right=X_END,
-        top=Y_END,
-        base=Y_START,
+        axis_x=axis_x,
+        axis_y=axis_y,
+        percent=percent,
         lines=[_drawn(line, number, axis_x, axis_y) for number, line in enumerate(lines)],
-        ticks_x=[(axis_x.pixel(tick), f"{tick:.6g}") for tick in axis_x.ticks],
-        ticks_y=[(axis_y.pixel(tick), f"{factor * tick:.6g}{unit}") for tick in axis_y.ticks],
     )
 
 
