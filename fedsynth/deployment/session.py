@@ -8,7 +8,7 @@ for several rounds. If a server resumes from an older checkpoint, the client sti
 that round.
 
     HOME/runs/RUN/session.json           the proposal, σ, and the completed steps
-    HOME/runs/RUN/memory-ROUND           the client's memory after that round
+    HOME/runs/RUN/main-ROUND             the client's memory after that round
     HOME/runs/RUN/first-ROUND            the client's memory after the first exchange of that round
     HOME/runs/RUN/answer-ROUND-EXCHANGE-REQUEST    the client's answer to that request. If the
                                          server repeats the request, this answer is sent again,
@@ -77,7 +77,7 @@ Without a cap on ε, the client gives only one answer.
 STORED_ROUNDS = 3
 """The number of rounds whose files are stored. A resumed server has lost at most the last round."""
 HASH_BYTES = 32
-_ROUND_FILE = re.compile(r"(?:memory|first|answer)-([0-9]+)(?:-[a-z-]+)?")
+_ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 
 class Session:
@@ -120,7 +120,7 @@ class Session:
         self._agreement = proposal.agreement
         self._schedule = settings.schedule()
         self._terms: RunTerms | None = None
-        self._stamp = _stamp(self.folder)
+        self._stored = b""
         history = ledger.history()
         self.state = state or State(proposal=proposal, initial_rows=len(history.releases))
         self.history = replace(history, releases=history.releases[: self.state.initial_rows])
@@ -131,7 +131,8 @@ class Session:
     @property
     def current(self) -> bool:
         """Returns True if no other process has answered for the client since this process did."""
-        return self._stamp == _stamp(self.folder)
+        file = self.folder / STATE
+        return file.is_file() and read_regular(file) == self._stored
 
     def join(self, last_round: int) -> Frame:
         """Joins the run, or joins it again after the server was restarted.
@@ -149,18 +150,18 @@ class Session:
                 round.
         """
         files = self._files()
-        memories = {n for name, n in files.items() if name == f"memory-{n}"}
+        memories = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
         last = max((number for number in memories if number <= last_round), default=0)
         if last_round and not last and len(memories) >= STORED_ROUNDS:
             raise MessageError(f"this client has no stored state of round {last_round} or earlier")
         for number in memories:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
-                (self.folder / f"memory-{number}").unlink()
+                (self.folder / f"{MAIN}-{number}").unlink()
         reset = {"steps": set(), "recorded": 0, "pending": None, "memory": last}
         self.state = self.state.model_copy(update=reset)
         if last:
-            self.runtime.memory = self._read(f"memory-{last}")
+            self.runtime.memory = self._read(f"{MAIN}-{last}")
         self.store()
         return Frame(frames.ANSWER, {"size": self.runtime.join().size, **self.statement()})
 
@@ -175,11 +176,11 @@ class Session:
             if state.sigma is not None:
                 self.accept(RunTerms(noise_multiplier=state.sigma))
             if state.pending is not None:
-                memory = self._read(f"first-{state.pending}")
+                memory = self._read(f"{FIRST}-{state.pending}")
                 self.runtime.pending = (state.pending, memory)
             self.runtime.recorded = state.recorded
             if state.memory:
-                self.runtime.memory = self._read(f"memory-{state.memory}")
+                self.runtime.memory = self._read(f"{MAIN}-{state.memory}")
 
     def statement(self) -> dict[str, Any]:
         """Returns the history of the client's ledger, as a field for an answer to the server."""
@@ -389,7 +390,7 @@ class Session:
 
     def _restore(self, phase: str, context: RoundContext) -> None:
         """Restores the client's state after a step whose answer is stored."""
-        name = _memory_file(phase, context)
+        name = f"{phase}-{context.round}"
         memory = self._read(name) if (self.folder / name).is_file() else {}
         self.runtime.store_memory(phase, memory, context)
         self._store_memory(phase, context)
@@ -399,7 +400,7 @@ class Session:
         """Stores the client's memory, which are the tensors that it keeps between rounds."""
         memory = self.runtime.load_memory(MAIN, context)
         if memory or phase == FIRST:
-            self._write(_memory_file(phase, context), ClientMemory(memory).to_bytes())
+            self._write(f"{phase}-{context.round}", ClientMemory(memory).to_bytes())
         if memory and phase == MAIN:
             self.state.memory = context.round
 
@@ -414,8 +415,8 @@ class Session:
         pending = self.runtime.pending
         self.state.recorded = self.runtime.recorded
         self.state.pending = pending[0] if pending else None
-        self._write(STATE, self.state.model_dump_json().encode())
-        self._stamp = _stamp(self.folder)
+        self._stored = self.state.model_dump_json().encode()
+        self._write(STATE, self._stored)
         files = self._files()
         stored = sorted(set(files.values()))[-STORED_ROUNDS:]
         for name, number in files.items():
@@ -435,10 +436,6 @@ class Session:
         """Loads a stored memory of the client onto the client's device."""
         stored = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
         return stored.to(self.runtime.context.device).memory
-
-
-def _memory_file(phase: str, context: RoundContext) -> str:
-    return f"{'first' if phase == FIRST else 'memory'}-{context.round}"
 
 
 def _digest(question: Frame) -> bytes:
@@ -468,15 +465,3 @@ def _answered(answer: Message | primitives.Parcel | primitives.Masked | Refusal)
     if isinstance(answer, Refusal):
         return Frame(frames.REFUSAL, {"reason": answer.reason, "kind": answer.kind})
     return Frame(frames.ANSWER, {}, answer.to_bytes())
-
-
-def _stamp(folder: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes whenever the state file is written.
-
-    Returns None if there is no state file yet.
-    """
-    try:
-        status = (folder / STATE).stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -98,7 +97,9 @@ def line_plot(
         axis_x=axis_x,
         axis_y=axis_y,
         percent=percent,
-        lines=[_drawn(line, number, axis_x, axis_y) for number, line in enumerate(lines)],
+        lines=lines,
+        colours=COLOURS,
+        dashes=DASHES,
     )
 
 
@@ -173,25 +174,3 @@ def _y_axis(lowest: float, highest: float, *, from_zero: bool) -> _Axis:
         if lowest >= 0:
             low = max(low, 0.0)
     return _Axis(low, high, Y_START, Y_END, ticks(low, high, 5))
-
-
-def _drawn(line: Line, number: int, axis_x: _Axis, axis_y: _Axis) -> dict[str, Any]:
-    """Returns the variables with which the template draws a line."""
-    if line.colour is not None:
-        number = line.colour
-
-    def path(points: Points) -> str:
-        return " ".join(f"{axis_x.pixel(x):.1f},{axis_y.pixel(y):.1f}" for x, y in points)
-
-    upper, lower = [], []
-    for x, low, high in line.band:
-        upper.append((x, high))
-        lower.append((x, low))
-    return {
-        "name": line.name,
-        "colour": COLOURS[number % len(COLOURS)],
-        "dash": DASHES[number % len(DASHES)],
-        "points": path(line.points),
-        "band": path([*upper, *reversed(lower)]),
-        "dots": [(axis_x.pixel(x), axis_y.pixel(y)) for x, y in line.points],
-    }

@@ -497,7 +497,7 @@ def test_repeated_requests_repeat_the_answer_without_charge(
         return answer.payload
 
     def stored() -> tuple[Any, dict[str, bytes]]:
-        files = (setup.folder / "another").glob("runs/*/memory-*")
+        files = (setup.folder / "another").glob("runs/*/main-*")
         return setup.ledger(0, "another"), {file.name: file.read_bytes() for file in files}
 
     first = [payload(nodes[0], request) for request in steps]
