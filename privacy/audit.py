@@ -159,8 +159,8 @@ def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = A
         return 1 - math.exp(-e) * (1 - alpha - delta_of(merged, e))
 
     bounds = (0.0, epsilon_of(merged, 1e-8))
-    found = [minimize_scalar(bound, bounds=bounds, method="bounded") for bound in (first, second)]
-    return min(1.0, alpha + delta_of(merged, 0.0), *(float(minimum.fun) for minimum in found))
+    minima = [minimize_scalar(bound, bounds=bounds, method="bounded") for bound in (first, second)]
+    return min(1.0, alpha + delta_of(merged, 0.0), *(float(minimum.fun) for minimum in minima))
 
 
 def best_guess(releases: Sequence[Release], adjacency: str = ADD_REMOVE) -> float:

@@ -451,17 +451,17 @@ def faults(error: ValidationError) -> list[str]:
 
 
 @contextmanager
-def faults_as(error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
+def faults_as(make_error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
     """Converts a pydantic error in the `with` block to another error, which names the first fault.
 
     Args:
-        error: makes the other error from its message.
+        make_error: makes the other error from its message.
         complaint: the beginning of the message.
     """
     try:
         yield
-    except ValidationError as found:
-        raise error(f"{complaint}: {faults(found)[0]:.300}") from None
+    except ValidationError as error:
+        raise make_error(f"{complaint}: {faults(error)[0]:.300}") from None
 
 
 def short_key(name: str) -> str:

@@ -178,8 +178,8 @@ def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
         SecureSumError: if the other client's public key is invalid.
     """
     try:
-        own = X25519PrivateKey.from_private_bytes(key)
-        secret = own.exchange(X25519PublicKey.from_public_bytes(other))
+        private_key = X25519PrivateKey.from_private_bytes(key)
+        secret = private_key.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
         raise SecureSumError("the public key of a client is not a valid X25519 key") from None
     return derived(secret, purpose, about)
