@@ -305,7 +305,9 @@ def test_values_out_of_range_are_refused() -> None:
 def test_sums_on_the_finest_grid_are_exact(bound: float, clients: int) -> None:
     form = primitives.FixedPoint(finest(bound, clients))
     value = form.decode(form.encode([bound]))[0]
-    assert form.decode(form.encode([bound]) * np.uint64(clients))[0] == pytest.approx(clients * value)
+    assert form.decode(form.encode([bound]) * np.uint64(clients))[0] == pytest.approx(
+        clients * value
+    )
 
 
 def test_masks_are_chacha20s_key_stream() -> None:
