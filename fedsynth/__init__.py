@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fedsynth.data.folder_settings import FolderSettings as FolderSettings
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays
-    from fedsynth.data.images import from_dataset as from_dataset
     from fedsynth.data.load import load_dataset as load_dataset
     from fedsynth.data.load_file import load_file as load_file
     from fedsynth.data.load_folder import FolderData as FolderData

@@ -30,7 +30,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "EncoderSettings",
         "FolderData",
         "from_arrays",
-        "from_dataset",
         "ImageData",
         "DatasetSpec",
     ),

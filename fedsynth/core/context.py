@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth.core.messages import Packed
-from fedsynth.data.images import ProxyImages
+from fedsynth.data.images import ImageData
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.settings import PrivacySettings
@@ -108,7 +108,7 @@ class RoundContext:
     noise: Mapping[str, float] = field(default_factory=dict)
     grids: Mapping[str, Grid] = field(default_factory=dict)
     sizes: tuple[int, ...] | None = None
-    proxy: ProxyImages | None = None
+    proxy: ImageData | None = None
     robust: str = "none"
     robust_share: float = 0.2
     rounds: int = 1

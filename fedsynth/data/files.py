@@ -1,8 +1,7 @@
 """Helpers for data files: safe text for messages, safetensors files, and CSV lists of images.
 
 The CSV files are manifest.csv and users.csv, in the forms in which spreadsheet programs save CSV
-files. The module also defines `Reader`, which reads a published data set, and `Split`, which such a
-reader returns.
+files. The module also defines `Split`, which the readers of published data sets return.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import errno
 import io
 import os
 import unicodedata
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -22,7 +21,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedsynth.data.images import Bytes, IntArray
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
 from fedsynth.privacy.files import (
     MAX_TENSORS_BYTES,
@@ -111,20 +109,6 @@ class Split:
     labels: IntArray
     domains: IntArray | None = None
     groups: IntArray | None = None
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Knows how the files of a published data set are obtained and read.
-
-    Attributes:
-        instructions: a text that tells the user where to get the files and where to put them.
-        read: a function that reads the training and test splits. Its arguments are the
-            specification and the data folder. It raises an OSError if a file cannot be read.
-    """
-
-    instructions: str
-    read: Callable[[DatasetSpec, Path], tuple[Split, Split]]
 
 
 USERS_FILE = "users.csv"

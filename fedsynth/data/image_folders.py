@@ -24,29 +24,13 @@ from typing import Annotated, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
-from fedsynth.data.files import MAX_LIST_BYTES, Reader, Split, first_fault, missing
+from fedsynth.data.files import MAX_LIST_BYTES, Split, first_fault, missing
 from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.privacy.files import read_regular, read_text
 
-_TINY = "Unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip in the data folder"
-_CINIC = (
-    "Unpack CINIC-10.tar.gz from https://datashare.ed.ac.uk/handle/10283/3192 into CINIC-10/ in "
-    "the data folder"
-)
-_OFFICE = (
-    "The data folder must contain office_caltech_10/DOMAIN/CLASS/* for the domains amazon, "
-    "caltech, dslr and webcam"
-)
-_DOMAINNET = (
-    "Unpack the domains and lists from http://ai.bu.edu/M3SDA/ into domainnet/ in the data folder"
-)
-_LEAF = (
-    "Create it with LEAF (https://github.com/TalwalkarLab/leaf, data/femnist: ./preprocess.sh -s "
-    "niid --sf 1.0 -k 0 -t sample). Copy data/train and data/test to femnist/ in the data folder"
-)
 _WORDNET_NUMBER = re.compile(r"n[0-9]{8}")
 _ANNOTATION = re.compile(r"(?P<file>[^\t/]*[^\t/.][^\t/]*)\t(?P<name>n[0-9]{8})(\t.*)?")
 _DOMAINNET_LINE = re.compile(r"(?P<domain>[a-z]+)/(?P<name>[^/]+)/(?P<file>[^/]+) [0-9]+", re.ASCII)
@@ -302,12 +286,3 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
         images = np.rint(255 * np.array(data.x)).astype(np.uint8)
         writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))
     return writers
-
-
-FOLDER_READERS: dict[str, Reader] = {
-    "tiny-imagenet": Reader(_TINY, read_tiny_imagenet),
-    "cinic10": Reader(_CINIC, read_cinic10),
-    "office-caltech-10": Reader(_OFFICE, read_office_caltech),
-    "domainnet-10": Reader(_DOMAINNET, read_domainnet),
-    "femnist": Reader(_LEAF, read_femnist),
-}

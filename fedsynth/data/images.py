@@ -1,7 +1,7 @@
 """Holds images with their labels, converts pixels to model inputs, and hashes records.
 
 `ImageData` holds images as uint8 tensors. `normalise` and `denormalise` convert between pixels and
-model inputs. `ProxyImages` converts the images of another data set to model inputs, for FedDF's
+model inputs. `proxy_images` converts the images of another data set, for FedDF's
 distillation. `record_digests` computes a keyed hash of each record, which does not depend on the
 record's position or owner. Without the key, a hash reveals nothing about its record. With the key,
 anyone who has the record can compute its hash.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -161,10 +161,9 @@ def from_arrays(
     images: Any,
     labels: Any = None,
     spec: DatasetSpec | None = None,
-    domains: Array | None = None,
+    domains: Any = None,
     groups: Any = None,
     *,
-    sites: Any = None,
     bounds: tuple[float, float] | None = None,
 ) -> ImageData:
     """Builds `ImageData` from arrays of images and labels, a data set of pairs or a data frame.
@@ -180,12 +179,11 @@ def from_arrays(
             column. None for a data set of pairs.
         spec: the specification that the images must match. None derives one from the arrays, which
             runs with differential privacy refuse, because it may reveal something about the data.
-        domains: integers [N], the position in `spec.domains` of the hospital, scanner or style that
-            each image comes from.
+        domains: the hospital, scanner or style that each image comes from, as integers [N], the
+            positions in `spec.domains`, as names, or as a column of a data frame. The partition
+            `domain` makes a client of each domain.
         groups: integers [N] ≥ 0 or names, the writer, device or patient that each image comes from,
             or a column of a data frame. The partition `natural` makes a client of each group.
-        sites: the same as `domains`, but as names in `spec.domains`, or a column of a data frame.
-            The partition `domain` makes a client of each site.
         bounds: the smallest and the largest value, if `spec` is None.
 
     Raises:
@@ -199,19 +197,19 @@ def from_arrays(
     >>> list(data.images.shape), int(data.images.max())
     ([2, 1, 8, 8], 128)
     >>> vectors = np.eye(3)
-    >>> data = from_arrays(vectors, ["ill", "well", "ill"], sites=["a", "b", "b"], bounds=(-1, 1))
+    >>> data = from_arrays(vectors, ["ill", "well", "ill"], domains=["a", "b", "b"], bounds=(-1, 1))
     >>> data.spec.class_names, data.labels.tolist(), data.domains.tolist()
     (('ill', 'well'), [0, 1, 0], [0, 1, 1])
     """
     if hasattr(images, "columns"):
-        images, labels, groups, sites = _of_frame(images, labels, groups, sites)
+        images, labels, domains, groups = _of_frame(images, labels, domains, groups)
     elif labels is None:
-        if isinstance(images, DataLoader) and (groups is not None or sites is not None):
-            raise DataError("groups and sites need a fixed order. Pass the loader's data set")
+        if isinstance(images, DataLoader) and (groups is not None or domains is not None):
+            raise DataError("groups and domains need a fixed order. Pass the loader's data set")
         images, labels = _stacked(images)
     x = _as_tensor(images, "images")
     if spec is None:
-        names = () if sites is None else in_order(_texts(sites, "sites"))
+        names = () if domains is None else in_order(_texts(domains, "domains"))
         classes = in_order(_texts(labels, "labels"))
         facts = {"source": DERIVED, "train_size": max(1, len(x)), "bounds": bounds}
         spec = custom_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
@@ -225,37 +223,14 @@ def from_arrays(
         # -0.0 and 0.0 are the same value
         values = (x.flatten(1).float() + 0.0).contiguous()
         data = replace(data, record_bytes=values.view(torch.uint8))
-    if sites is not None:
-        domains = _positions(sites, spec.domains, spec, "sites")
     if domains is not None:
+        domains = _positions(domains, spec.domains, spec, "domains")
         data = replace(data, domains=_as_tensor(domains, "domains"))
     if groups is not None:
         if not isinstance(groups, Tensor) and np.asarray(groups).dtype.kind in "UO":
             groups = np.unique(_texts(groups, "groups"), return_inverse=True)[1]
         data = replace(data, groups=_as_tensor(groups, "groups"))
     return data
-
-
-def from_dataset(
-    dataset: Iterable[tuple[Any, Any]], spec: DatasetSpec, groups: Array | None = None
-) -> ImageData:
-    """Builds `ImageData` from pairs (image, label), such as a `torch.utils.data.Dataset`.
-
-    Args:
-        dataset: pairs of an array and a label, or a `DataLoader` that yields batches of them.
-        spec, groups: see `from_arrays`.
-
-    Raises:
-        DataError: there is no pair, an item is not a pair of an array and a label, or `from_arrays`
-            refuses the arrays.
-
-    >>> from torch.utils.data import TensorDataset
-    >>> from fedsynth.data.registry import dataset_spec
-    >>> pairs = TensorDataset(torch.zeros(2, 1, 8, 8), torch.tensor([3, 7]))
-    >>> from_dataset(pairs, dataset_spec("digits")).labels.tolist()
-    [3, 7]
-    """
-    return from_arrays(*_stacked(dataset), spec, groups=groups)
 
 
 def _stacked(dataset: Any) -> tuple[Any, Any]:
@@ -387,10 +362,7 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
     _check_channels(x, spec, "floating point", x.is_floating_point())
     _check_finite(x, spec)
     mean, std = pixel_constants(spec, x.device)
-    unit = x.detach().float().mul(std).add_(mean)
-    if spec.bounds is not None:
-        return unit.clamp_(0, 1)
-    return unit.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+    return to_stored(x.detach().float().mul(std).add_(mean), spec)
 
 
 def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -481,21 +453,19 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
     bad = int((~torch.isfinite(x)).sum())
     if bad:
         raise DataError(
-            f"the pixels of {spec.name} must be finite, but {bad} of {x.numel()} are NaN or infinite"
+            f"the values of {spec.name} must be finite, but {bad} of {x.numel()} are NaN or infinite"
         )
 
 
 def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts arrays of pixels, or of values within the specification's bounds, to stored images."""
+    if spec.bounds is None and not x.is_floating_point():
+        return x
+    _check_finite(x, spec)
     if spec.bounds is not None:
-        if not bool(torch.isfinite(x).all()):
-            raise DataError(f"the values of {spec.name} must be finite, not NaN or infinite")
         low, high = spec.bounds
         # float32 first, so that a record has the same bytes whatever file it comes from
         return x.float().double().sub(low).div(high - low).clamp(0, 1).float()
-    if not x.is_floating_point():
-        return x
-    _check_finite(x, spec)
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
         raise DataError(
@@ -567,37 +537,28 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
     )
 
 
-class ProxyImages:
-    """Converts images of one data set to the inputs of a network for another data set.
+def proxy_images(data: ImageData, spec: DatasetSpec) -> ImageData:
+    """Converts images of one data set to images of another, without their labels.
 
-    Grey images get equal colour channels if the network expects colour. Colour images become grey
-    (ITU-R 601) if the network expects grey. All images are then resized to the network's input
-    size, and normalised with the constants in `spec`.
+    Grey images get equal colour channels if `spec` has colours. Colour images become grey (ITU-R
+    601) if `spec` is grey. All images are then resized to the size of `spec`.
 
     Args:
         data: the images to convert.
-        spec: the specification of the data set for which the network was built.
+        spec: the specification of the other data set.
     """
-
-    def __init__(self, data: ImageData, spec: DatasetSpec) -> None:
-        self._pixels = data.images
-        self._spec = spec
-
-    def __len__(self) -> int:
-        return len(self._pixels)
-
-    def __call__(self, indices: Tensor) -> Tensor:
-        """Returns the images at the given positions as model inputs [N, C, H, W]."""
-        x = self._pixels[indices].float()
-        if self._pixels.is_floating_point():
+    converted = []
+    for pixels in data.images.split(_AT_ONCE):
+        x = pixels.float()
+        if pixels.is_floating_point():
             x = x * 255
-        if x.shape[1] == 3 and self._spec.channels == 1:
+        if x.shape[1] == 3 and spec.channels == 1:
             x = (x * x.new_tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(dim=1, keepdim=True)
-        if x.shape[1] != self._spec.channels:
-            x = x.mean(dim=1, keepdim=True).expand(-1, self._spec.channels, -1, -1)
-        size = (self._spec.height, self._spec.width)
-        if tuple(x.shape[2:]) != size:
-            x = F.interpolate(x, size=size, mode="bilinear", antialias=True)
-        if self._spec.bounds is not None:
-            return normalise(to_stored(x / 255, self._spec), self._spec)
-        return normalise(x.round().clamp(0, 255).to(torch.uint8), self._spec)
+        if x.shape[1] != spec.channels:
+            x = x.mean(dim=1, keepdim=True).expand(-1, spec.channels, -1, -1)
+        if tuple(x.shape[2:]) != (spec.height, spec.width):
+            x = F.interpolate(x, (spec.height, spec.width), mode="bilinear", antialias=True)
+        if spec.bounds is None:
+            x = x.round()
+        converted.append(to_stored(x / 255, spec))
+    return ImageData(torch.cat(converted), torch.zeros_like(data.labels), spec)

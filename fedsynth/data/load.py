@@ -32,6 +32,7 @@ deviation within a device is 60^−0.6 = 0.086.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,16 @@ import numpy as np
 import torch
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
-from fedsynth.data.files import Reader, Split, expanded
-from fedsynth.data.image_folders import FOLDER_READERS
+from fedsynth.data.files import Split, expanded
+from fedsynth.data.image_folders import (
+    read_cinic10,
+    read_domainnet,
+    read_femnist,
+    read_office_caltech,
+    read_tiny_imagenet,
+)
 from fedsynth.data.images import Floats, ImageData, IntArray
-from fedsynth.data.registry import DatasetSpec, dataset_spec, synthetic_parameters
+from fedsynth.data.registry import DOWNLOADS, DatasetSpec, dataset_spec, synthetic_parameters
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 from fedsynth.seeding import numpy_generator
 
@@ -51,7 +58,6 @@ ROOT_VARIABLE = "FEDSYNTH_DATA"
 DIGITS = Path(__file__).with_name("digits.npz")
 """The only data set that is part of the package. digits.LICENSE.txt names the authors and the
 licence."""
-_DOWNLOAD = "Use --download (download=True)"
 
 
 def load_dataset(
@@ -91,21 +97,21 @@ def load_dataset(
 
 def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> tuple[Split, Split]:
     """Reads the files of a published data set, and downloads them if they are missing."""
-    reader = READERS[spec.name]
+    instructions = DOWNLOADS[spec.name].instructions
     if not root:
         raise DataFilesMissingError(
             f"{spec.name} needs a data folder. Set data.data_root or {ROOT_VARIABLE}. "
-            f"{reader.instructions}"
+            f"{instructions}"
         )
     folder = expanded(root)
     try:
-        return reader.read(spec, folder)
+        return READERS[spec.name](spec, folder)
     except (FileNotFoundError, NotADirectoryError) as error:
         if download:
             _download(spec.name, folder)
             return _read_files(spec, root, download=False)
         raise DataFilesMissingError(
-            f"{spec.name} needs {one_line(error.filename)} (data.data_root). {reader.instructions}"
+            f"{spec.name} needs {one_line(error.filename)} (data.data_root). {instructions}"
         ) from None
     except OSError as error:
         place = one_line(error.filename or folder)
@@ -120,11 +126,9 @@ def _download(name: str, root: Path) -> None:
     """
     from torchvision import datasets
 
-    if name not in _DOWNLOADS:
-        raise DataFilesMissingError(
-            f"torchvision cannot download {name}. {READERS[name].instructions}"
-        )
-    dataset, variants = _DOWNLOADS[name]
+    instructions, dataset, variants = DOWNLOADS[name]
+    if not dataset:
+        raise DataFilesMissingError(f"torchvision cannot download {name}. {instructions}")
     try:
         for arguments in variants:
             getattr(datasets, dataset)(str(root), *arguments, download=True)
@@ -159,7 +163,7 @@ def _read_digits() -> tuple[Split, Split]:
 
 
 def _read_mnist(
-    spec: DatasetSpec, root: Path, folder: str, prefixes: tuple[str, str]
+    spec: DatasetSpec, root: Path, folder: str, prefixes: tuple[str, str] = ("train", "t10k")
 ) -> tuple[Split, Split]:
     """Reads MNIST or a data set that has MNIST's file format.
 
@@ -180,16 +184,22 @@ def _read_mnist(
     return splits[0], splits[1]
 
 
-def _read_cifar(
-    spec: DatasetSpec, root: Path, train: tuple[str, ...], test: str, label_key: str
-) -> tuple[Split, Split]:
-    splits = []
-    for files in (train, (test,)):
-        images, labels = zip(
-            *(read_cifar_batch(root / file, label_key) for file in files), strict=True
-        )
-        splits.append(Split(np.concatenate(images), np.concatenate(labels)))
-    return splits[0], splits[1]
+def _read_cifar10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    folder = root / "cifar-10-batches-py"
+    batches = [folder / f"data_batch_{number}" for number in range(1, 6)]
+    return _cifar_split(batches, "labels"), _cifar_split([folder / "test_batch"], "labels")
+
+
+def _read_cifar100(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    folder = root / "cifar-100-python"
+    train = _cifar_split([folder / "train"], "fine_labels")
+    return train, _cifar_split([folder / "test"], "fine_labels")
+
+
+def _cifar_split(files: Sequence[Path], label_key: str) -> Split:
+    batches = (read_cifar_batch(file, label_key) for file in files)
+    images, labels = zip(*batches, strict=True)
+    return Split(np.concatenate(images), np.concatenate(labels))
 
 
 def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -197,37 +207,23 @@ def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return train, Split(*read_svhn(root / "test_32x32.mat"))
 
 
-def _mnist_reader(folder: str, prefixes: tuple[str, str] = ("train", "t10k")) -> Reader:
-    return Reader(_DOWNLOAD, partial(_read_mnist, folder=folder, prefixes=prefixes))
-
-
-def _cifar_reader(train: tuple[str, ...], test: str, label_key: str) -> Reader:
-    read = partial(_read_cifar, train=train, test=test, label_key=label_key)
-    return Reader(_DOWNLOAD, read)
-
-
-READERS: dict[str, Reader] = {
-    **FOLDER_READERS,
-    "mnist": _mnist_reader("MNIST"),
-    "fashion-mnist": _mnist_reader("FashionMNIST"),
-    "emnist-letters": _mnist_reader("EMNIST", ("emnist-letters-train", "emnist-letters-test")),
-    "cifar10": _cifar_reader(
-        tuple(map("cifar-10-batches-py/data_batch_{}".format, range(1, 6))),
-        "cifar-10-batches-py/test_batch",
-        "labels",
+READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
+    "mnist": partial(_read_mnist, folder="MNIST"),
+    "fashion-mnist": partial(_read_mnist, folder="FashionMNIST"),
+    "emnist-letters": partial(
+        _read_mnist, folder="EMNIST", prefixes=("emnist-letters-train", "emnist-letters-test")
     ),
-    "cifar100": _cifar_reader(("cifar-100-python/train",), "cifar-100-python/test", "fine_labels"),
-    "svhn": Reader(_DOWNLOAD, _read_svhn),
+    "cifar10": _read_cifar10,
+    "cifar100": _read_cifar100,
+    "svhn": _read_svhn,
+    "tiny-imagenet": read_tiny_imagenet,
+    "cinic10": read_cinic10,
+    "office-caltech-10": read_office_caltech,
+    "domainnet-10": read_domainnet,
+    "femnist": read_femnist,
 }
-_DOWNLOADS: dict[str, tuple[str, list[tuple[str, ...]]]] = {
-    "mnist": ("MNIST", [()]),
-    "fashion-mnist": ("FashionMNIST", [()]),
-    "emnist-letters": ("EMNIST", [("letters",)]),
-    "cifar10": ("CIFAR10", [()]),
-    "cifar100": ("CIFAR100", [()]),
-    "svhn": ("SVHN", [("train",), ("test",)]),
-}
-"""The name of torchvision's class for each data set, and the arguments with which it is called."""
+"""The function that reads the training and test splits of each data set that consists of files. It
+raises an OSError if a file cannot be read."""
 
 
 DEVICES = 30

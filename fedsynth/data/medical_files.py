@@ -217,13 +217,9 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         _check_frame(data, position, frames)
         values = pixel_array(data, index=position)
         _use_frame_values(data, position)
-        grey = data.PhotometricInterpretation.startswith("MONOCHROME")
-        losses = _losses(
-            bits=data.BitsStored > 8,
-            slices=frames > 1,
-            window=grey and not _has_window(data, decoding),
-        )
-        return Picture(_displayed(values, data, decoding), losses)
+        displayed, has_window = _displayed(values, data, decoding)
+        losses = _losses(bits=data.BitsStored > 8, slices=frames > 1, window=not has_window)
+        return Picture(displayed, losses)
 
 
 def patient_of(path: Path) -> str:
@@ -298,54 +294,50 @@ def _use_frame_values(data: Any, position: int) -> None:
                 data.update(item)
 
 
-def _displayed(values: Array, data: Any, decoding: Decoding) -> Array:
-    """Converts stored values to a grey image in [0, 1], or to colours of 8 bits."""
+def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, bool]:
+    """Converts stored values to a grey image in [0, 1], or to colours of 8 bits.
+
+    Also returns False if the image is grey and no window of grey values is known.
+    """
     from pydicom.pixels import apply_color_lut, apply_modality_lut
 
     if data.PhotometricInterpretation == "PALETTE COLOR":
         if "SegmentedRedPaletteColorLookupTableData" in data:  # pydicom expands it without a limit
             raise UnsupportedImageError("segmented palettes are not supported. Use a plain palette")
         values = apply_color_lut(values, data)
-        return (values >> (8 * values.itemsize - 8)).astype(np.uint8)
+        return (values >> (8 * values.itemsize - 8)).astype(np.uint8), True
     if values.ndim == 3:
-        return (values >> max(0, data.BitsStored - 8)).astype(np.uint8)
-    unit = _in_file_window(apply_modality_lut(values, data), data, decoding)
+        return (values >> max(0, data.BitsStored - 8)).astype(np.uint8), True
+    unit, has_window = _in_file_window(apply_modality_lut(values, data), data, decoding)
     if data.PhotometricInterpretation == "MONOCHROME1":
-        return 1 - unit
-    return unit
+        return 1 - unit, has_window
+    return unit, has_window
 
 
-def _has_window(data: Any, decoding: Decoding) -> bool:
-    """Returns True if a window of grey values is known: the chosen one, that of the file, or the
-    range of 8-bit values."""
-    is_rescaled = data.get("RescaleSlope", 1) != 1 or data.get("RescaleIntercept", 0) != 0
-    has_bytes = data.BitsStored == 8 and not is_rescaled and not data.PixelRepresentation
-    levels = (data.get("WindowCenter"), data.get("WindowWidth"))
-    return bool(decoding.window or data.get("VOILUTSequence") or None not in levels or has_bytes)
-
-
-def _in_file_window(values: Array, data: Any, decoding: Decoding) -> Floats:
+def _in_file_window(values: Array, data: Any, decoding: Decoding) -> tuple[Floats, bool]:
     """Applies the chosen window or, if no window was chosen, the first window or table of a file.
 
     Without any of them, files of 8 bits keep their values, and the range of other files is scaled.
+    Also returns False for these other files.
     """
     from pydicom.pixels import apply_voi, apply_windowing
 
     if decoding.window is not None:
-        return scaled(values, decoding.window)
+        return scaled(values, decoding.window), True
     if data.get("VOILUTSequence"):
         highest = 2 ** int(data.VOILUTSequence[0].LUTDescriptor[2]) - 1
         output = apply_voi(np.rint(values).astype(np.int64), data)
-        return scaled(output, (highest / 2, highest))
+        return scaled(output, (highest / 2, highest)), True
     if data.get("WindowCenter") is not None and data.get("WindowWidth") is not None:
         # two extreme values give the ends of the output range, which depends on other elements
         with np.errstate(over="ignore"):
             low, high = apply_windowing(np.array([-1e30, 1e30]), data)
             output = apply_windowing(values, data)
-        return scaled((output - low) / (high - low), (0.5, 1.0))
-    if _has_window(data, decoding):
-        return scaled(values, (127.5, 255.0))
-    return scaled(values, None)
+        return scaled((output - low) / (high - low), (0.5, 1.0)), True
+    is_rescaled = data.get("RescaleSlope", 1) != 1 or data.get("RescaleIntercept", 0) != 0
+    if data.BitsStored == 8 and not is_rescaled and not data.PixelRepresentation:
+        return scaled(values, (127.5, 255.0)), True
+    return scaled(values, None), False
 
 
 # -------------------------------------------------------------------------------------- NIfTI

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from fedsynth.errors import OutputError
+from fedsynth.errors import writing
 
 Counts = npt.NDArray[np.integer] | Sequence[Sequence[int]]
 Numbers = npt.NDArray[Any]
@@ -94,7 +94,8 @@ def partition_png(counts: Counts, path: Path) -> None:
     picture = Image.new("RGB", (width, TITLE_HEIGHT + cells.height + MARGIN), "white")
     ImageDraw.Draw(picture).text((MARGIN, 8), title, "black", _FONT)
     picture.paste(cells, (MARGIN, TITLE_HEIGHT))
-    _save(picture, path)
+    with writing(path):
+        picture.save(path, format="PNG")
 
 
 def by_class(
@@ -147,7 +148,8 @@ def image_grid_png(
             middle = (row + 0.5) * (height * scale + 1)
             draw.text((label_width - MARGIN, middle), name, "black", _FONT, anchor="rm")
         picture = labelled
-    _save(picture, path)
+    with writing(path):
+        picture.save(path, format="PNG")
 
 
 def _grid(images_NCHW: Tensor, columns: int) -> Tensor:
@@ -171,10 +173,3 @@ def _shortened(name: str) -> str:
     if len(name) <= MAX_NAME:
         return name
     return f"{name[: MAX_NAME - 1]}…"
-
-
-def _save(picture: Image.Image, path: Path) -> None:
-    try:
-        picture.save(path, format="PNG")
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error}") from None

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.privacy.errors import short_repr
@@ -211,11 +211,30 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     return DatasetSpec(**values)
 
 
+class Download(NamedTuple):
+    """The origin of the files of a published data set.
+
+    Attributes:
+        instructions: a text that states where the files come from, and where to put them.
+        torchvision: the name of torchvision's class that downloads the files, or an empty text.
+        variants: the arguments of each call of this class.
+    """
+
+    instructions: str
+    torchvision: str
+    variants: list[list[str]]
+
+
+DOWNLOADS: dict[str, Download] = {}
+
+
 def _published_specs() -> list[DatasetSpec]:
     """Returns the specifications of datasets.toml."""
     text = (files("fedsynth.data") / "datasets.toml").read_text(encoding="utf-8")
     specs = []
     for values in tomllib.loads(text)["dataset"]:
+        defaults: tuple[Any, ...] = ("Use --download (download=True)", "", [[]])
+        DOWNLOADS[values["name"]] = Download(*map(values.pop, Download._fields, defaults))
         if isinstance(values["class_names"], str):  # a template for numbered classes
             values["class_names"] = map(values["class_names"].format, range(values["classes"]))
         specs.append(spec_from_json(values))

@@ -45,6 +45,7 @@ images, and would overflow in training."""
 SUM_TOLERANCE = 0.01
 """How far the sum of an image's soft labels may differ from 1, because they may be rounded."""
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
+_FACTS = {"class_names", "mean", "std", "bounds", "encoder", "encoded_shape"}
 _TENSORS = {"images", "labels", "soft_labels", "client"}
 
 
@@ -174,19 +175,9 @@ def write_set(
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
     """Returns the metadata about the images that is written into the file of a synthetic set."""
-    facts = {
-        "format": FORMAT,
-        "pixels": pixels,
-        "data_set": spec.name,
-        "class_names": json.dumps(spec.class_names),
-        "mean": json.dumps(spec.mean),
-        "std": json.dumps(spec.std),
-    }
-    if spec.bounds is not None:
-        facts["bounds"] = json.dumps(spec.bounds)
-    if spec.encoder:
-        facts["encoder"] = spec.encoder
-        facts["encoded_shape"] = json.dumps(spec.encoded_shape)
+    facts = {"format": FORMAT, "pixels": pixels, "data_set": spec.name, "encoder": spec.encoder}
+    for name in ("class_names", "mean", "std", "bounds", "encoded_shape"):
+        facts[name] = json.dumps(getattr(spec, name))
     return facts
 
 
@@ -199,8 +190,8 @@ class _Metadata(BaseModel):
     pixels: str
     data_set: str
     class_names: Json[list[str]]
-    mean: Json[list[float]]
-    std: Json[list[float]]
+    mean: Json[tuple[float, ...]]
+    std: Json[tuple[float, ...]]
     bounds: Json[tuple[float, float] | None] = None
     encoder: Annotated[str, Field(max_length=2000)] = ""
     encoded_shape: Json[tuple[int, int, int] | None] = None
@@ -225,12 +216,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         spec = custom_spec(
             facts.data_set,
             (channels, height, width),
-            facts.class_names,
-            mean=tuple(facts.mean),
-            std=tuple(facts.std),
-            bounds=facts.bounds,
-            encoder=facts.encoder,
-            encoded_shape=facts.encoded_shape,
+            **facts.model_dump(include=_FACTS),
             source=f"synthetic, made by {facts.made_by}",
             train_size=count,
         )

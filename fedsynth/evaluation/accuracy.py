@@ -29,25 +29,20 @@ def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
     return int(correct(model, data, batch).sum()) / len(data.labels)
 
 
-def accuracy_by_domain(right_N: Tensor, data: ImageData) -> dict[str, float]:
-    """Computes the accuracy within each domain of a dataset.
-
-    Args:
-        right_N: whether each example is classified correctly, as returned by `correct`.
-        data: the examples.
+def domain_masks(data: ImageData) -> dict[str, Tensor]:
+    """Returns the examples of each domain of a data set, such as each hospital.
 
     Returns:
-        The accuracy by the domain's name, for domains with at least one example. The dictionary is
-        empty if the dataset has no domains.
+        A boolean tensor [N] by the domain's name, for domains with at least one example. The
+        dictionary is empty if the data set has no domains.
     """
-    if data.domains is None:
-        return {}
-    accuracies = {}
-    for number, name in enumerate(data.spec.domains):
-        right = right_N[data.domains == number]
-        if len(right):
-            accuracies[name] = float(right.double().mean())
-    return accuracies
+    masks = {}
+    if data.domains is not None:
+        for number, name in enumerate(data.spec.domains):
+            mask = data.domains == number
+            if bool(mask.any()):
+                masks[name] = mask
+    return masks
 
 
 def correct(

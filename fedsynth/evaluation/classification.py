@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsynth.data.images import ImageData
-
 MEASURES = ("balanced_accuracy", "auroc", "f1", "calibration_error")
 """The names of the measures, in the order of `classification_measures`."""
 CALIBRATION_BINS = 15
@@ -86,27 +84,6 @@ def rates(matrix: list[list[int]]) -> dict[str, float | None]:
     recall = (correct / true)[true > 0]
     f1 = (2 * correct / (true + predicted))[true + predicted > 0]
     return {"balanced_accuracy": float(recall.mean()), "f1": float(f1.mean())}
-
-
-def measures_by_domain(logits_NC: Tensor, data: ImageData) -> dict[str, dict[str, float | None]]:
-    """Computes the measures within each domain of a data set, such as each hospital.
-
-    Args:
-        logits_NC: the logits [N, C] of all examples.
-        data: the examples.
-
-    Returns:
-        The `classification_measures` by the domain's name, for domains with at least one example.
-        The dictionary is empty if the data set has no domains.
-    """
-    measures: dict[str, dict[str, float | None]] = {}
-    if data.domains is None:
-        return measures
-    for number, name in enumerate(data.spec.domains):
-        in_domain = data.domains == number
-        if bool(in_domain.any()):
-            measures[name] = classification_measures(logits_NC[in_domain], data.labels[in_domain])
-    return measures
 
 
 def confusion_matrix(logits_NC: Tensor, labels_N: Tensor) -> list[list[int]]:

@@ -30,12 +30,10 @@ from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import MEAN, STD, DatasetSpec
-from fedsynth.errors import DataError, OutputError, SettingError, one_line, unknown_name, writing
-from fedsynth.features import pretrained
+from fedsynth.errors import DataError, OutputError, SettingError, one_line, writing
+from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
-from fedsynth.features.registry import feature_map, feature_names, is_own_features
-from fedsynth.own_code import is_label, unloaded_file
 from fedsynth.privacy.batch_independence import dependence_on_batch
 from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.passes import padded
@@ -95,11 +93,8 @@ class EncoderSettings:
             if getattr(self, name):
                 reason = "applies only to an encoder timm:NAME or torchvision:NAME"
                 raise SettingError("data", name, reason)
-        if self.encoder and self.encoder not in feature_names():
-            if is_label(self.encoder):
-                register = "fedsynth.features.register_file"
-                raise unloaded_file("data", "encoder", self.encoder, register)
-            raise unknown_name("encoder", self.encoder, feature_names(), "data", "encoder")
+        if self.encoder and self.encoder not in registry.feature_names():
+            registry.refuse_unknown_map(self.encoder, "data", key="encoder")
 
     @property
     def is_pretrained(self) -> bool:
@@ -119,7 +114,7 @@ def encoder_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
     if settings.is_pretrained:
         return _pretrained_map(settings, shape)
     try:
-        return feature_map(settings.encoder, shape)
+        return registry.feature_map(settings.encoder, shape)
     except SettingError as error:
         raise _refused(f"cannot be used: {error}") from None
 
@@ -192,7 +187,7 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
     The norm of a vector is about 1. The normalisation scales its values to a magnitude of about 1.
 
     >>> from fedsynth.data.registry import dataset_spec
-    >>> encoded_spec(dataset_spec("digits"), feature_map("pixels", (1, 8, 8))).image_shape
+    >>> encoded_spec(dataset_spec("digits"), registry.feature_map("pixels", (1, 8, 8))).image_shape
     (1, 1, 64)
     """
     width = features.dimension
@@ -256,7 +251,7 @@ def encode(
 
     >>> from fedsynth import load_dataset
     >>> train, _ = load_dataset("digits")
-    >>> map = feature_map("pixels", (1, 8, 8))
+    >>> map = registry.feature_map("pixels", (1, 8, 8))
     >>> vectors = encode(train.subset([0, 1]), map, torch.device("cpu"))
     >>> vectors.images.shape, vectors.spec.bounds
     (torch.Size([2, 1, 1, 64]), (-1.0, 1.0))
@@ -279,7 +274,7 @@ def _vectors(
     vectors = torch.zeros(len(data), features.dimension)
     total = -(-len(data) // PASS)
     with torch.no_grad():
-        if is_own_features(features.name):
+        if registry.is_own_features(features.name):
             _check_pass(features, device)
         for number, images in enumerate(data.images.split(PASS)):
             # a copy, because code may change its inputs
@@ -361,15 +356,12 @@ def _require_private(folder: Path) -> None:
     Raises:
         OutputError: other users can open the folder, or it cannot be created.
     """
-    place = one_line(folder)
-    try:
+    with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-    except OSError as error:
-        raise OutputError(f"the cache {place} cannot be used: {one_line(error)}") from None
     if state.st_mode & 0o077 or (hasattr(os, "getuid") and state.st_uid != os.getuid()):
         raise OutputError(
-            f"the cache {place} must be a folder that only you can open, because vectors "
+            f"the cache {one_line(folder)} must be a folder that only you can open, because vectors "
             "are as private as images. Run chmod 700, or name a new folder"
         )
 
@@ -390,9 +382,7 @@ def clear_cache(folder: str | Path) -> int:
     if not path.is_dir():
         raise OutputError(f"the folder {one_line(path)} does not exist")
     files = sorted(path.glob(CACHED.format("*")))
-    try:
+    with writing(path):
         for file in files:
             file.unlink()
-    except OSError as error:
-        raise OutputError(f"{one_line(path)} cannot be emptied: {one_line(error)}") from None
     return len(files)

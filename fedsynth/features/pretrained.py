@@ -107,7 +107,18 @@ def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -
     if not _NAME.fullmatch(model):
         raise _refused(place, name, f"must be {library}: and the name of a network")
     load = {"timm": _timm, "torchvision": _torchvision}[library]
-    network, expected = load(name, model, weights, place)
+    try:
+        network, expected = load(name, model, weights == PRETRAINED, place)
+    except (OSError, RuntimeError, ValueError) as error:
+        options = {"data": "--encoder-weights ", "model": "--set model.weights="}
+        option = options.get(place[0] or "", "--weights ")
+        reason = (
+            "has no weights on this machine, and they cannot be downloaded. Download them elsewhere "
+            f"and name the file with {option}FILE.safetensors ({one_line(error, 100)})"
+        )
+        raise _refused(place, name, reason) from None
+    if weights not in ("", PRETRAINED):
+        _fill(network, name, weights)
     for layer in network.modules():
         if getattr(layer, "inplace", False):
             layer.inplace = False  # type: ignore[assignment]  # gradients of each image need inputs
@@ -128,7 +139,7 @@ def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -
 
 
 def _timm(
-    name: str, model: str, weights: str, place: tuple[str | None, str]
+    name: str, model: str, download: bool, place: tuple[str | None, str]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     try:
         import timm
@@ -136,12 +147,7 @@ def _timm(
         raise _refused(place, name, "needs timm: pip install 'fedsynth[encoders]'") from None
     if not timm.is_model(model.partition(".")[0]):
         raise _refused(place, name, "is not a network of timm. timm.list_models() lists them")
-    try:
-        network = timm.create_model(model, pretrained=weights == PRETRAINED, num_classes=0)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _unavailable(name, place, error) from None
-    if weights not in ("", PRETRAINED):
-        _fill(network, name, weights)
+    network = timm.create_model(model, pretrained=download, num_classes=0)
     config: dict[str, Any] = timm.data.resolve_model_data_config(network)
     trained: Any = getattr(network, "pretrained_cfg", {})
     config["fixed_input_size"] = trained.get("fixed_input_size", False)
@@ -149,20 +155,14 @@ def _timm(
 
 
 def _torchvision(
-    name: str, model: str, weights: str, place: tuple[str | None, str]
+    name: str, model: str, download: bool, place: tuple[str | None, str]
 ) -> tuple[nn.Module, Mapping[str, Any]]:
     from torchvision import models
 
     if model not in models.list_models(module=models):
         raise _refused(place, name, "is not a classifier of torchvision.models")
     default = models.get_model_weights(model).DEFAULT
-    loaded = default if weights == PRETRAINED else None
-    try:
-        network = models.get_model(model, weights=loaded)
-    except (OSError, RuntimeError) as error:
-        raise _unavailable(name, place, error) from None
-    if weights not in ("", PRETRAINED):
-        _fill(network, name, weights)
+    network = models.get_model(model, weights=default if download else None)
     linear = [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
         raise _refused(place, name, "has no linear layer, so its embedding is not known")
@@ -241,14 +241,3 @@ def _refused(place: tuple[str | None, str], name: str, reason: str) -> SettingEr
 
 def _wrong_weights(reason: str) -> SettingError:
     return SettingError(None, "the file of weights", reason)
-
-
-def _unavailable(name: str, place: tuple[str | None, str], error: Exception) -> SettingError:
-    options = {"data": "--encoder-weights ", "model": "--set model.weights="}
-    option = options.get(place[0] or "", "--weights ")
-    return _refused(
-        place,
-        name,
-        "has no weights on this machine, and they cannot be downloaded. Download them elsewhere and "
-        f"name the file with {option}FILE.safetensors ({one_line(error, 100)})",
-    )

@@ -131,7 +131,10 @@ def measured_map(
     (2, True, True)
     """
     vectors = checked_vectors(name, image_shape, function, images)
-    return map_of_vectors(name, image_shape, function, vectors, origin=origin_of(images))
+    origin = SOURCE
+    if images is not None:
+        origin = f"medians over {len(images)} public images that the operator supplies"
+    return map_of_vectors(name, image_shape, function, vectors, origin=origin)
 
 
 def normalised_map(
@@ -184,13 +187,6 @@ def checked_vectors(
     if reason:
         raise SettingError(None, "function", f"of the feature map {name!r} {reason}")
     return vectors
-
-
-def origin_of(images: Tensor | None) -> str:
-    """Returns a text that states from which images the constants of a map were measured."""
-    if images is None:
-        return SOURCE
-    return f"medians over {len(images)} public images that the operator supplies"
 
 
 def rounded(value: float) -> float:

@@ -126,7 +126,12 @@ def random_process(shape: Shape) -> FeatureMap:
     >>> random_process((3, 32, 32)).dimension
     1728
     """
-    _check(shape)
+    if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
+        reason = (
+            f"cannot be based on random processes for images of shape {shape}. These features "
+            f"need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels"
+        )
+        raise SettingError("method", "features", reason)
     dictionary = shipped()
     blocks = ((2 * dictionary.atoms.shape[1], CELLS**2),)
     vectors = public_vectors(dictionary, shape)
@@ -141,9 +146,8 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
     """
-    _check(shape)
-    coefficients = scattering(shape)
     comparisons = random_process(shape)
+    coefficients = scattering(shape)
 
     def function(x_NCHW: Tensor) -> Tensor:
         scattered = coefficients.function(x_NCHW) / coefficients.radius
@@ -152,15 +156,6 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
     vectors = public_vectors(function, shape)
     blocks = coefficients.blocks + comparisons.blocks
     return map_of_vectors("scattering+random-process", shape, function, vectors, blocks)
-
-
-def _check(shape: Shape) -> None:
-    if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
-        reason = (
-            f"cannot be based on random processes for images of shape {shape}. These features "
-            f"need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels"
-        )
-        raise SettingError("method", "features", reason)
 
 
 DICTIONARY = 0.7

@@ -162,20 +162,22 @@ def _build(name: str, shape: Shape) -> FeatureMap:
     return _BUILT_IN[name](shape)
 
 
-def refuse_unknown_map(name: str, section: str, *other_names: str) -> NoReturn:
+def refuse_unknown_map(
+    name: str, section: str, *other_names: str, key: str = "features"
+) -> NoReturn:
     """Raises the error for an unknown name of a feature map.
 
     If the name is `FILE.py:NAME@HASH`, the error states that this file must be registered again.
 
     Args:
-        name: the value of the setting `features`.
-        section: the section of the setting, "method" or "model".
+        name: the value of the setting.
+        section, key: the setting, see `SettingError`.
         other_names: the values that are allowed in addition to the names of maps.
     """
     if not is_label(name):
         names = (*other_names, *feature_names())
-        raise unknown_name("feature map", name, names, section, "features")
-    raise unloaded_file(section, "features", name, "fedsynth.features.register_file")
+        raise unknown_name("feature map", name, names, section, key)
+    raise unloaded_file(section, key, name, "fedsynth.features.register_file")
 
 
 @dataclass(eq=False)

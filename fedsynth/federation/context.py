@@ -18,7 +18,7 @@ import torch
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.data.images import NOISE, ProxyImages, noise_images
+from fedsynth.data.images import NOISE, noise_images, proxy_images
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_folder import site_names
 from fedsynth.data.partition_settings import EXPLICIT, clients_or_groups
@@ -182,7 +182,7 @@ def with_proxy(
         proxy = noise_images(context.spec, settings.seed)
     else:
         proxy, _ = load_dataset(name, settings.data_root, download=download)
-    return replace(context, proxy=ProxyImages(proxy.to(context.device), context.spec))
+    return replace(context, proxy=proxy_images(proxy.to(context.device), context.spec))
 
 
 def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
+from fedsynth.data.images import normalise
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.mixed_precision import computed
@@ -82,7 +83,8 @@ class FedDF(EnsembleDistillation):
         student.train()
         for _ in context.server_loop("distillation", self.server_steps, state):
             indices = torch.randint(len(images), (self.server_batch,), generator=draws)
-            x = images(indices.to(context.device, non_blocking=True))
+            pixels = images.images[indices.to(context.device, non_blocking=True)]
+            x = normalise(pixels, context.spec)
             with torch.no_grad():
                 logits = [computed(model, x, context.precision) for model in models]
                 teacher = torch.stack(logits).mean(dim=0)

@@ -65,15 +65,6 @@ class FlatNetwork:
             yield parameter, part.view_as(parameter)
 
 
-def load_flat(model: nn.Module, flat: Tensor) -> None:
-    """Copies a vector [P] into the parameters of a network."""
-    offset = 0
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(flat[offset : offset + parameter.numel()].view_as(parameter))
-            offset += parameter.numel()
-
-
 def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Loads untrusted weights into a network.
 

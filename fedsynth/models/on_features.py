@@ -93,11 +93,7 @@ class FeatureLinear(EmbeddingNetwork):
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
         """Computes the embeddings z [N, d] of images with pixels in [0, 1]."""
-        return self.embed_features(self.feature_map(pixels_NCHW))
-
-    def embed_features(self, features_Nd: Tensor) -> Tensor:
-        """Computes the embeddings z [N, d] from features φ(x)."""
-        return self.embedding(features_Nd)
+        return self.embedding(self.feature_map(pixels_NCHW))
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:

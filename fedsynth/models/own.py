@@ -45,21 +45,16 @@ def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[
     with its weights. A class or function is called with the image shape, the number of classes, and
     those settings of `OPTIONAL_ARGUMENTS` that it has as parameters.
     """
-    rehearsed = set()
 
     def build(shape: Shape, classes: int, norm: str, width: int, depth: int) -> nn.Module:
-        values: dict[str, Any] = {}
         with _refusing(name, f"cannot be built for images of {_size(shape)}"):
             if isinstance(model, nn.Module):
                 network = copy.deepcopy(model)
             else:
-                values = optional_arguments(model, {"norm": norm, "width": width, "depth": depth})
-                network = model(shape, classes, **values)
+                settings = {"norm": norm, "width": width, "depth": depth}
+                network = model(shape, classes, **optional_arguments(model, settings))
         check_network(name, network, shape, classes)
-        case = (shape, classes, tuple(values.items()))
-        if case not in rehearsed:
-            rehearse(name, network, shape, classes)
-            rehearsed.add(case)
+        rehearse(name, network, shape, classes)
         return network
 
     return build

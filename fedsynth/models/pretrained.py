@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 from opacus.validators import ModuleValidator
 from torch import Tensor, nn
@@ -12,7 +11,6 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.pretrained import pretrained_network
 from fedsynth.models.layers import EmbeddingNetwork, has_batch_norm
-from fedsynth.models.own import builder
 
 
 class LibraryNetwork(EmbeddingNetwork):
@@ -65,20 +63,3 @@ class LibraryNetwork(EmbeddingNetwork):
 
 def _in_colour(x_NCHW: Tensor) -> Tensor:
     return x_NCHW.expand(-1, 3, -1, -1)
-
-
-@lru_cache(maxsize=16)
-def library_builder(name: str, weights: str) -> Callable[..., nn.Module]:
-    """Returns a function that builds and checks a network of timm or torchvision.
-
-    The function has the parameters (image shape, classes, norm, width, depth).
-
-    Args:
-        name: timm:NAME or torchvision:NAME.
-        weights: the setting `model.weights`.
-    """
-
-    def build(image_shape: Shape, classes: int, norm: str) -> nn.Module:
-        return LibraryNetwork(name, image_shape, classes, norm, weights)
-
-    return builder(name, build)

@@ -191,12 +191,11 @@ def _add_library_model(name: str) -> None:
     The library is imported only when the network is built.
     """
 
-    def build(
-        image_shape: Shape, classes: int, norm: str, width: int, depth: int, weights: str = ""
-    ) -> nn.Module:
-        from fedsynth.models.pretrained import library_builder
+    def build(image_shape: Shape, classes: int, norm: str, weights: str = "") -> nn.Module:
+        from fedsynth.models.pretrained import LibraryNetwork
 
-        return library_builder(name, weights)(image_shape, classes, norm, width, depth)
+        model = partial(LibraryNetwork, name, weights=weights)
+        return builder(name, model)(image_shape, classes, norm, width=0, depth=0)
 
     _MODELS[name] = _Architecture(build, LIBRARY_NORMS, custom=True)
 

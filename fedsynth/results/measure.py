@@ -16,7 +16,7 @@ from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation import classification
-from fedsynth.evaluation.accuracy import accuracy_by_domain, local_metrics, predict
+from fedsynth.evaluation.accuracy import domain_masks, local_metrics, predict
 from fedsynth.federation.protocol import Exchange
 from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
@@ -132,9 +132,15 @@ class Measure:
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
         if not self.method.personal:
             row |= classification.classification_measures(logits, test.labels)
-        domains = accuracy_by_domain(right, test)
-        if domains and not self.method.personal:
-            row["domain_accuracy"] = domains
-            row[disclosed.DOMAIN_MEASURES] = classification.measures_by_domain(logits, test)
-            row["domain_average"] = sum(domains.values()) / len(domains)
+        masks = domain_masks(test)
+        if masks and not self.method.personal:
+            accuracies, measures = {}, {}
+            for name, mask in masks.items():
+                accuracies[name] = float(right[mask].double().mean())
+                measures[name] = classification.classification_measures(
+                    logits[mask], test.labels[mask]
+                )
+            row["domain_accuracy"] = accuracies
+            row[disclosed.DOMAIN_MEASURES] = measures
+            row["domain_average"] = sum(accuracies.values()) / len(accuracies)
         return row

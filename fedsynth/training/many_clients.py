@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedsynth.models.flat import FlatNetwork, flatten, load_flat
+from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.on_features import is_softmax_regression, regression_gradients
 from fedsynth.training import sgd
 
@@ -202,7 +202,7 @@ def _finish(
 ) -> None:
     """Trains a single learner for its remaining steps, and writes the weights into its model."""
     learner = queue.learner
-    load_flat(learner.model, flat)
+    nn.utils.vector_to_parameters(flat.clone(), learner.model.parameters())
     remaining = queue.take(queue.steps)
     if not len(remaining):
         return

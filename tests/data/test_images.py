@@ -17,7 +17,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 from torchvision.utils import make_grid
 
-from fedsynth import DatasetSpec, ImageData, export_run, from_arrays, from_dataset, load_synthetic
+from fedsynth import DatasetSpec, ImageData, export_run, from_arrays, load_synthetic
 from fedsynth.config.resolve import resolve
 from fedsynth.data.images import denormalise, normalise, record_digests, require_all_classes
 from fedsynth.data.load import load_dataset
@@ -78,7 +78,7 @@ def test_values_are_scaled_and_clipped_to_bounds() -> None:
     expected = from_arrays(vectors, [0, 1], VECTORS).images
     assert torch.equal(from_arrays(vectors.astype(np.float64), [0, 1], VECTORS).images, expected)
     pairs = TensorDataset(torch.tensor(vectors), torch.tensor([0, 1]))
-    assert torch.equal(from_dataset(pairs, VECTORS).images, expected)
+    assert torch.equal(from_arrays(pairs, spec=VECTORS).images, expected)
 
 
 def floats(value: float) -> npt.NDArray[np.float32]:
@@ -141,11 +141,11 @@ SIX = np.zeros((6, 8, 8), np.uint8)
             for domains in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex))
         ),
         *(
-            (partial(from_dataset, pairs, VECTORS), "pairs of an array and a label")
+            (partial(from_arrays, pairs, spec=VECTORS), "pairs of an array and a label")
             for pairs in ([], [1, 2], [(np.zeros(3), 0), (np.zeros(4), 1)])
         ),
         (
-            partial(from_dataset, TYPES, replace(VECTORS, width=2, bounds=None)),
+            partial(from_arrays, TYPES, spec=replace(VECTORS, width=2, bounds=None)),
             "different types",
         ),
         (partial(from_arrays, np.full((1, DIMENSION), np.nan), [0], VECTORS), "NaN"),

@@ -329,15 +329,15 @@ def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
 
 def test_frames_loaders_and_arrays_give_equal_data() -> None:
     names = np.array(["a", "b", "c"])[Y]
-    expected = from_arrays(X, names, groups=PATIENTS, sites=SITES, bounds=(-8, 8))
+    expected = from_arrays(X, names, groups=PATIENTS, domains=SITES, bounds=(-8, 8))
     assert expected.spec.class_names == ("a", "b", "c")
     assert expected.spec.domains == ("north", "south")
     assert torch.equal(expected.domains, torch.from_numpy((SITES == "south").astype(int)))
     frame = pandas.DataFrame(X).assign(label=names, patient=PATIENTS, site=SITES)
     spec = replace(expected.spec, source="a test")
     for data in (
-        from_arrays(frame, "label", groups="patient", sites="site", bounds=(-8, 8)),
-        from_arrays(torch.tensor(X), torch.tensor(Y), spec, groups=PATIENTS, sites=SITES),
+        from_arrays(frame, "label", groups="patient", domains="site", bounds=(-8, 8)),
+        from_arrays(torch.tensor(X), torch.tensor(Y), spec, groups=PATIENTS, domains=SITES),
         from_arrays(DataLoader(TensorDataset(torch.tensor(X), torch.tensor(Y)), 7), spec=spec),
     ):
         assert torch.equal(data.images, expected.images)
@@ -345,8 +345,10 @@ def test_frames_loaders_and_arrays_give_equal_data() -> None:
         assert data.groups is None or torch.equal(data.groups, expected.groups)
     with pytest.raises(DataError, match="fixed order"):  # the loader may shuffle
         from_arrays(DataLoader(TensorDataset(torch.tensor(X)), 7), spec=spec, groups=PATIENTS)
-    for wrong in ({"labels": "diagnosis"}, {"labels": "label", "sites": ["x"] * N}):
-        with pytest.raises(DataError, match=r"'diagnosis' is missing|sites .* among north, south"):
+    for wrong in ({"labels": "diagnosis"}, {"labels": "label", "domains": ["x"] * N}):
+        with pytest.raises(
+            DataError, match=r"'diagnosis' is missing|domains .* among north, south"
+        ):
             from_arrays(frame[[*range(4), "label"]], spec=spec, **wrong)
 
 

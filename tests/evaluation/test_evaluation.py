@@ -19,7 +19,7 @@ from fedsynth.data.images import ImageData, normalise, to_stored
 from fedsynth.data.shared_set import TENSORS, UNITS, write_hashes, write_set
 from fedsynth.errors import DataError, SettingError, UnknownNameError
 from fedsynth.evaluation import classification
-from fedsynth.evaluation.accuracy import local_metrics
+from fedsynth.evaluation.accuracy import domain_masks, local_metrics
 from fedsynth.evaluation.fidelity import fidelity
 from fedsynth.evaluation.generated import average, describe, tally
 from fedsynth.features.pretrained import PretrainedNetwork
@@ -127,19 +127,17 @@ def test_private_run_verifies_only_with_its_confusion_matrix(tmp_path: Path) -> 
         assert "confusion_matrix" in problem
 
 
-def test_measures_are_computed_by_domain() -> None:
+def test_domains_without_images_have_no_mask() -> None:
     """Images of domain 1 have one class, and no image is of domain 2."""
-    logits, labels = draw()
+    _, labels = draw()
     origins = (labels == 2).long()
     _, digits = load_dataset("digits")
     spec = replace(digits.spec, domains=("a", "b", "c"))
     data = ImageData(digits.images[:300], labels, spec, domains=origins)
-    measured = classification.measures_by_domain(logits, data)
-    assert list(measured) == ["a", "b"]
-    assert measured["b"]["auroc"] is None
-    assert measured["a"] == classification.classification_measures(
-        logits[labels != 2], labels[labels != 2]
-    )
+    masks = domain_masks(data)
+    assert list(masks) == ["a", "b"]
+    assert torch.equal(masks["a"], labels != 2)
+    assert torch.equal(masks["b"], labels == 2)
 
 
 def _scores(labels: list[int], classes: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fedsynth as fs
 from fedsynth import Dense, FedDF, FedHydra, FedKF, ModelParameters, PrivacySettings
 from fedsynth.core.client import ExactClientView
-from fedsynth.data.images import ProxyImages, denormalise, normalise
+from fedsynth.data.images import ImageData, normalise, proxy_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.methods.fedkf import TwoModels
@@ -215,8 +215,8 @@ def initial_state() -> EnsembleState:
     return EnsembleState(convnet().state_dict())
 
 
-def proxy_of(pixels: np.ndarray) -> ProxyImages:
-    return ProxyImages(fs.from_arrays(pixels, np.zeros(len(pixels), np.int64), SPEC), SPEC)
+def proxy_of(pixels: np.ndarray) -> ImageData:
+    return proxy_images(fs.from_arrays(pixels, np.zeros(len(pixels), np.int64), SPEC), SPEC)
 
 
 @pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])
@@ -256,7 +256,7 @@ def test_fedhydra_weights_logits_and_its_lessons_differ() -> None:
 def test_feddf_student_approaches_the_ensemble() -> None:
     ctx = server_context(proxy=proxy_of(digits(np.arange(64) % 10).images.numpy()))
     clients = [ctx.load(u.parameters).eval() for u in uploads().values()]
-    x = ctx.proxy(torch.arange(64))  # type: ignore[misc]
+    x = normalise(ctx.proxy.images, SPEC)
 
     def divergence(parameters: Any) -> float:
         student = ctx.load(parameters).eval()
@@ -291,12 +291,11 @@ def test_proxy_images_are_converted_to_the_shape() -> None:
     rgb = dataset_spec("cifar10")
     pixels = np.zeros((2, 3, 32, 32), np.uint8)
     pixels[0, 0], pixels[1] = 255, 100
-    to_grey = ProxyImages(fs.from_arrays(pixels, np.zeros(2, np.int64), rgb), SPEC)
-    assert len(to_grey) == 2
-    x = denormalise(to_grey(torch.tensor([0, 1])), SPEC).double() / 255
+    to_grey = proxy_images(fs.from_arrays(pixels, np.zeros(2, np.int64), rgb), SPEC)
+    x = to_grey.images.double() / 255
     assert x.shape == (2, 1, 8, 8)
     assert x.mean(dim=(1, 2, 3)).tolist() == pytest.approx([0.299, 100 / 255], abs=2e-3)
     fifty = fs.from_arrays(np.full((1, 8, 8), 50, np.uint8), np.zeros(1, np.int64), SPEC)
-    y = denormalise(ProxyImages(fifty, rgb)(torch.tensor([0])), rgb)
+    y = proxy_images(fifty, rgb).images
     assert y.shape == (1, 3, 32, 32)
     assert set(y.unique().tolist()) <= {49, 50}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fedsynth.models.flat import flatten, load_flat
+from fedsynth.models.flat import flatten
 from fedsynth.models.on_features import regression_gradients
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
@@ -55,7 +55,7 @@ def learners(
     for k, size in enumerate(sizes):
         model = dense(16, 5, 3).to(device)
         weights = flatten(model)
-        load_flat(model, weights + 0.01 * k)
+        torch.nn.utils.vector_to_parameters(weights + 0.01 * k, model.parameters())
         examples, order = order[:size].to(device), order[size:]
         center, linear = torch.randn(2, len(weights), generator=seeded(k)).to(device)
         extra = Pull(0.3 * k, center, 0.1 * linear) if penalties and k % 2 else None
