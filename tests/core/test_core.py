@@ -64,9 +64,9 @@ def test_declared_types_have_unique_names() -> None:
 
 
 def test_states_move_between_devices() -> None:
-    state = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(3))
+    has_anchor = torch.ones(3, dtype=torch.bool)
+    state = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(3), has_anchor=has_anchor)
     moved = state.to("meta")
-    assert moved.has_anchor is None
     assert {t.device.type for _, t in moved.arrays()} == {"meta"}
     assert_same(state.to("cpu"), state)
     assert Scored({}, score=0.5).to("meta").score == 0.5
@@ -110,7 +110,9 @@ class Scored(ServerState):
 
 
 GOOD = ModelParameters({"w": torch.ones(2)}, 3.0).to_bytes()
-STATE = AnchorState({"w": torch.ones(2)}, anchors=torch.eye(2)).to_bytes()
+STATE = AnchorState(
+    {"w": torch.ones(2)}, anchors=torch.eye(2), has_anchor=torch.ones(2, dtype=torch.bool)
+).to_bytes()
 SCORED = Scored({"w": torch.ones(2)}, score=0.5).to_bytes()
 
 
