@@ -22,7 +22,13 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.method import Method
 from fedsynth.data.files import read_tensors, save_tensors
 from fedsynth.data.images import normalise, to_stored
-from fedsynth.data.registry import DatasetSpec, dataset_spec, spec_from_json
+from fedsynth.data.registry import (
+    DEFAULT_DATASET,
+    DatasetSpec,
+    dataset_spec,
+    is_known,
+    spec_from_json,
+)
 from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError, one_line, writing
 from fedsynth.features.registry import is_own_features, register_file
@@ -383,13 +389,14 @@ def _architecture(
         start = read_start(folder, method)
         return Architecture(spec or start.spec, start.settings.model, start.settings)
     sections = read_sections(folder / CONFIG)
-    custom = None if spec is None else spec.name
-    settings = resolve(sections, own_method=method, own_data=custom)
-    if spec is None and settings.folder is not None:
+    data = sections.get("data", {})
+    if spec is None and ("folder" in data or not is_known(data.get("dataset", DEFAULT_DATASET))):
         raise OutputError(
             f"the run in {folder} used custom images, whose specification is not in this folder. "
-            "Pass spec=load_folder(…).train.spec for the same images"
+            "Pass spec=, the attribute `spec` of the same images"
         )
+    custom = None if spec is None else spec.name
+    settings = resolve(sections, own_method=method, own_data=custom)
     if spec is None and settings.encoder is not None:
         spec = specification(settings)
     return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)

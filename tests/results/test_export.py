@@ -401,6 +401,8 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     values = vectors.astype(np.float32).reshape(200, 1, 1, 6)
     assert np.abs(values).max() > BOUNDS[1]
     assert logits(file, values) == pytest.approx(expected, abs=1e-4)
+    with pytest.raises(errors.OutputError, match="used custom images"):
+        fs.load_model(folder_of(result))
     loaded = fs.load_model(folder_of(result), spec=spec)
     assert np.array_equal(loaded(normalise(data.images, spec)).detach(), expected)
     (folder_of(result) / "model.safetensors").write_bytes(b"no tensors")
