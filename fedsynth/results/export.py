@@ -31,12 +31,12 @@ from fedsynth.own_code import is_label
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.report.build import write_report
-from fedsynth.privacy.report.file import read_json, sound_report
+from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import report_sentences
 from fedsynth.results.finished import read_summary
 from fedsynth.results.hub_files import PICTURES, VALUES, write_croissant, write_values
-from fedsynth.results.run_folder import MODEL, PRIVATE_START
+from fedsynth.results.run_folder import MODEL, PRIVATE_START, private_start
 from fedsynth.results.saved_model import Architecture, model_of_run, write_model
 from fedsynth.results.verification import verify_run
 from fedsynth.version import __version__
@@ -150,9 +150,6 @@ def require_new(target: Path) -> None:
 def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method] | None) -> Share:
     report = verified_report(folder, unprotected=unprotected, method=method)
     summary = read_summary(folder)
-    start: dict[str, Any] = {}
-    if report is not None:
-        start = read_json(folder / PRIVATE_START, "start of a run")
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
@@ -170,7 +167,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         summary.get("test_accuracy"),
         trained_on_images,
         model_of_run(folder, synthetic.spec, method) if with_model else None,
-        start.get("test_images") == PUBLIC,
+        report is not None and private_start(folder).test_images == PUBLIC,
     )
 
 

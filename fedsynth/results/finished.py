@@ -52,30 +52,14 @@ class RunFolderError(FedsynthError):
     """Raised for a folder that is not the folder of a finished run, or whose files are damaged."""
 
 
-class _Part(BaseModel):
-    """Base class of the classes that read parts of summary.json. The file may lack keys, and
-    unknown keys in the file are ignored.
+class Summary(BaseModel):
+    """The entries of a run's summary.json that tables and pages show.
+
+    The types and ranges of the entries are checked. The file may lack entries, and unknown entries
+    are ignored.
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-
-class Local(_Part):
-    """The metrics of a run that were measured on the clients' own test splits."""
-
-    amp: float
-    wlp: float
-
-
-class Guarantee(_Part):
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-
-
-class Summary(_Part):
-    """The entries of a run's summary.json that tables and pages show. Their types and ranges are
-    checked.
-    """
 
     method: str | None = None
     dataset: str | None = None
@@ -86,9 +70,9 @@ class Summary(_Part):
     f1: float | None = None
     calibration_error: float | None = None
     confusion_matrix: list[list[Count]] | None = None
-    local: Local | None = None
+    local: dict[str, float] | None = None
     generator: dict[str, int | float] | None = None
-    differential_privacy: Guarantee | None = None
+    differential_privacy: dict[str, bool | float | str | None] | None = None
     upload_bytes: Count | None = None
     seconds: float | None = None
 

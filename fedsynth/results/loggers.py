@@ -61,12 +61,10 @@ class Several(Observer):
         self._observers = list(observers)
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        for observer in self._observers:
-            observer.started(settings, folder)
+        self._send("started", settings, folder)
 
     def note(self, text: str) -> None:
-        for observer in self._observers:
-            observer.note(text)
+        self._send("note", text)
 
     def step(self, round: int, phase: str, completed: int, total: int) -> None:
         self._send("step", round, phase, completed, total)
@@ -82,7 +80,7 @@ class Several(Observer):
             try:
                 getattr(observer, event)(*values)
             except Exception as error:
-                if not isinstance(observer, Logger):
+                if not isinstance(observer, Logger) or event == "started":
                     raise
                 self._observers.remove(observer)
                 self.note(f"warning: {type(observer).__name__} has stopped logging: {error}")

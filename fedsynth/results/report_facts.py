@@ -19,7 +19,7 @@ from fedsynth.config.checks import fewest
 from fedsynth.config.participation import active_clients
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.messages import privacy_of_fields
-from fedsynth.data.registry import DatasetSpec, is_published
+from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.models.registry import feature_facts, has_given_weights
@@ -322,14 +322,6 @@ def exported_files(folder: Path) -> dict[str, str]:
     return {name: file_hash(folder / name) for name in FILES if (folder / name).is_file()}
 
 
-def _bounds(spec: DatasetSpec) -> dict[str, str]:
-    """Returns the report's item about the declared bounds of floating-point data."""
-    if spec.bounds is None:
-        return {}
-    low, high = spec.bounds
-    return {"bounds of the values": f"{low:g} to {high:g}, declared. Values outside are clipped"}
-
-
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
     """Returns the items that the privacy report lists as public.
 
@@ -345,7 +337,6 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         ),
         "normalisation": f"mean {list(spec.mean)}, standard deviation {list(spec.std)}: constants "
         f"of the specification of {spec.name}",
-        **_bounds(spec),
         "architecture and initial weights": _architecture(run),
         "hyper-parameters": _settings_text(run, "method"),
         "bound on all records": f"{plan.max_records} (δ is checked against it)",
@@ -354,6 +345,9 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         **feature_facts(run.model, spec),
         **run.method.public_facts(spec),
     }
+    if spec.bounds is not None:
+        low, high = spec.bounds
+        items["bounds of the values"] = f"{low:g} to {high:g}, declared. Values outside are clipped"
     if spec.encoder:
         items["encoder"] = (
             f"{spec.encoder}. It is fixed before data are read. The vector of an image depends only "

@@ -235,19 +235,17 @@ class RunFolder:
                 file.write(line)
 
     def write_partition(self, counts_KC: npt.NDArray[np.int64]) -> None:
-        """Writes the class distribution of each client, unless it was written before.
+        """Writes the class distribution of each client.
 
-        The distribution consists of true counts, so it is written into `simulation_only`.
+        Args:
+            counts_KC: the number of examples of each client and class.
         """
         folder = self.path / "simulation_only"
-        if (self.path / PARTITION).exists():
-            return
         with writing(folder):
             folder.mkdir(exist_ok=True)
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(picture.partition_table(counts_KC), "utf-8")
-            picture.partition_png(counts_KC, folder / "partial.png")
-            (folder / "partial.png").rename(self.path / PARTITION)
+            picture.partition_png(counts_KC, self.path / PARTITION)
 
     def write_model(self, parameters: Tensors) -> None:
         with writing(self.path):

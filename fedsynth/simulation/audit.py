@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,10 +36,10 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
-from fedsynth.results.finished import RunFolderError, read_summary
+from fedsynth.results.finished import RunFolderError, read_summary, value_at
 from fedsynth.results.report_facts import provenance
 from fedsynth.seeding import numpy_generator, torch_generator
-from fedsynth.simulation.canaries import Canaries
+from fedsynth.simulation.canaries import AuditedSums, Canaries
 from fedsynth.simulation.run import Simulation
 from fedsynth.validation import check_number
 
@@ -143,7 +144,7 @@ def audit_run(
         confidence=confidence,
         delta=delta,
         epsilon_lower_bound=epsilon_lower_bound(correct, guesses, canaries, delta, confidence),
-        epsilon=run.claimed(),
+        epsilon=run.plan.epsilon([run.budget.ledger.history()]),
     )
 
 
@@ -222,7 +223,7 @@ class AuditedRun(Simulation):
                 client.budget.secret = SecretGenerator(test_only=test_only)
             if client.number == self._client:
                 self.budget = cast(ClientBudget, client.budget)  # the run is private
-        self.budget.make_series = self.canaries.series
+        self.budget.make_series = partial(AuditedSums, self.canaries)
 
     def watch(self) -> None:
         """Runs all rounds, or as many as the cap allows, so that the canaries get their scores."""
@@ -234,10 +235,6 @@ class AuditedRun(Simulation):
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
         """Does nothing, because the images are random."""
-
-    def claimed(self) -> float:
-        """Returns the ε that the audited client's ledger states."""
-        return self.plan.epsilon([self.budget.ledger.history()])
 
 
 def _busiest(settings: RunSettings) -> int:
@@ -291,7 +288,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
         summary = read_summary(folder)
     except RunFolderError:
         summary = {}
-    sigma = (summary.get("differential_privacy") or {}).get("noise_multiplier")
+    sigma = value_at(summary, "differential_privacy.noise_multiplier")
     rounds = summary.get("rounds")
     if settings.privacy is None or not sigma or not rounds:
         reason = "must be a finished private run of at least one round"

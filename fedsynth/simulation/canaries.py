@@ -31,11 +31,9 @@ import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Products
-from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.releases import Release
 
 LENGTH = 10.0
 """The norm of a canary's vector, in multiples of the clip. It is far above 1, so that only clipping
@@ -191,15 +189,6 @@ class Canaries:
                 return drawn
             self._directions[count, width] = drawn
         return self._directions[count, width]
-
-    def series(
-        self, release: Release, groups: int, guard: BudgetEnforcer, secret: SecretGenerator
-    ) -> GaussianSumMechanism:
-        """Charges the client for a series of releases that the auditor observes.
-
-        It is used in place of `GaussianSumMechanism`, with the same arguments.
-        """
-        return AuditedSums(self, release, groups, guard, secret)
 
 
 def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
