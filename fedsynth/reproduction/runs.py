@@ -33,7 +33,6 @@ from fedsynth.validation import flattened
 
 CHECKPOINTED = ("condense", "local training", "distillation")
 """The names of the loops that write checkpoints during a round."""
-Watch = Callable[[RunSettings], AbstractContextManager[Observer]]
 
 
 class OutOfTimeError(KeyboardInterrupt):
@@ -154,11 +153,6 @@ class Outcome:
     text: str = ""
     error: FedsynthError | None = None
 
-    @property
-    def description(self) -> str:
-        """The status and the details in one line."""
-        return f"{self.status}: {self.text}" if self.text else self.status
-
 
 @dataclass(eq=False)
 class Runner:
@@ -176,7 +170,7 @@ class Runner:
     deadline: float
     _: KW_ONLY
     report: Callable[[str], None]
-    watch: Watch
+    watch: Callable[[RunSettings], AbstractContextManager[Observer]]
     download: bool = False
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
@@ -189,7 +183,7 @@ class Runner:
                 outcome = self._run_unless_existing(job)
             except FedsynthError as error:
                 outcome = Outcome(job, "failed", str(error), error)
-            self.report(f"{job.name}: {outcome.description}")
+            self.report(": ".join(filter(None, (job.name, outcome.status, outcome.text))))
             yield outcome
 
     def _run_unless_existing(self, job: Job) -> Outcome:

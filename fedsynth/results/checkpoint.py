@@ -368,7 +368,6 @@ class LoopCheckpoints(LoopCheckpointer):
     def __init__(self, folder: CheckpointFolder, number: int, seconds: float) -> None:
         self.resumed_seconds = 0.0
         self.shares_trainings = folder.trained is not None
-        self._trained = folder.trained
         self._folder = folder
         self._number = number
         self._seconds = seconds
@@ -390,8 +389,8 @@ class LoopCheckpoints(LoopCheckpointer):
         self._paths[name] = path
         self._started[name] = time.monotonic()
         state = read_loop_state(path, self._folder.identity)
-        if state is None and self._trained is not None and name.startswith(TRAINED):
-            state = read_loop_state(self._trained / name, "")
+        if state is None and self._folder.trained is not None and name.startswith(TRAINED):
+            state = read_loop_state(self._folder.trained / name, "")
         if state is None:
             return None
         self._started[name] -= state.seconds
@@ -422,13 +421,13 @@ class LoopCheckpoints(LoopCheckpointer):
         """
         state = LoopState(tensors(), steps, time.monotonic() - self._started[name])
         self._finished[self._paths[name]] = state
-        if self._trained is not None and name.startswith(TRAINED):
+        if self._folder.trained is not None and name.startswith(TRAINED):
             with suppress(OSError):
-                self._trained.mkdir(parents=True, exist_ok=True)
+                self._folder.trained.mkdir(parents=True, exist_ok=True)
                 # another process may write the same training
-                own_file = self._trained / f"{name}.{os.getpid()}"
+                own_file = self._folder.trained / f"{name}.{os.getpid()}"
                 files.write_whole(own_file, _with_hash(state, ""))
-                os.replace(own_file, self._trained / name)
+                os.replace(own_file, self._folder.trained / name)
         if self._is_due():
             self._write(self._finished)
 

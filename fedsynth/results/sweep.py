@@ -273,11 +273,6 @@ run that is to be resumed, or None.
 """
 
 
-def finished(sweep: Sweep, cell: Cell) -> Path | None:
-    """Returns the folder of a finished run in a sweep, or None if the run has not finished."""
-    return finished_run(sweep.output / cell.key)
-
-
 def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> list[Cell]:
     """Executes all runs of a sweep that have not finished. Returns the runs that failed.
 
@@ -290,7 +285,7 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
         KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
             sweep is repeated, it resumes these runs.
     """
-    waiting = [cell for cell in sweep.cells if finished(sweep, cell) is None]
+    waiting = [cell for cell in sweep.cells if finished_run(sweep.output / cell.key) is None]
     report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
     failed: list[Cell] = []
     running: dict[Cell, subprocess.Popen[bytes]] = {}
@@ -305,7 +300,7 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
                 if process.poll() is not None:
                     del running[cell]
                     result = "done"
-                    if process.returncode or finished(sweep, cell) is None:
+                    if process.returncode or finished_run(sweep.output / cell.key) is None:
                         failed.append(cell)
                         message = last_line(sweep.output / cell.key / LOG)
                         result = f"failed (exit code {process.returncode}): {message}"

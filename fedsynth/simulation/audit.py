@@ -144,7 +144,7 @@ def audit_run(
         confidence=confidence,
         delta=delta,
         epsilon_lower_bound=epsilon_lower_bound(correct, guesses, canaries, delta, confidence),
-        epsilon=run.plan.epsilon([run.budget.ledger.history()]),
+        epsilon=run.claimed(),
     )
 
 
@@ -235,6 +235,10 @@ class AuditedRun(Simulation):
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
         """Does nothing, because the images are random."""
+
+    def claimed(self) -> float:
+        """Returns the ε that the audited client's ledger states."""
+        return self.plan.epsilon([self.budget.ledger.history()])
 
 
 def _busiest(settings: RunSettings) -> int:

@@ -21,7 +21,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_test
 from fedsynth.data.registry import DatasetSpec, dataset_spec
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import FedsynthError, OutputError, SettingError, unknown_value, writing
+from fedsynth.errors import FedsynthError, OutputError, SettingError, writing
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
@@ -32,6 +32,7 @@ from fedsynth.models.flat import require_finite
 from fedsynth.results import saved_model
 from fedsynth.results.run_folder import MODEL
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
+from fedsynth.validation import check_choice
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
@@ -149,8 +150,7 @@ def student_of_set(
     """
     student_settings = student_settings or StudentSettings()
     synthetic = load_synthetic(folder)
-    if labels not in LABELS:
-        raise unknown_value(None, "labels", labels, LABELS)
+    check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
         reason = "must be 'hard' or 'auto', because the set has no soft labels"
         raise SettingError(None, "labels", reason)

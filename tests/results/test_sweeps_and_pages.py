@@ -27,9 +27,17 @@ from fedsynth.cli.app import app
 from fedsynth.cli.runs_commands import train_command
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.results import sweep as sweeps
-from fedsynth.results.finished import Run, RunFolderError, by_seed, differing, finished_runs, labels
+from fedsynth.results.finished import (
+    Run,
+    RunFolderError,
+    by_seed,
+    differing,
+    finished_run,
+    finished_runs,
+    labels,
+)
 from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
-from fedsynth.results.sweep import Sweep, finished, read_sweep, run_sweep
+from fedsynth.results.sweep import Sweep, read_sweep, run_sweep
 from fedsynth.results.tables import FORMATS, render, sweep_rows
 from fedsynth.validation import to_toml
 from tests.html_page import Page
@@ -89,7 +97,7 @@ def make_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFactory:
 
 
 def times(sweep: Sweep) -> list[list[float]]:
-    folders = [finished(sweep, cell) for cell in sweep.cells]
+    folders = [finished_run(sweep.output / cell.key) for cell in sweep.cells]
     return [json.loads((folder / "times.json").read_text()) for folder in folders if folder]
 
 
@@ -142,7 +150,7 @@ def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> Non
     sweep = make_sweep(text)
     assert [line.finished for line in sweep_rows(sweep)] == [0, 0]
     assert run_sweep(sweep, train_command, print) == []
-    assert all(finished(sweep, cell) for cell in sweep.cells)
+    assert all(finished_run(sweep.output / cell.key) for cell in sweep.cells)
     first_times = times(sweep)
     messages: list[str] = []
     assert run_sweep(make_sweep(text), train_command, messages.append) == []

@@ -23,7 +23,13 @@ from fedsynth.privacy.mechanisms import BudgetEnforcer
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.simulation.audit import AuditedRun, AuditResult, audit_run
-from fedsynth.simulation.canaries import COLUMNS, Canaries, draw_directions, log_likelihood_ratios
+from fedsynth.simulation.canaries import (
+    COLUMNS,
+    AuditedSums,
+    Canaries,
+    draw_directions,
+    log_likelihood_ratios,
+)
 from tests.quick_runs import by_family, quick_sections
 
 CONDENSE = {"iterations": 16, "ipc": 1, "server_epochs": 1}
@@ -197,7 +203,7 @@ def test_audited_sums_clip_products_like_other_sums(
     release = Release(1, "x", "audit", "rows", 1e-9, 1.0, 1.0, "full", 1, 6)
     canaries = Canaries(torch.tensor([0]), torch.tensor([True]), 1, torch.Generator())
     guard = BudgetEnforcer(Ledger("c"))
-    series = canaries.series(release, 1, guard, SecretGenerator())
+    series = AuditedSums(canaries, release, 1, guard, SecretGenerator())
     series.sample(2)
     series.add_products(products)
     released = series.release()[0].double()
@@ -271,7 +277,7 @@ def test_vectors_belong_only_to_included_canaries(scale: float, device: torch.de
     audited = canaries()
     row = Release(1, "x", "m", "x", 1e-9, 2.0, 1.0, "full", 1, 50)  # almost no noise
     secret = SecretGenerator(test_only=np.random.default_rng(0))
-    series = audited.series(row, 10, BudgetEnforcer(Ledger("0")), secret)
+    series = AuditedSums(audited, row, 10, BudgetEnforcer(Ledger("0")), secret)
     indices = audited.among_records()
     records, labels = 30 + len(indices), torch.cat([torch.arange(30) % 10, audited.labels[indices]])
     sampled = series.sample(records)
@@ -293,7 +299,7 @@ def test_sampled_records_missing_from_the_sum_raise_errors() -> None:
     """A broken version would cap batches, which the accounting ignores."""
     audited = canaries()
     row = Release(1, "x", "m", "x", 1.0, 2.0, 1.0, "full", 1, 50)
-    series = audited.series(row, 10, BudgetEnforcer(Ledger("0")), SecretGenerator())
+    series = AuditedSums(audited, row, 10, BudgetEnforcer(Ledger("0")), SecretGenerator())
     series.sample(37)
     series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
     with pytest.raises(PrivacyError, match="all 37 sampled records, but added 36"):
