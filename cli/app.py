@@ -16,19 +16,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fedsynth.cli import application, options
+from fedsynth.cli import application, options, share_commands
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.privacy_commands import privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
-from fedsynth.cli.share_commands import (
-    data_app,
-    distill,
-    export,
-    fidelity,
-    methods_app,
-    student,
-    synthesize,
-)
 from fedsynth.version import __version__
 
 app = typer.Typer(
@@ -42,8 +33,8 @@ app = typer.Typer(
 )
 
 app.add_typer(privacy_app, name="privacy")
-app.add_typer(methods_app, name="methods")
-app.add_typer(data_app, name="data")
+app.add_typer(share_commands.methods_app, name="methods")
+app.add_typer(share_commands.data_app, name="data")
 app.add_typer(deploy_app, name="deploy")
 
 
@@ -123,9 +114,8 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
     from fedsynth.data.picture import partition_table
     from fedsynth.federation.run_data import data_of_run
 
-    run_data = data_of_run(
-        resolve(options.merged({}, chosen)), None, None, application.note, download=download
-    )
+    settings = resolve(options.merged({}, options.with_own_code(chosen)))
+    run_data = data_of_run(settings, None, None, application.note, download=download)
     settings = run_data.settings
     data = run_data.train
     labels = data.labels.numpy()
@@ -194,6 +184,8 @@ def _run(
 
 
 for command in (
-    distill, server, client, runs, sweep, plot, report, reproduce, synthesize, export, student, fidelity
+    share_commands.distill, server, client, runs, sweep, plot, report, reproduce,
+    share_commands.synthesize, share_commands.export, share_commands.student,
+    share_commands.fidelity,
 ):  # fmt: skip
     app.command()(command)

@@ -438,7 +438,8 @@ def fidelity(
 
     from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
 
-    test = _test_images(synthetic_set(folder).spec, chosen["data"], dataset, download)
+    data = options.with_own_code({"data": chosen["data"]})["data"]
+    test = _test_images(synthetic_set(folder).spec, data, dataset, download)
     if test is None:
         raise OptionError("name the real images with --test-data or --dataset")
     measured = fidelity_of_set(folder, test, features, weights)

@@ -40,15 +40,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedsynth.data import image_folders
 from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
 from fedsynth.data.files import Split, expanded
-from fedsynth.data.image_folders import (
-    read_cinic10,
-    read_domainnet,
-    read_femnist,
-    read_office_caltech,
-    read_tiny_imagenet,
-)
 from fedsynth.data.images import Floats, ImageData, IntArray
 from fedsynth.data.registry import DOWNLOADS, DatasetSpec, dataset_spec, synthetic_parameters
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
@@ -216,11 +210,11 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "cifar10": _read_cifar10,
     "cifar100": _read_cifar100,
     "svhn": _read_svhn,
-    "tiny-imagenet": read_tiny_imagenet,
-    "cinic10": read_cinic10,
-    "office-caltech-10": read_office_caltech,
-    "domainnet-10": read_domainnet,
-    "femnist": read_femnist,
+    "tiny-imagenet": image_folders.read_tiny_imagenet,
+    "cinic10": image_folders.read_cinic10,
+    "office-caltech-10": image_folders.read_office_caltech,
+    "domainnet-10": image_folders.read_domainnet,
+    "femnist": image_folders.read_femnist,
 }
 """The function that reads the training and test splits of each data set that consists of files. It
 raises an OSError if a file cannot be read."""

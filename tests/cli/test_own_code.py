@@ -96,6 +96,15 @@ def test_own_code_is_recorded(kinds: tuple[str, ...], code: Path, fedsynth: Call
     assert fedsynth(verify).code == 1
 
 
+def test_partition_and_fidelity_load_own_encoders(code: Path, fedsynth: Call) -> None:
+    assert "1438 examples" in fedsynth(f"partition --encoder {code}/enc.py:rows").ok.stdout
+    clear_registry()
+    run = fedsynth(f"{base(code)} --method feddm --set iterations=1 --set server_epochs=1").ok
+    encoder = f"--encoder {code}/enc.py:rows --features pixels"
+    measured = fedsynth(f"fidelity {run.folder} --dataset digits {encoder}").ok
+    assert "160 synthetic" in measured.stdout
+
+
 @pytest.mark.parametrize("same_time", [True, False], ids=["same-time", "unchecked"])
 def test_hashed_source_is_executed(code: Path, same_time: bool) -> None:
     """Python's loader uses bytecode of the same size and time, or of the mode without a check."""
