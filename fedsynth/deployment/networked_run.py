@@ -8,8 +8,6 @@ clients store their state themselves.
 from __future__ import annotations
 
 import json
-import shutil
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,9 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from fedsynth.config.checks import check_quorum
-from fedsynth.config.settings import RunSettings
-from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message
+from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
@@ -27,26 +23,22 @@ from fedsynth.deployment.frames import FILE, Connection, write_clients
 from fedsynth.deployment.node_exchange import NodeExchange
 from fedsynth.deployment.proposal import Proposal, check_executable, damage_is_named, new_run
 from fedsynth.errors import CheckpointError, DataFilesMissingError
-from fedsynth.federation.context import public_context, resolve_device, with_proxy
-from fedsynth.federation.position_leak_check import check_private_steps
+from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import NO_TEST, PUBLIC
-from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
-from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.files import load_json, write_whole
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.report.figures import Event, Start
+from fedsynth.privacy.report.figures import Event
+from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
-from fedsynth.results.measure import Measure
+from fedsynth.results.private_run import read_start, rebuild_plan
 from fedsynth.results.report_facts import headline
-from fedsynth.results.run_folder import SERVED, RunFolder, private_start
-from fedsynth.results.run_record import RunRecord
-from fedsynth.synthesizer.condensation.sets import synthetic_sets
+from fedsynth.results.run_folder import CHECKPOINT, SERVED, RunFolder
 from fedsynth.validation import to_toml
 
 
-class NetworkedRun:
+class NetworkedRun(ActiveRun):
     """The server's side of a run, in which the clients are nodes of data owners.
 
     Args:
@@ -69,6 +61,10 @@ class NetworkedRun:
         TooFewClientsError: if too few nodes have joined.
     """
 
+    exchange: NodeExchange
+    folder: RunFolder
+    checkpoints: CheckpointFolder
+
     def __init__(
         self,
         proposal: Proposal,
@@ -78,110 +74,59 @@ class NetworkedRun:
         resume: Path | None = None,
     ) -> None:
         settings = proposal.settings
-        self.settings = settings
-        self.method = settings.method
-        self.observer = observer or Observer()
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
         check_executable(proposal, context)
-        if self.method.requires_secure_sum:
+        if settings.method.requires_secure_sum:
             check_quorum(settings)
-        self.method.check_model(context.architecture)
-        context = with_proxy(context, settings)
-        warnings = check_private_steps(settings, context)
+        super().__init__(settings, context, observer or Observer())
         test = _test_set(proposal)
         proposal, self.folder = _begun(proposal, output, resume)
-        self.checkpoints = CheckpointFolder(self.folder.path / "checkpoint", proposal.run)
+        self.checkpoints = CheckpointFolder(self.folder.path / CHECKPOINT, proposal.run)
         self.file = self.checkpoints.path / FILE
         checkpoint = None if resume is None else self.checkpoints.read(self.method)
         planned = None
         if self.folder.has_begun:
-            start = private_start(self.folder.path)
-            planned = partial(_initial_plan, start, settings, context)
+            planned = partial(_initial_plan, self.folder.path, type(self.method))
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
-        rows = () if checkpoint is None else checkpoint.rows
         self.exchange = NodeExchange(
             proposal,
             connection,
             context.device,
             self.file,
-            last_round=len(rows),
+            last_round=0 if checkpoint is None else checkpoint.round,
             note=self.observer.note,
         )
-        plan, self.context = negotiate_terms(settings, context, self.exchange, planned)
-        self.plan = plan
-        self.participation = settings.schedule(self.context.sizes)
-        self.server = Server.begun(self.method, self.context)
-        self.uploads: dict[int, Message] = {}
+        self._join(planned)
         images = None if test is None else test.to(context.device)
-        self.record = RunRecord(
-            settings,
-            plan,
-            self.folder,
-            self.observer,
-            Measure(self.method, self.exchange, images, hidden=False, local=False),
-            NO_TEST if test is None else PUBLIC,
-            simulated=False,
-            warnings=warnings,
-        )
+        self._begin_record(images, NO_TEST if test is None else PUBLIC, simulated=False)
         for number, reason in self.exchange.never_joined.items():
             self.record.events.append(Event(kind="absent", client=str(number), why=reason))
+        plan = self.private_plan
         if plan is not None:  # announces a private run and writes its initial state
             noted = [f"warning: {line}" for line in self.record.warnings]
             for line in [*headline(plan, simulated=False), *noted]:
                 self.observer.note(line)
             self.record.begin(plan.histories)
-        if checkpoint is not None:
-            device = self.context.device
-            self.server.state = checkpoint.state.to(device)
-            self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
         if resume is not None:
-            self.record.go_on(self.folder, rows)
+            self._restore(self.folder, checkpoint)
 
     def run(self) -> Path:
         """Runs all remaining rounds, and returns the run's folder."""
         try:
-            for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
-                started = time.perf_counter()
-                context = self._round_context(number)
-                played = run_round(self.server, self.exchange, context, self.settings.quorum)
-                if played.refusal is not None:
-                    self.observer.note(self.record.ended_early(played.refusal))
-                    break
-                self._store(context, played, started)
-            return self._finish()
+            self._rounds()
+            self.exchange.end(len(self.record.rows))
+            self.histories = self._charged_histories()
+            self.report = self._finish(self.histories).privacy
+            return self.folder.path
         finally:
             self.folder.release()
 
-    def _round_context(self, number: int) -> RoundContext:
-        """Returns the context in which the server computes this round."""
-        participants = self.participation.in_round(number)
-        return replace(self.context, round=number, participants=participants)
-
-    def _store(self, context: RoundContext, played: RoundResult, started: float) -> None:
-        """Records the metrics of a round and writes the checkpoint."""
-        if played.no_quorum is None:
-            self.uploads = dict(played.uploads)
-        state = self.server.state
-        row = self.record.row(state, context, played, started)
-        checkpoint = Checkpoint(tuple(self.record.rows), state, {}, synthetic_sets(self.uploads))
-        # the clients first: the checkpoint must not be ahead of them
+    def _store(self, checkpoint: Checkpoint) -> None:
+        """Writes the clients and then the checkpoint, which must not be ahead of the clients."""
         write_clients(self.file, self.exchange.clients)
         self.checkpoints.write(checkpoint)
-        self.record.tell(row)
-
-    def _finish(self) -> Path:
-        completed = len(self.record.rows)
-        self.exchange.end(completed)
-        if completed:
-            self.server.end(self._round_context(completed))
-        self.histories = self._charged_histories()
-        result = self.record.end(self.server, self.context, self.uploads, self.histories)
-        self.report = result.privacy
-        # the run folder has another name now
-        shutil.rmtree(self.folder.path / "checkpoint", ignore_errors=True)
-        return self.folder.path
 
     def _charged_histories(self) -> list[History]:
         """Returns the clients' ledgers, including charges that a client could not report to the
@@ -191,7 +136,7 @@ class NetworkedRun:
         and its upload may have been seen. The report must include this charge, so the function
         adds the charge.
         """
-        plan = self.plan
+        plan = self.private_plan
         if plan is None:
             return self.exchange.histories()
         histories: list[History] = []
@@ -201,7 +146,7 @@ class NetworkedRun:
                 continue
             assumed = list(history.releases)
             for round_number, phase in client.unstated:
-                context = self._round_context(round_number)
+                context = self.plain_context(round_number)
                 plans = plan.client_plans(number, context)
                 rows = plan.client_rows(number, context)
                 pairs = zip(plans, rows, strict=True)
@@ -245,22 +190,10 @@ def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Propo
     return begun, folder
 
 
-def _initial_plan(
-    start: Start, settings: RunSettings, context: RoundContext, histories: Sequence[History]
-) -> PrivacyPlan:
+def _initial_plan(folder: Path, method: type[Method], histories: Sequence[History]) -> PrivacyPlan:
     """Rebuilds the privacy plan with which a resumed run began.
 
-    The plan is computed from the σ and the lengths of the ledgers at the beginning of the run.
-
-    Raises:
-        LedgerError: if a ledger has fewer entries now than when the run began.
+    The clients' ledgers were compared with their earlier states when the clients joined.
     """
-    initial: list[History] = []
-    for history in histories:
-        rows = start.ledgers[history.client].rows
-        if len(history.releases) < rows:
-            raise LedgerError(f"the ledger of {history.client} lost entries since the run began")
-        initial.append(replace(history, releases=history.releases[:rows]))
-    plan = PrivacyPlan.checked(settings, context)
-    privacy = replace(plan.privacy, noise_multiplier=start.noise_multiplier)
-    return replace(plan, privacy=privacy, histories=tuple(initial))
+    rows = {history.client: history.releases for history in histories}
+    return rebuild_plan(read_start(folder, method), rows)

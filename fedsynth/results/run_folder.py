@@ -30,6 +30,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -68,6 +69,8 @@ run over a network has this file.
 ARTEFACTS = "artefacts.safetensors"
 MODEL = "model.safetensors"
 LOCK = ".lock"
+CHECKPOINT = "checkpoint"
+"""The folder with the checkpoint of a server whose clients are on other machines."""
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 SERVER = -1  # the client index that is stored with images that the server made
 GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
@@ -153,7 +156,7 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """The path of the run's checkpoint, which exists until the run ends."""
-        return self.path / "simulation_only" / "checkpoint"
+        return self.path / "simulation_only" / CHECKPOINT
 
     def _replace(self, name: str, text: str) -> None:
         """Replaces a file atomically."""
@@ -314,6 +317,9 @@ class RunFolder:
             (self.final / LOCK).unlink(missing_ok=True)
             sync_folder(self.final.parent)
         self.path = self.final
+        # not earlier: without its checkpoint, a run that is killed here would start again
+        for checkpoint in (self.checkpoints, self.path / CHECKPOINT):
+            shutil.rmtree(checkpoint, ignore_errors=True)
         return self.final
 
 

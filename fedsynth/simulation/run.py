@@ -14,13 +14,10 @@ clients.
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,18 +25,15 @@ from torch import Tensor
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.feature_cache import keep_on_disk
-from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
 from fedsynth.errors import SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
-from fedsynth.federation.context import choose_speed, public_context, with_proxy
+from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
-from fedsynth.federation.run_data import PRIVATE, Clients, divided, new_ledgers
-from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
+from fedsynth.federation.run_data import Clients, divided, new_ledgers
 from fedsynth.methods import is_own_method
 from fedsynth.models.on_features import FeatureLinear, OnFeatures
 from fedsynth.models.registry import is_own_model
@@ -48,16 +42,16 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
+from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
-from fedsynth.results.measure import Measure
 from fedsynth.results.private_run import plan_when_it_began
 from fedsynth.results.run_folder import ROUNDS, RunFolder
-from fedsynth.results.run_record import RunRecord, RunResult, own_sources, sent_sets
+from fedsynth.results.run_record import RunResult, own_sources, sent_sets
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
 
 
-class Simulation:
+class Simulation(ActiveRun):
     """One simulated run, whose settings are checked and whose data are in memory.
 
     Use the function `simulate` to create and run it.
@@ -74,6 +68,8 @@ class Simulation:
         trained: the folder in which runs of one round share trained clients, or None.
     """
 
+    exchange: InProcess
+
     def __init__(
         self,
         settings: RunSettings,
@@ -87,52 +83,29 @@ class Simulation:
         trained: Path | None = None,
     ) -> None:
         settings = choose_speed(settings, train.labels.device)
-        self.settings = settings
-        self.method = settings.method
-        self.observer = observer
         parts = list(map(torch.from_numpy, clients.parts))
         context = public_context(settings, train.spec, train.labels.device)
-        self.method.check_model(context.architecture)
-        self.context = with_proxy(context, settings, download=download)
-        warnings = check_private_steps(settings, self.context)  # before anything is opened
+        super().__init__(settings, context, observer, download=download)
         self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
-        self.checkpoints: CheckpointFolder | None = None
         checkpoint = None
         if resumed is not None:
             self.checkpoints = self._checkpoints_of(resumed)
             checkpoint = self.checkpoints.resume(resumed, settings)
         self.exchange = self._make_clients(clients, train, parts, resumed)
-        planned = self._original_plan(resumed, checkpoint)
-        plan, self.context = negotiate_terms(settings, self.context, self.exchange, planned)
-        self.private_plan = plan
-        self.participation = settings.schedule(self.context.sizes)
+        self._join(self._original_plan(resumed, checkpoint))
         # If earlier runs have exhausted the budget, this one ends before its first round and writes
         # nothing.
         self.folder = resumed
         if resumed is None and output is not None and not self._is_refused():
             self.folder = self._new_folder(output, clients)
-        hidden = self._private and test[1] == PRIVATE
-        local = settings.partition.local_test > 0
-        self.record = RunRecord(
-            settings,
-            plan,
-            self.folder,
-            observer,
-            Measure(self.method, self.exchange, test[0], hidden, local),
-            test[1],
-            simulated=True,
-            warnings=warnings,
-        )
+        self._begin_record(*test, simulated=True)
         if self.folder is not None:
             self.record.begin(self.exchange.histories())
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
             self.folder.write_partition(counts)
         self._announce(new=resumed is None)
-        self.server = Server.begun(self.method, self.context)
-        self.uploads: dict[int, Message] = {}
-        self.played = RoundResult()
         if resumed is not None:
             self._restore(resumed, checkpoint)
 
@@ -142,7 +115,7 @@ class Simulation:
 
     def _is_refused(self) -> bool:
         """Returns True if a client refuses the first round."""
-        return self._private and bool(self.exchange.prepare(self._plain_context(1)))
+        return self._private and bool(self.exchange.prepare(self.plain_context(1)))
 
     @property
     def plan(self) -> PrivacyPlan:
@@ -235,7 +208,11 @@ class Simulation:
         """Runs the remaining rounds and returns the result."""
         summary = None
         try:
-            result = self._rounds()
+            self._rounds()
+            histories = self.exchange.histories() if self._private else []
+            budgets = [client.budget for client in self.exchange.clients]
+            secret = all(budget.secret.is_secret for budget in budgets if budget is not None)
+            result = self._finish(histories, secret=secret)
             summary = result.summary
             return result
         except KeyboardInterrupt:
@@ -249,73 +226,41 @@ class Simulation:
                 self.folder.release()
             self.observer.ended(summary)
 
-    def _rounds(self) -> RunResult:
-        for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
-            started = time.perf_counter()
-            context = self.round_context(number)
-            refusal = self.play(context)
-            if refusal is not None:
-                self._end_early(refusal)
-                break
-            seconds_before = getattr(context.keeper, "resumed_seconds", 0.0)
-            row = self.record.row(self.server.state, context, self.played, started - seconds_before)
-            self._draw_round(number)  # before the checkpoint, which marks the round as finished
-            self._write_checkpoint()
-            self.record.tell(row)
-        return self._finish()
-
     def round_context(self, number: int) -> RoundContext:
-        """Returns the context in which the steps of the round with this number are computed."""
-        context = self._plain_context(number)
+        context = self.plain_context(number)
         if self.checkpoints is None:
             return context
         return replace(context, keeper=self.checkpoints.steps_of(number))
 
-    def _plain_context(self, number: int) -> RoundContext:
-        return replace(
-            self.context,
-            round=number,
-            participants=self.participation.in_round(number),
-            report=partial(self.observer.step, number),
-            note=self.observer.note,
-        )
-
     def play(self, context: RoundContext) -> Refusal | None:
-        """Runs one round without evaluating its results.
-
-        If a client refuses to take part, the round is not completed. Returns the refusal then, and
-        otherwise None.
-        """
-        played = run_round(self.server, self.exchange, context, self.settings.quorum)
-        if played.refusal is None:
-            self.played = played
-            if played.no_quorum is None:  # otherwise the uploads of the last counted round remain
-                self.uploads = dict(played.uploads)
-                self._warn_of_missing_classes(context)
-        return played.refusal
+        refusal = super().play(context)
+        if refusal is None and self.played.no_quorum is None:
+            self._warn_of_missing_classes(context)
+        return refusal
 
     # ------------------------------------------------------------------ checkpoints, interruption
 
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
         """Restores the state of the server and the clients from the checkpoint of a resumed run."""
-        rows: Sequence[dict[str, Any]] = ()
+        completed = 0
         if checkpoint is not None and self.checkpoints is not None:
-            rows = checkpoint.rows
-            device = self.context.device
-            self.server.state = checkpoint.state.to(device)
-            self.checkpoints.give_memories(self.exchange.clients, device)
-            self.uploads = {k: upload.to(device) for k, upload in checkpoint.uploads.items()}
-        if len(rows) < self.settings.rounds:
+            completed = checkpoint.round
+            self.checkpoints.give_memories(self.exchange.clients, self.context.device)
+        if completed < self.settings.rounds:
             for client in self.exchange.clients:
                 if client.budget is not None:  # before the folder claims that it was resumed
-                    client.budget.ledger.note_resumption(len(rows))
-        self.record.go_on(folder, rows)
+                    client.budget.ledger.note_resumption(completed)
+        super()._restore(folder, checkpoint)
 
-    def _write_checkpoint(self) -> None:
-        """Writes a checkpoint after a round, if the run has a folder."""
+    def _store(self, checkpoint: Checkpoint) -> None:
+        """Draws the synthetic images that the clients sent in a round, and writes the checkpoint.
+
+        The picture comes first, because the checkpoint marks the round as finished.
+        """
+        if self.played.no_quorum is None:
+            name = f"{ROUNDS}/round-{checkpoint.round:05d}.png"
+            self.record.draw(sent_sets(self.uploads), self.context.spec, name)
         if self.checkpoints is not None:
-            uploads = synthetic_sets(self.uploads)
-            checkpoint = Checkpoint(tuple(self.record.rows), self.server.state, uploads=uploads)
             self.checkpoints.keep(checkpoint, self.exchange.clients, self.context.device)
 
     def _spent(self) -> str:
@@ -374,30 +319,6 @@ class Simulation:
             guaranteed = self._private and self.plan.facts.guaranteed
             for line in run_messages.missing_classes(sets, context.spec, guaranteed=guaranteed):
                 self.observer.note(line)
-
-    def _finish(self) -> RunResult:
-        rows = self.record.rows
-        if rows:
-            self.server.end(self._plain_context(len(rows)))
-        histories = self.exchange.histories() if self._private else []
-        budgets = [client.budget for client in self.exchange.clients]
-        result = self.record.end(
-            self.server,
-            self.context,
-            self.uploads,
-            histories,
-            secret=all(budget.secret.is_secret for budget in budgets if budget is not None),
-        )
-        if self.folder is not None:
-            # not earlier: without its checkpoint, a run that is killed here would start again
-            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
-        return result
-
-    def _draw_round(self, number: int) -> None:
-        """Draws a picture of the synthetic images that the clients sent in this round."""
-        if self.played.no_quorum is None:
-            name = f"{ROUNDS}/round-{number:05d}.png"
-            self.record.draw(sent_sets(self.uploads), self.context.spec, name)
 
 
 def _may_share(settings: RunSettings) -> bool:
