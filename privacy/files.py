@@ -40,6 +40,7 @@ MAX_TENSORS_BYTES = 2**36
 MAX_DEPTH = 64
 """The maximum nesting depth of JSON and TOML values. Files that fedsynth writes have fewer than ten
 levels."""
+HASH_DIGITS = 64
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
@@ -305,6 +306,29 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
         raise
     if lasting:
         sync_folder(path.parent)
+
+
+def with_hash(content: bytes, label: str = "") -> bytes:
+    """Returns the content of a file preceded by its hash (SHA-256), which `without_hash` checks.
+
+    Args:
+        content: the content of the file.
+        label: a text that the hash covers, too, such as the identity of a run.
+    """
+    digest = hashlib.sha256(f"{label}\n".encode() + content)
+    return digest.hexdigest().encode() + content
+
+
+def without_hash(stored: bytes, label: str = "") -> bytes:
+    """Returns the content that `with_hash` has stored with this label.
+
+    Raises:
+        ValueError: the content or the label has changed.
+    """
+    content = stored[HASH_DIGITS:]
+    if with_hash(content, label) != stored:
+        raise ValueError("the stored hash does not match the content")
+    return content
 
 
 def create_once(path: Path, content: bytes) -> None:

@@ -19,23 +19,22 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-import safetensors
 import safetensors.torch
 import torch
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from fedsynth.data.files import unpack_tensors
 from fedsynth.errors import MessageError, one_line
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import is_real
+from fedsynth.privacy.report.figures import faults_as
 
 WIRE_FORMAT = "2"
 LARGEST = 2**63  # bound on integers
 LENGTH_BYTES = 8  # size of a safetensors header's length field, little-endian
-DAMAGED = (safetensors.SafetensorError, LookupError, ValueError, RuntimeError, TypeError)
-"""The errors that reading damaged tensors can raise. safetensors raises some of them. torch raises
-the others for dtypes that it does not have and for sizes beyond its limits."""
 LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
 
 
@@ -138,9 +137,10 @@ class Packed:
                     f"or None, got {value!r:.80}"
                 )
         header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
+        header["fedsynth_message"] = WIRE_FORMAT
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
-        metadata = {"fedsynth_message": WIRE_FORMAT, "header": json.dumps(header)}
-        return _in_one_order(safetensors.torch.save(tensors, metadata))
+        # one entry, because safetensors writes several entries in random order
+        return safetensors.torch.save(tensors, {"header": json.dumps(header)})
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
@@ -150,20 +150,10 @@ class Packed:
             MessageError: the bytes are damaged or hold another type. Also raised if a field is
                 missing, unexpected or of another type, or if a number is not finite.
         """
-        header = _header(sent)
-        if header.get("type") != cls.__name__:
-            raise MessageError(f"expected a {cls.__name__} message, got {header.get('type')!r:.80}")
-        numbers, keys, none = map(header.get, ("numbers", "keys", "none"))
-        if not (isinstance(numbers, dict) and isinstance(keys, dict) and isinstance(none, list)):
-            raise MessageError(
-                f"the header of a received {cls.__name__} message must have the mappings "
-                "`numbers` and `keys` and the list `none`"
-            )
-        try:
-            tensors = safetensors.torch.load(sent)
-        except DAMAGED as error:
-            reason = f"a received {cls.__name__} message is damaged: {one_line(error)}"
-            raise MessageError(reason) from None
+        tensors, header = _unpacked(sent)
+        if header.type != cls.__name__:
+            raise MessageError(f"expected a {cls.__name__} message, got {header.type!r:.80}")
+        numbers, keys, none = header.numbers, header.keys, header.none
         values: dict[str, Any] = {}
         hints = get_type_hints(cls)
         for f in fields(cls):
@@ -178,7 +168,7 @@ class Packed:
                     f"the received field {cls.__name__}.{f.name} has the wrong type {kind_name}"
                 )
             values[f.name] = value
-        unused = sorted(map(str, [*tensors, *numbers, *keys, *none]))
+        unused = sorted([*tensors, *numbers, *keys, *none])
         if unused:
             raise MessageError(f"a {cls.__name__} must not have the entry {unused[0]!r:.80}")
         return cls(**values)
@@ -212,31 +202,30 @@ class Message(Packed):
     """
 
 
-def _in_one_order(saved: bytes) -> bytes:
-    """Returns a copy of a safetensors file whose header lists its keys in sorted order.
+class _Header(BaseModel):
+    """The JSON header in the metadata of a packed dataclass."""
 
-    safetensors writes the keys in random order, but equal messages must give equal bytes.
-    """
-    end = LENGTH_BYTES + int.from_bytes(saved[:LENGTH_BYTES], "little")
-    parsed = json.loads(saved[LENGTH_BYTES:end])
-    header = json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % LENGTH_BYTES)  # tensors begin at a multiple of eight bytes
-    return len(header).to_bytes(LENGTH_BYTES, "little") + header + saved[end:]
+    model_config = ConfigDict(strict=True)
+
+    fedsynth_message: Literal["2"]
+    type: str
+    numbers: dict[str, Any]
+    keys: dict[str, list[str]]
+    none: list[str]
 
 
-def _header(sent: bytes) -> dict[str, Any]:
-    """Returns the JSON header in a message's metadata without reading any tensor."""
+def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
+    """Returns the tensors and the header of a packed dataclass."""
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
             raise ValueError(f"the header has {length} bytes, more than {LONGEST_HEADER}")
-        metadata = json.loads(sent[LENGTH_BYTES : LENGTH_BYTES + length])["__metadata__"]
-        header = json.loads(metadata["header"])
-        if metadata["fedsynth_message"] != WIRE_FORMAT or not isinstance(header, dict):
-            raise ValueError(f"the wire format must be {WIRE_FORMAT}")
-        return header
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise MessageError(f"the bytes are not a valid fedsynth message: {error!r:.80}") from None
+        tensors, metadata = unpack_tensors(sent)
+        with faults_as(ValueError, "the header"):
+            return tensors, _Header.model_validate_json(metadata["header"])
+    except (ValueError, KeyError) as error:
+        reason = f"the bytes are not a valid fedsynth message: {one_line(error)}"
+        raise MessageError(reason) from None
 
 
 def _allows(hint: Any, value: object) -> bool:
@@ -252,7 +241,11 @@ def _allows(hint: Any, value: object) -> bool:
 
 
 def _pop_field(
-    what: str, name: str, numbers: dict[str, Any], keys: dict[str, Any], tensors: dict[str, Tensor]
+    what: str,
+    name: str,
+    numbers: dict[str, Any],
+    keys: dict[str, list[str]],
+    tensors: dict[str, Tensor],
 ) -> Any:
     """Removes a field's value from the received parts of a message and returns the value."""
     if name in numbers:
@@ -262,7 +255,7 @@ def _pop_field(
         return number
     if name in keys:
         listed = keys.pop(name)
-        if not isinstance(listed, list) or len(set(map(str, listed))) != len(listed):
+        if len(set(listed)) != len(listed):
             raise MessageError(f"the received field {what} must list each key exactly once")
         missing = [key for key in listed if f"{name}.{key}" not in tensors]
         if missing:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import safetensors.torch
-from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -33,13 +32,6 @@ MAX_LIST_BYTES = 2**26
 """Size limit of a text file that lists images or users. The longest list of DomainNet has 5 MB."""
 
 
-def first_fault(error: ValidationError) -> str:
-    """Describes the first error that pydantic found in untrusted values, and names the key."""
-    fault = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    place = ".".join(map(str, fault["loc"]))[:80]
-    return one_line(f"{place}: {fault['msg']}".removeprefix(": "), 300)
-
-
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Returns the named tensors and the metadata of a safetensors file.
 
@@ -47,7 +39,15 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         OSError: in the same cases as `open_regular`.
         ValueError: the file is damaged.
     """
-    content = read_regular(path, MAX_TENSORS_BYTES)
+    return unpack_tensors(read_regular(path, MAX_TENSORS_BYTES))
+
+
+def unpack_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the named tensors and the metadata in the bytes of a safetensors file.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
     try:
         tensors = safetensors.torch.load(content)
         end = 8 + int.from_bytes(content[:8], "little")

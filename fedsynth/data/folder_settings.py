@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.data.files import expanded, first_fault, same_name
+from fedsynth.data.files import expanded, same_name
 from fedsynth.data.folder_files import DECLARATION, FolderFiles, manifest_of
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding, parsed_window
@@ -26,6 +26,7 @@ from fedsynth.data.record_files import HUB, SUFFIXES, is_record_file
 from fedsynth.data.registry import MEAN, STD, DatasetSpec, custom_spec, is_known
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError, one_line
 from fedsynth.privacy.files import expand_home
+from fedsynth.privacy.report.figures import faults
 from fedsynth.validation import check_choice, check_number, read_sections
 
 MAX_RATIO = 4
@@ -150,7 +151,7 @@ def read_declaration(path: Path) -> Declaration:
             bounds=tuple(images.bounds) or None,
         )
     except ValidationError as error:
-        reason = f"{path} is not a valid declaration: {first_fault(error)}"
+        reason = f"{path} is not a valid declaration: {faults(error)[0]}"
         raise DataFilesCorruptError(reason) from None
     except FedsynthError as error:
         raise DataFilesCorruptError(f"{path} is not a valid declaration: {error}") from None

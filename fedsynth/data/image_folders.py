@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
-from fedsynth.data.files import MAX_LIST_BYTES, Split, first_fault, missing
+from fedsynth.data.files import MAX_LIST_BYTES, Split, missing
 from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.privacy.files import read_regular, read_text
+from fedsynth.privacy.report.figures import faults_as
 
 _WORDNET_NUMBER = re.compile(r"n[0-9]{8}")
 _ANNOTATION = re.compile(r"(?P<file>[^\t/]*[^\t/.][^\t/]*)\t(?P<name>n[0-9]{8})(\t.*)?")
@@ -271,10 +272,8 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
 
     Images are uint8 [n, 1, 28, 28], with the values x of the file scaled to rint(255x).
     """
-    try:
+    with faults_as(DataFilesCorruptError, f"{path} is not a LEAF file"):
         content = _LeafFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
-    except ValidationError as error:
-        raise DataFilesCorruptError(f"{path} is not a LEAF file: {first_fault(error)}") from None
     pixels = spec.height * spec.width
     writers: Writers = {}
     for name, data in content.user_data.items():

@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, Json, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, Json
 from torch import Tensor
 
-from fedsynth.data.files import MAX_LIST_BYTES, first_fault, read_tensors, save_tensors
+from fedsynth.data.files import MAX_LIST_BYTES, read_tensors, save_tensors
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError, one_line
 from fedsynth.privacy.files import expand_home, file_hash, plain_files, read_text
+from fedsynth.privacy.report.figures import faults_as
 from fedsynth.privacy.report.formatting import format_epsilon
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
@@ -206,8 +207,9 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     Raises:
         ValueError: a tensor or a key of the metadata is missing, inconsistent or invalid.
     """
-    try:
+    with faults_as(ValueError, "the metadata is invalid"):
         facts = _Metadata.model_validate(metadata)
+    try:
         images = tensors["images"]
         labels = tensors["labels"]
         if images.dim() != 4 or not images.numel():
@@ -220,8 +222,6 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
             source=f"synthetic, made by {facts.made_by}",
             train_size=count,
         )
-    except ValidationError as error:
-        raise ValueError(f"the metadata is invalid: {first_fault(error)}") from None
     except KeyError as error:
         raise ValueError(f"the tensor {error} is missing") from None
     except FedsynthError as error:

@@ -34,11 +34,11 @@ from typing import Annotated, Any, Literal, Protocol, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 
 from fedsynth.core.messages import LENGTH_BYTES
-from fedsynth.deployment.proposal import damage_is_named, with_hash, without_hash
+from fedsynth.deployment.proposal import damage_is_named
 from fedsynth.errors import MessageError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import read_regular, write_whole
+from fedsynth.privacy.files import read_regular, with_hash, without_hash, write_whole
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import faults_as
 from fedsynth.validation import MAX_SECONDS, check_number

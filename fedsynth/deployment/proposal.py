@@ -229,23 +229,3 @@ def damage_is_named(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, MessageError) as error:
         raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
-
-
-HASH_DIGITS = 64
-
-
-def with_hash(content: bytes) -> bytes:
-    """Returns the content of a file preceded by its hash (SHA-256), which `without_hash` checks."""
-    return hashlib.sha256(content).hexdigest().encode() + content
-
-
-def without_hash(stored: bytes) -> bytes:
-    """Returns the content that `with_hash` has stored.
-
-    Raises:
-        ValueError: if the hash does not match the content.
-    """
-    content = stored[HASH_DIGITS:]
-    if with_hash(content) != stored:
-        raise ValueError("the stored hash does not match the content")
-    return content

@@ -35,14 +35,7 @@ from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
-from fedsynth.deployment.proposal import (
-    STATE,
-    Proposal,
-    State,
-    damage_is_named,
-    with_hash,
-    without_hash,
-)
+from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
     Identities,
@@ -58,7 +51,13 @@ from fedsynth.federation.in_process import step_alone
 from fedsynth.federation.protocol import Refusal, RunTerms, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
-from fedsynth.privacy.files import MAX_TENSORS_BYTES, read_regular, write_whole
+from fedsynth.privacy.files import (
+    MAX_TENSORS_BYTES,
+    read_regular,
+    with_hash,
+    without_hash,
+    write_whole,
+)
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.report.formatting import format_epsilon

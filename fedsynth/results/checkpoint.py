@@ -140,8 +140,8 @@ class CheckpointFolder:
                 "rows": list(checkpoint.rows),
                 "files": hashes,
             }
-            pointer["sha256"] = _hash_of(pointer)
-            files.write_whole(self.path / POINTER, json.dumps(pointer, allow_nan=False).encode())
+            content = json.dumps(pointer, allow_nan=False).encode()
+            files.write_whole(self.path / POINTER, files.with_hash(content))
             self._files = hashes
             self._prune()
 
@@ -172,13 +172,10 @@ class CheckpointFolder:
         return Checkpoint(rows, state, {}, uploads)
 
     def _pointer(self) -> dict[str, Any]:
-        pointer: dict[str, Any] = files.decode_json(
-            files.read_text(self.path / POINTER, MAX_POINTER_BYTES)
-        )
+        stored = files.read_regular(self.path / POINTER, MAX_POINTER_BYTES)
+        pointer: dict[str, Any] = files.decode_json(files.without_hash(stored))
         if pointer["format"] != FORMAT:
             raise self._damaged(f"{POINTER} does not have format {FORMAT}")
-        if pointer.pop("sha256") != _hash_of(pointer):
-            raise self._damaged(f"{POINTER} was changed after it was written")
         if pointer["identity"] != self.identity:
             raise CheckpointError(f"the run that wrote {self.path} had other settings or data")
         return pointer
@@ -318,17 +315,11 @@ def run_identity(
     return digest.hexdigest()
 
 
-def _hash_of(pointer: Mapping[str, Any]) -> str:
-    text = json.dumps(pointer, sort_keys=True)
-    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-
-
 def _client(name: str) -> int:
     """Returns the index of the client, which is a part of the given file name."""
     return int(name.split("-")[1].split(".")[0])
 
 
-HASH_BYTES = 32
 STEP_SECONDS = 60.0
 """The time between two writes of the checkpoints of long loops within a round, in seconds."""
 
@@ -426,7 +417,7 @@ class LoopCheckpoints(LoopCheckpointer):
                 self._folder.trained.mkdir(parents=True, exist_ok=True)
                 # another process may write the same training
                 own_file = self._folder.trained / f"{name}.{os.getpid()}"
-                files.write_whole(own_file, _with_hash(state, ""))
+                files.write_whole(own_file, files.with_hash(state.to_bytes()))
                 os.replace(own_file, self._folder.trained / name)
         if self._is_due():
             self._write(self._finished)
@@ -438,7 +429,8 @@ class LoopCheckpoints(LoopCheckpointer):
         with writing(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
             for path, state in states.items():
-                files.write_whole(path, _with_hash(state, self._folder.identity))
+                content = files.with_hash(state.to_bytes(), self._folder.identity)
+                files.write_whole(path, content)
         self._finished = {}
         self._next_write = time.monotonic() + self._seconds
 
@@ -448,18 +440,7 @@ def read_loop_state(path: Path, identity: str) -> LoopState | None:
     another run.
     """
     try:
-        content = files.read_regular(path, files.MAX_TENSORS_BYTES)
-        if _loop_hash(content[HASH_BYTES:], identity) != content[:HASH_BYTES]:
-            return None
-        return LoopState.from_bytes(content[HASH_BYTES:])
-    except (OSError, MessageError):
+        stored = files.read_regular(path, files.MAX_TENSORS_BYTES)
+        return LoopState.from_bytes(files.without_hash(stored, identity))
+    except (OSError, ValueError, MessageError):
         return None
-
-
-def _with_hash(state: LoopState, identity: str) -> bytes:
-    content = state.to_bytes()
-    return _loop_hash(content, identity) + content
-
-
-def _loop_hash(content: bytes, identity: str) -> bytes:
-    return hashlib.sha256(f"{FORMAT} {identity}\n".encode() + content).digest()

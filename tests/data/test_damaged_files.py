@@ -112,17 +112,19 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (writers(x=[ROW, ROW[1:]]), "must have images with 784 numbers"),
         (writers(x=[], y=[]), "user_data.w.x: List should have at least 1 item"),
         *(
-            (writers(x=[ROW, [*ROW[1:], value]]), "user_data.w.x.1.783: Input should be")
+            (writers(x=[ROW, [*ROW[1:], value]]), "user_data.w.x.1.783 is wrong: Input should be")
             for value in (None, True, float("nan"), float("inf"), -1e-9, 255)
         ),
         (writers(y=[0, 62]), r"cannot be used: .* in \[0, 62\)"),
         *(
-            (writers(y=[0, value]), "user_data.w.y.1: Input should be")
+            (writers(y=[0, value]), "user_data.w.y.1 is wrong: Input should be")
             for value in (-1, 1.5, 2**70, True)
         ),
         (json.dumps(leaf({"f0100_00": writer(1)})).encode(), "'f0100_00', as does another"),
     ],
-    ("femnist", leaf_path("test", 5)): [(b"<html>404</html>", "is not a LEAF file: Invalid JSON")],
+    ("femnist", leaf_path("test", 5)): [
+        (b"<html>404</html>", "is not a LEAF file: the content is wrong: Invalid JSON")
+    ],
     ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"): [
         ("\n".join(names).encode(), "must list 200 different WordNet numbers")
         for names in (WNIDS[1:], [*WNIDS[1:], WNIDS[5]], ["<html>404</html>"], [*WNIDS[1:], "n1"])

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedsynth import FedSum, ModelParameters, register_model, resolve, simulate
-from fedsynth.deployment import networked_run as served
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import DatasetPart, Node
@@ -33,6 +32,7 @@ from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results import active_run
 from tests.deployment import local_setup
 from tests.deployment.local_setup import (
     CLIENTS,
@@ -132,7 +132,7 @@ def test_models_that_draw_are_declined_before_a_ledger_exists(
     settings = {**sections("feddm", privacy=PRIVATE), "model": {"name": "own-drawing"}}
     with pytest.raises(SettingError, match="draws random numbers"):
         setup.serve(settings)
-    monkeypatch.setattr(served, "check_private_steps", lambda *args: [])  # servers may skip it
+    monkeypatch.setattr(active_run, "check_private_steps", lambda *args: [])  # servers may skip it
     with pytest.raises(TooFewClientsError, match="of 3 clients, but 0 joined"):
         setup.serve(settings)
     declined = [line for line in setup.messages if "declines: model.name=own-drawing draws" in line]

@@ -76,7 +76,7 @@ def exchanges(name: str) -> tuple[RecordedExchange, ...]:
             return super().check(phase, replies, context)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedsynth.simulation.run.Server", RecordingServer)
+        patch.setattr("fedsynth.results.active_run.Server", RecordingServer)
         simulate(settings_of(TINY[name]))
     return tuple(item for item in seen if item.context.round == seen[-1].context.round)
 

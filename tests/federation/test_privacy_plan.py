@@ -39,9 +39,9 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
+from fedsynth.results import active_run
 from fedsynth.results.report_facts import headline
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation import run as simulated_run
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.digits import CPU, SPEC
 from tests.quick_runs import by_family, quick_sections, quick_settings
@@ -214,7 +214,7 @@ def test_unguaranteed_mechanisms_are_recorded_without_series() -> None:
 def test_steps_take_all_charged_series(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = create_autospec(ReleaseBudget.__init__, side_effect=ReleaseBudget.__init__)
     monkeypatch.setattr(ReleaseBudget, "__init__", spy)
-    monkeypatch.setattr(simulated_run, "check_private_steps", lambda *args: [])  # charges nothing
+    monkeypatch.setattr(active_run, "check_private_steps", lambda *args: [])  # charges nothing
     method_settings = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
     privacy = {"mechanism": "features"} if name == "feddm" else {}
     run = settings(name, clients=2, own=method_settings, noise_multiplier=3.0, **privacy)

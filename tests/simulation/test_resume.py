@@ -26,7 +26,7 @@ from fedsynth.methods import METHODS
 from fedsynth.privacy import PrivacyError, read_ledger
 from fedsynth.privacy.files import write_whole
 from fedsynth.results import checkpoint as checkpoints
-from fedsynth.results.checkpoint import POINTER, CheckpointFolder, LoopCheckpoints
+from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder, LoopCheckpoints
 from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
@@ -382,20 +382,20 @@ def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
     """One state and one memory of each client are kept for any number of rounds."""
     settings = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     expected = simulate(resolve(settings))
-    keep = simulated_run.Simulation._write_checkpoint
+    keep = simulated_run.Simulation._store
     memory = create_autospec(CheckpointFolder.memory, side_effect=CheckpointFolder.memory)
     in_memory: list[int] = []
     kinds: list[list[str]] = []
 
-    def counting(self: simulated_run.Simulation) -> None:
-        keep(self)
+    def counting(self: simulated_run.Simulation, checkpoint: Checkpoint) -> None:
+        keep(self, checkpoint)
         (folder,) = tmp_path.glob("*/simulation_only/checkpoint")
         kinds.append(sorted(path.name.split("-")[0] for path in folder.iterdir()))
         in_memory.append(
             sum(not client.stored and bool(client.memory) for client in self.exchange.clients)
         )
 
-    monkeypatch.setattr(simulated_run.Simulation, "_write_checkpoint", counting)
+    monkeypatch.setattr(simulated_run.Simulation, "_store", counting)
     monkeypatch.setattr(CheckpointFolder, "memory", memory)
     result = run(settings, tmp_path)
     clients = {client for row in result.metrics for client in row["participants"]}
