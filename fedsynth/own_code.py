@@ -44,6 +44,10 @@ class OwnCode:
         return f"{self.file}:{self.name}@{self.sha256[:HASH_DIGITS]}"
 
 
+SOURCES: dict[str, OwnCode] = {}
+"""The files that this process has loaded, by label."""
+
+
 def names_a_file(setting: str) -> bool:
     """Returns True if the value of a setting has the form `FILE.py:NAME`, and so names a Python
     file.
@@ -79,8 +83,8 @@ def unloaded_file(section: str, key: str, label: str, register: str) -> SettingE
     return SettingError(section, key, reason)
 
 
-def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
-    """Executes a custom file, and returns the object with the given name and its `OwnCode`.
+def load_own(section: str, key: str, setting: str) -> tuple[Any, str]:
+    """Executes a custom file, and returns the object with the given name and its label.
 
     Args:
         section, key: the setting that names the file.
@@ -104,7 +108,8 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, OwnCode]:
     definition = getattr(module, name, None)
     if definition is None:
         raise SettingError(section, key, f"names {name!r}, but {path} does not define this name")
-    return definition, code
+    SOURCES[code.label] = code
+    return definition, code.label
 
 
 def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:

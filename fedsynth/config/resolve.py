@@ -21,7 +21,7 @@ from fedsynth.data.record_files import HUB
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
 from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.features.encoding import EncoderSettings
-from fedsynth.methods import DEFAULT_METHOD, method_class, own_source
+from fedsynth.methods import DEFAULT_METHOD, method_class, own_label
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import USER
@@ -179,9 +179,9 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
             f"run.method=PATH/{str(stated).partition('@')[0]:.200}, or call fedsynth.register_method"
         )
         raise SettingError("run", "method", reason) from None
-    source = own_source(name)
-    if source is not None and source.label != stated:
-        reason = f"must be the code {short_repr(stated)}, but the file you named has {source.label}"
+    label = own_label(name)
+    if label and label != stated:
+        reason = f"must be the code {short_repr(stated)}, but the file you named has {label}"
         raise SettingError("run", "method", reason)
 
 

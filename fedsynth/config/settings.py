@@ -21,7 +21,7 @@ from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.features.registry import is_own_features
-from fedsynth.methods import is_own_method, own_source
+from fedsynth.methods import is_own_method, own_label
 from fedsynth.methods.shared.aggregation import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
@@ -337,9 +337,8 @@ class RunSettings:
         run = {"method": self.method.name}
         for name in RUN_KINDS:
             run[name] = getattr(self, name)
-        source = own_source(self.method.name)
-        if source is not None:
-            run["method_source"] = source.label
+        if label := own_label(self.method.name):
+            run["method_source"] = label
         data: dict[str, Any] = {"dataset": self.dataset, "data_root": self.data_root}
         if self.folder is not None:
             data |= _non_empty(dataclasses.asdict(self.folder))

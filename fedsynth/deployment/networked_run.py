@@ -103,7 +103,7 @@ class NetworkedRun(ActiveRun):
         self._begin_record(images, NO_TEST if test is None else PUBLIC, simulated=False)
         for number, reason in self.exchange.never_joined.items():
             self.record.events.append(Event(kind="absent", client=str(number), why=reason))
-        plan = self.private_plan
+        plan = self.plan
         if plan is not None:  # announces a private run and writes its initial state
             noted = [f"warning: {line}" for line in self.record.warnings]
             for line in [*headline(plan, simulated=False), *noted]:
@@ -136,7 +136,7 @@ class NetworkedRun(ActiveRun):
         and its upload may have been seen. The report must include this charge, so the function
         adds the charge.
         """
-        plan = self.private_plan
+        plan = self.plan
         if plan is None:
             return self.exchange.histories()
         histories: list[History] = []

@@ -28,7 +28,7 @@ from fedsynth.features.random_process import (
     whitened_pair,
 )
 from fedsynth.features.scattering import scattering, whitened_scattering
-from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
+from fedsynth.own_code import is_label, load_own, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
 
@@ -93,7 +93,7 @@ _BUILT_IN: dict[str, Builder] = {
     "whitened-scattering+random-process": whitened_pair,
     "mirrored-scattering+random-process": mirrored_pair,
 }
-_CUSTOM: dict[str, tuple[Builder, OwnCode | None]] = {}
+_CUSTOM: dict[str, Builder] = {}
 
 
 def feature_names() -> tuple[str, ...]:
@@ -128,14 +128,6 @@ def features_for(shape: Shape) -> str:
 def is_own_features(name: str) -> bool:
     """Returns True if the user has registered a feature map under this name."""
     return name in _CUSTOM
-
-
-def features_source(name: str) -> OwnCode | None:
-    """Returns the Python file from which a feature map with this name was loaded.
-
-    Returns None for a built-in map, and for a custom map that was not loaded from a file.
-    """
-    return _CUSTOM[name][1] if name in _CUSTOM else None
 
 
 def feature_map(name: str, shape: Shape) -> FeatureMap:
@@ -218,7 +210,7 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
             shape.
     """
     try:
-        built: object = _CUSTOM[name][0](shape)
+        built: object = _CUSTOM[name](shape)
     except (FedsynthError, MemoryError):
         raise
     except Exception as error:
@@ -257,12 +249,12 @@ def register_file(setting: str, section: str = "method", key: str = "features") 
     Raises:
         SettingError: the file cannot be read or executed, or does not define the name.
     """
-    build, source = load_own(section, key, setting)
-    register_features(source.label, build, source)
-    return source.label
+    build, label = load_own(section, key, setting)
+    register_features(label, build)
+    return label
 
 
-def register_features(name: str, build: Builder, source: OwnCode | None = None) -> None:
+def register_features(name: str, build: Builder) -> None:
     """Registers a custom feature map under a name, so that settings can name the map in this
     process.
 
@@ -274,7 +266,6 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
             maps.
         build: returns the map for an image shape. The map's function and constants must not depend
             on private data.
-        source: the file that the map was loaded from, or None.
 
     Raises:
         SettingError: a built-in map has this name.
@@ -288,5 +279,5 @@ def register_features(name: str, build: Builder, source: OwnCode | None = None) 
     if name in _BUILT_IN:
         reason = f"of a custom feature map cannot be {name!r}, because a built-in map has this name"
         raise SettingError(None, "name", reason)
-    _CUSTOM[name] = (build, source)
+    _CUSTOM[name] = build
     _build.cache_clear()

@@ -18,7 +18,6 @@ from fedsynth.errors import SettingError, unknown_name
 
 if TYPE_CHECKING:
     from fedsynth.core.method import Method
-    from fedsynth.own_code import OwnCode
 
 DEFAULT_METHOD = "feddm"
 CLASSES: Mapping[str, str] = MappingProxyType(
@@ -42,12 +41,12 @@ METHODS: Mapping[str, str] = MappingProxyType(
 """The place of each built-in method's class as "module:class", by the name of the method."""
 
 
-_CUSTOM: dict[str, tuple[type[Method], OwnCode | None]] = {}
+_CUSTOM: dict[str, tuple[type[Method], str]] = {}
 """Methods that were registered from outside the package, by name. Each value contains the class and
-the file from which the class was loaded."""
+the label of the file from which the class was loaded, which may be empty."""
 
 
-def register_method(method: type[Method], source: OwnCode | None = None) -> str:
+def register_method(method: type[Method], label: str = "") -> str:
     """Registers a custom method under its name.
 
     Settings, config files and `verify` can then refer to the method by this name.
@@ -55,7 +54,7 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
     Args:
         method: the class of the method. It replaces a custom method that was registered earlier
             under the same name.
-        source: the file from which the class was loaded, if any.
+        label: the label of the file from which the class was loaded, if any.
 
     Returns:
         The name of the method in lower case.
@@ -85,16 +84,16 @@ def register_method(method: type[Method], source: OwnCode | None = None) -> str:
             f"method has, got {method!r:.80} with the name {name!r}"
         )
         raise SettingError("run", "method", reason)
-    _CUSTOM[name] = (method, source)
+    _CUSTOM[name] = (method, label)
     return name
 
 
-def own_source(name: str) -> OwnCode | None:
-    """Returns the file from which a custom method was loaded, or None.
+def own_label(name: str) -> str:
+    """Returns the label of the file from which a custom method was loaded.
 
-    None is returned for built-in methods and for methods that were registered without a file.
+    The label is empty for built-in methods and for methods that were registered without a file.
     """
-    return _CUSTOM[name][1] if name in _CUSTOM else None
+    return _CUSTOM[name][1] if name in _CUSTOM else ""
 
 
 def is_own_method(method: Method) -> bool:

@@ -26,7 +26,7 @@ from fedsynth.models.layers import Projected
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
-from fedsynth.own_code import OwnCode, is_label, load_own, unloaded_file
+from fedsynth.own_code import is_label, load_own, unloaded_file
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_fields, in_range
 
@@ -55,14 +55,12 @@ class _Architecture:
         norms: the norms that the architecture can have. The first is the default.
         custom: whether a user registered the architecture.
         given_weights: whether the network starts with weights that the user provided.
-        source: the file from which the architecture was loaded, or None.
     """
 
     build: Callable[..., nn.Module]
     norms: tuple[str, ...] = ("none",)
     custom: bool = False
     given_weights: bool = False
-    source: OwnCode | None = None
 
 
 def _large(name: str) -> Callable[..., nn.Module]:
@@ -210,7 +208,6 @@ def register_model(
     model: nn.Module | Callable[..., nn.Module],
     *,
     norms: tuple[str, ...] = ("none",),
-    source: OwnCode | None = None,
 ) -> ModelSettings:
     """Registers a custom architecture, so that settings, config files and `verify` can name it.
 
@@ -227,7 +224,6 @@ def register_model(
             global generator, which is seeded by the run. A module is copied with its weights. With
             differential privacy, you thereby declare these weights public.
         norms: the names of the norms that the architecture can have. The first is the default.
-        source: the file from which the architecture was loaded, or None.
 
     Returns:
         The settings that select this architecture.
@@ -249,9 +245,7 @@ def register_model(
     if not callable(model):  # a module is, too
         reason = "must be a torch.nn.Module, or a function that returns a module"
         raise SettingError("model", "name", reason, value=name)
-    _MODELS[name] = _Architecture(
-        builder(name, model), norms, True, isinstance(model, nn.Module), source
-    )
+    _MODELS[name] = _Architecture(builder(name, model), norms, True, isinstance(model, nn.Module))
     return ModelSettings(name)
 
 
@@ -267,21 +261,13 @@ def register_model_file(setting: str) -> ModelSettings:
     Raises:
         SettingError: the file cannot be loaded, or its architecture cannot be registered.
     """
-    model, source = load_own("model", "name", setting)
-    return register_model(source.label, model, source=source)
+    model, label = load_own("model", "name", setting)
+    return register_model(label, model)
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
     """Registers a model under a generated name, and returns the settings that select this model."""
     return register_model(own_name(model), model)
-
-
-def model_source(settings: ModelSettings) -> OwnCode | None:
-    """Returns the user's file from which the architecture was loaded.
-
-    Returns None if the architecture does not come from a file.
-    """
-    return _MODELS[settings.name].source
 
 
 def has_given_weights(settings: ModelSettings) -> bool:

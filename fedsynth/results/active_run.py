@@ -41,7 +41,7 @@ class ActiveRun:
         record: the run's metrics and deviations.
         folder: the run folder, or None if the run writes nothing.
         checkpoints: the folder of the run's checkpoint, or None.
-        private_plan: the privacy plan, or None without differential privacy.
+        plan: the privacy plan, or None without differential privacy.
     """
 
     exchange: Exchange
@@ -70,7 +70,7 @@ class ActiveRun:
         Args:
             planned: computes the plan with which a resumed run began (see `negotiate_terms`).
         """
-        self.private_plan, self.context = negotiate_terms(
+        self.plan, self.context = negotiate_terms(
             self.settings, self.context, self.exchange, planned
         )
         self.participation = self.settings.schedule(self.context.sizes)
@@ -80,11 +80,11 @@ class ActiveRun:
 
     def _begin_record(self, test: ImageData | None, kind: str, *, simulated: bool) -> None:
         """Creates the record of the run, given the test images and their kind."""
-        hidden = self.private_plan is not None and kind == PRIVATE
+        hidden = self.plan is not None and kind == PRIVATE
         local = simulated and self.settings.partition.local_test > 0
         self.record = RunRecord(
             self.settings,
-            self.private_plan,
+            self.plan,
             self.folder,
             self.observer,
             Measure(self.method, self.exchange, test, hidden, local),

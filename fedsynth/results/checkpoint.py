@@ -417,7 +417,7 @@ class LoopCheckpoints(LoopCheckpointer):
                 self._folder.trained.mkdir(parents=True, exist_ok=True)
                 # another process may write the same training
                 own_file = self._folder.trained / f"{name}.{os.getpid()}"
-                files.write_whole(own_file, files.with_hash(state.to_bytes()))
+                files.write_whole(own_file, _with_hash(state, ""))
                 os.replace(own_file, self._folder.trained / name)
         if self._is_due():
             self._write(self._finished)
@@ -429,8 +429,7 @@ class LoopCheckpoints(LoopCheckpointer):
         with writing(self._folder.path):
             self._folder.path.mkdir(parents=True, exist_ok=True)
             for path, state in states.items():
-                content = files.with_hash(state.to_bytes(), self._folder.identity)
-                files.write_whole(path, content)
+                files.write_whole(path, _with_hash(state, self._folder.identity))
         self._finished = {}
         self._next_write = time.monotonic() + self._seconds
 
@@ -441,6 +440,10 @@ def read_loop_state(path: Path, identity: str) -> LoopState | None:
     """
     try:
         stored = files.read_regular(path, files.MAX_TENSORS_BYTES)
-        return LoopState.from_bytes(files.without_hash(stored, identity))
+        return LoopState.from_bytes(files.without_hash(stored, f"{FORMAT} {identity}"))
     except (OSError, ValueError, MessageError):
         return None
+
+
+def _with_hash(state: LoopState, identity: str) -> bytes:
+    return files.with_hash(state.to_bytes(), f"{FORMAT} {identity}")

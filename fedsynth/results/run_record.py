@@ -20,14 +20,12 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import FedsynthError, one_line
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.features.registry import features_source
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import NO_TEST, PRIVATE
 from fedsynth.federation.server import RoundResult, Server
-from fedsynth.methods import own_source
-from fedsynth.models.registry import model_source
-from fedsynth.own_code import OwnCode
+from fedsynth.methods import own_label
+from fedsynth.own_code import SOURCES, OwnCode
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import Histories
 from fedsynth.privacy.report.build import build_report, write_report
@@ -88,12 +86,13 @@ def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
     """Returns the user's Python files from which the method, the model and the feature maps of a
     run were loaded.
     """
-    sources = {"method": own_source(settings.method.name), "model": model_source(settings.model)}
+    labels = {"method": own_label(settings.method.name), "model": settings.model.name}
     for name in settings.feature_names:
-        sources["features"] = features_source(name) or sources.get("features")
+        if name in SOURCES:
+            labels["features"] = name
     if settings.encoder is not None:
-        sources["encoder"] = features_source(settings.encoder.encoder)
-    return {key: code for key, code in sources.items() if code is not None}
+        labels["encoder"] = settings.encoder.encoder
+    return {key: SOURCES[label] for key, label in labels.items() if label in SOURCES}
 
 
 def summarise(

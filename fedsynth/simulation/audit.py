@@ -129,15 +129,16 @@ def audit_run(
     if spec is None:
         spec = specification(settings)
     run = AuditedRun(_audited(settings, spec), spec, canaries, observer or Observer(), test_only)
-    if run.plan.chief.shares > 1:
+    plan = run.budget.plan
+    if plan.chief.shares > 1:
         reason = "must be 'own' for an audit, because one upload has less noise than a secure sum"
         raise SettingError(None, "aggregation", reason)
     run.watch()
     correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
-    delta = run.plan.privacy.delta
+    delta = plan.privacy.delta
     return AuditResult(
         method=run.method.name,
-        mechanism=run.plan.chief.mechanism,
+        mechanism=plan.chief.mechanism,
         canaries=canaries,
         guesses=guesses,
         correct=correct,
@@ -238,7 +239,7 @@ class AuditedRun(Simulation):
 
     def claimed(self) -> float:
         """Returns the ε that the audited client's ledger states."""
-        return self.plan.epsilon([self.budget.ledger.history()])
+        return self.budget.plan.epsilon([self.budget.ledger.history()])
 
 
 def _busiest(settings: RunSettings) -> int:

@@ -37,7 +37,6 @@ from fedsynth.federation.run_data import Clients, divided, new_ledgers
 from fedsynth.methods import is_own_method
 from fedsynth.models.on_features import FeatureLinear, OnFeatures
 from fedsynth.models.registry import is_own_model
-from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.formatting import format_epsilon
@@ -117,17 +116,6 @@ class Simulation(ActiveRun):
         """Returns True if a client refuses the first round."""
         return self._private and bool(self.exchange.prepare(self.plain_context(1)))
 
-    @property
-    def plan(self) -> PrivacyPlan:
-        """The privacy plan of the run.
-
-        Raises:
-            PrivacySettingError: the run is not private.
-        """
-        if self.private_plan is None:
-            raise PrivacySettingError(None, "privacy", "must be set for a privacy plan")
-        return self.private_plan
-
     def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
         """Reads the vectors of the run's feature map from the folder that the settings name.
 
@@ -197,7 +185,7 @@ class Simulation(ActiveRun):
         """
         folder = None if self.folder is None else self.folder.final
         self.observer.started(self.settings, folder)
-        lines = [*run_messages.headline(self.settings, self.private_plan)]
+        lines = [*run_messages.headline(self.settings, self.plan)]
         lines += run_messages.warnings(self.settings)
         if new:
             lines += [f"warning: {warning}" for warning in self.record.warnings]
@@ -268,7 +256,7 @@ class Simulation(ActiveRun):
 
         Returns an empty string if the run has no privacy guarantee.
         """
-        plan = self.private_plan
+        plan = self.plan
         if plan is None or not plan.guaranteed(self.exchange.histories()):
             return ""
         spent = format_epsilon(plan.epsilon(self.exchange.histories()))
@@ -290,7 +278,8 @@ class Simulation(ActiveRun):
         folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}")
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources(own_sources(self.settings).values())
-        if self._private and self.plan.privacy.ledger_folder is None:
+        privacy = self.settings.privacy
+        if privacy is not None and privacy.ledger_folder is None:
             ledgers = new_ledgers(clients.ledger_names, folder.path / "ledger", self.settings)
             for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
                 client.move_ledger(ledger)
@@ -316,7 +305,7 @@ class Simulation(ActiveRun):
         """
         if context.round == 1 and len(self.uploads) == context.clients:
             sets = list(synthetic_sets(self.uploads).values())
-            guaranteed = self._private and self.plan.facts.guaranteed
+            guaranteed = self.plan is not None and self.plan.facts.guaranteed
             for line in run_messages.missing_classes(sets, context.spec, guaranteed=guaranteed):
                 self.observer.note(line)
 

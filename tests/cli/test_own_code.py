@@ -14,7 +14,7 @@ import pytest
 
 from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
 from fedsynth.methods import _CUSTOM
-from fedsynth.own_code import load_own
+from fedsynth.own_code import SOURCES, load_own
 from tests.cli.conftest import Call
 from tests.quick_runs import interrupt_in_round
 
@@ -116,8 +116,8 @@ def test_hashed_source_is_executed(code: Path, same_time: bool) -> None:
     status = file.stat()
     file.write_text(NET)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    loaded, source = load_own("model", "name", f"{file}:Net")
-    assert (loaded.__name__, source.text) == ("Net", NET)
+    loaded, label = load_own("model", "name", f"{file}:Net")
+    assert (loaded.__name__, SOURCES[label].text) == ("Net", NET)
 
 
 def test_code_named_in_config_is_never_executed(code: Path, fedsynth: Call) -> None:

@@ -110,7 +110,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
     ("femnist", leaf_path("train", 2)): [
         (writers(y=[1]), "writer 'w' in .* must have images with 784 numbers"),
         (writers(x=[ROW, ROW[1:]]), "must have images with 784 numbers"),
-        (writers(x=[], y=[]), "user_data.w.x: List should have at least 1 item"),
+        (writers(x=[], y=[]), "user_data.w.x is wrong: List should have at least 1 item"),
         *(
             (writers(x=[ROW, [*ROW[1:], value]]), "user_data.w.x.1.783 is wrong: Input should be")
             for value in (None, True, float("nan"), float("inf"), -1e-9, 255)

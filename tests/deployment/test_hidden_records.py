@@ -19,7 +19,6 @@ from torch import Tensor
 from fedsynth import DatasetSpec, ImageData, register_model, resolve
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.folder_settings import FolderSettings
-from fedsynth.deployment import networked_run as served
 from fedsynth.deployment import node
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.node import ClassFolders
@@ -29,6 +28,7 @@ from fedsynth.errors import DataError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.models.small import Mlp
+from fedsynth.results import active_run
 from tests.deployment.local_setup import Setup, join, noise_of
 from tests.user_files import write_image
 
@@ -87,7 +87,7 @@ def register_hostile_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Registers the hostile code; other tests cover its trial on public images."""
     register_features("hostile", hostile_map)
     register_model("hostile", lambda shape, classes: HostileModel(shape, classes, 8))
-    for module in (node, served):
+    for module in (active_run, node):
         monkeypatch.setattr(module, "check_private_steps", lambda *args: [])
 
 
