@@ -14,13 +14,16 @@ import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
+
+from pydantic import ConfigDict, TypeAdapter
 
 from fedsynth.errors import SettingError, unknown_name
 from fedsynth.privacy.errors import short_repr
+from fedsynth.privacy.report.figures import faults_as
 
 MAX_NAME = 200
 MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow
@@ -69,6 +72,8 @@ class DatasetSpec:
     >>> spec.image_shape
     (3, 32, 32)
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
     channels: int
@@ -193,22 +198,10 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     """Builds a specification from JSON or TOML values.
 
     Raises:
-        KeyError, TypeError, ValueError, SettingError: the values are not a valid specification.
+        TypeError, ValueError, SettingError: the values are not a valid specification.
     """
-    for name in stated:
-        if name not in DatasetSpec.__dataclass_fields__:
-            raise ValueError(f"unknown field {short_repr(name)} of a data set")
-    values = dict(stated)
-    for name in ("mean", "std", "class_names", "domains", "bounds"):
-        if values.get(name) is not None:
-            values[name] = tuple(values[name])
-    if values.get("encoded_shape") is not None:
-        channels, height, width = values["encoded_shape"]
-        values["encoded_shape"] = int(channels), int(height), int(width)
-    for field in fields(DatasetSpec):
-        if field.type == "int" and type(values.get(field.name, 0)) is not int:
-            raise TypeError(f"the field {field.name} of a data set must be a whole number")
-    return DatasetSpec(**values)
+    with faults_as(ValueError, "the specification of a data set is invalid"):
+        return TypeAdapter(DatasetSpec).validate_json(json.dumps(stated), strict=True)
 
 
 class Download(NamedTuple):
@@ -236,7 +229,8 @@ def _published_specs() -> list[DatasetSpec]:
         defaults: tuple[Any, ...] = ("Use --download (download=True)", "", [[]])
         DOWNLOADS[values["name"]] = Download(*map(values.pop, Download._fields, defaults))
         if isinstance(values["class_names"], str):  # a template for numbered classes
-            values["class_names"] = map(values["class_names"].format, range(values["classes"]))
+            template = values["class_names"]
+            values["class_names"] = list(map(template.format, range(values["classes"])))
         specs.append(spec_from_json(values))
     return specs
 

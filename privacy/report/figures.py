@@ -23,7 +23,7 @@ _REASONS = {"missing": "is missing", "extra_forbidden": "is an unknown key"}
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+!_-]{0,63}$")]
 Share = Annotated[float, Field(gt=0, lt=1)]
-DataSet = dict[str, str | int | list[str] | list[float]]
+DataSet = dict[str, str | int | list[str] | list[int] | list[float]]
 
 
 class Part(BaseModel):

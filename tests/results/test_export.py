@@ -179,7 +179,7 @@ def test_invalid_values_are_rejected(share: Path, tmp_path: Path) -> None:
         ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability for each class"),
         ({}, {"std": "[1e-300]"}, "must be finite"),
         ({}, {"mean": "[" * 50_000}, "recursion limit"),
-        ({}, {"class_names": "3"}, "class_names: Input should be a valid list"),
+        ({}, {"class_names": "3"}, "class_names is wrong: Input should be a valid list"),
         ({}, {"delta": "null"}, "both ε and δ, or neither"),
     ]
     for number, (tensors, stated, message) in enumerate(cases):
