@@ -217,7 +217,7 @@ class _WriterData(BaseModel):
 
 class _LeafFile(BaseModel):
     model_config = ConfigDict(strict=True)
-    user_data: dict[str, _WriterData]
+    user_data: Annotated[dict[str, _WriterData], Field(min_length=1)]
 
 
 def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
