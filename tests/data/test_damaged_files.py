@@ -108,7 +108,7 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (lambda data: data[:200] + b"x" + data[201:], "is not the published file"),
     ],
     ("femnist", leaf_path("train", 2)): [
-        (b'{"user_data": {}}', "user_data: Dictionary should have at least 1 item"),
+        (b'{"user_data": {}}', "user_data is wrong: Dictionary should have at least 1"),
         (writers(y=[1]), "writer 'w' in .* must have images with 784 numbers"),
         (writers(x=[ROW, ROW[1:]]), "must have images with 784 numbers"),
         (writers(x=[], y=[]), "user_data.w.x is wrong: List should have at least 1 item"),
