@@ -24,8 +24,8 @@ from fedsynth import ImageData, PrivacySettings, from_arrays, owner_settings, si
 from fedsynth.data.registry import custom_spec
 from library.machine import run_cases, timing_options
 
+# Releases, and epochs.
 FEW, MANY = 2, 6
-"""Releases, and epochs."""
 
 
 class Size(NamedTuple):

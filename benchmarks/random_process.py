@@ -23,8 +23,8 @@ from fedsynth.seeding import torch_generator
 SIDE = 32
 
 
+# Added to the eigenvalues of the normalised patches' covariance, whose mean is near 1.
 FLOOR = 0.1
-"""Added to the eigenvalues of the normalised patches' covariance, whose mean is near 1."""
 
 
 def learn_dictionary(

@@ -55,10 +55,10 @@ OUT_OF_MEMORY = (
     "a smaller model"
 )
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's RuntimeError on a CPU
+# Errors of the operating system that are never caused by a bug in fedsynth, even if they name no
+# file.
 NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
-"""Errors of the operating system that are never caused by a bug in fedsynth, even if they name no
-file.
-"""
+
 BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE has ended
 
 

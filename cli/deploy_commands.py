@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from fedsynth.deployment.proposal import Proposal
 
 deploy_app = typer.Typer(help="Prepare a run over several machines.", no_args_is_help=True)
+# The settings that have an option. `--set` sets all others.
 RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
-"""The settings that have an option. `--set` sets all others."""
+
 OptionalPath = Path | None
 Spec = Annotated[OptionalPath, options.path_option("The public specification of the data (TOML).")]
 Insecure = Annotated[bool, options.flag("--insecure", "Use no TLS, for local trials only.")]

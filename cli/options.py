@@ -162,13 +162,13 @@ def from_preset(sections: Sections) -> str:
     return f"settings from the preset of {dataset}: {', '.join(changed)}"
 
 
+# The options whose value may be a file with user code.
 OWN_CODE_OPTIONS = ("method", "model", "features", "encoder")
-"""The options whose value may be a file with user code."""
+# The parameters of `train` that may be combined with --resume.
 BESIDE_RESUME = (
     "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json "
     "sign_key log"
 )
-"""The parameters of `train` that may be combined with --resume."""
 
 
 def with_own_code(chosen: Sections) -> Sections:
@@ -293,6 +293,7 @@ SignKey = Annotated[
 
 PACKAGE = Path(__file__).absolute().parent.parent
 RUN_SETTINGS = "config/settings.py:RunSettings"
+# The classes whose fields are the settings of each section, as FILE:NAME.
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "run": (RUN_SETTINGS,),
     "data": (
@@ -309,7 +310,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "privacy": ("privacy/settings.py:PrivacySettings",),
     "report": ("config/settings.py:ReportSettings",),
 }
-"""The classes whose fields are the settings of each section, as FILE:NAME."""
+# The settings that have an option, by section. `--set` sets all others.
 KEYS: Mapping[str, str] = {
     "run": "method rounds seed device precision compile memory_gb threads participation "
     "client_failures quorum robust",
@@ -323,9 +324,9 @@ KEYS: Mapping[str, str] = {
     "adjacency unit four_sums ledger",
     "report": "responsible purpose sites",
 }
-"""The settings that have an option, by section. `--set` sets all others."""
+# The settings that name the columns of a file.
 COLUMNS = ("data.feature_columns", "data.label_column", "data.user_column", "data.site_column")
-"""The settings that name the columns of a file."""
+# The names of options that do not follow from the names of the settings.
 NAMES: Mapping[str, str] = {
     "data.folder": "--data",
     "data.test_folder": "--test-data",
@@ -335,7 +336,7 @@ NAMES: Mapping[str, str] = {
     "model.clients": "--client-models",
     "privacy.noise_multiplier": "--dp-sigma",
 }
-"""The names of options that do not follow from the names of the settings."""
+
 PATHS = (
     "data_root", "folder", "test_folder", "declaration", "ledger", "encoder_weights",
     "public_images", "encoder_cache",
@@ -348,19 +349,21 @@ PANELS: Mapping[str, str] = {
     "report": "Differential privacy",
 }
 _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
+# Help texts of settings whose values are not fixed in a docstring.
 HELPS: Mapping[str, str] = {
     "data.dataset": f"The data set: {_PUBLISHED}, or 'synthetic(1,1)' with other numbers. Only "
     "digits is part of the package. Or hf:NAME or hf:FOLDER (a hub's data set), or medmnist:FILE.",
     "partition.kind": f"The kind of partition: {', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the "
     "grouping of the data). For more settings, use `--set partition.KEY=VALUE`.",
 }
-"""Help texts of settings whose values are not fixed in a docstring."""
+
 _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": Path}
 _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
+# The settings whose value may be a file with user code.
 OWN_CODE = ("run.method", "model.name", "model.features", "data.encoder")
-"""The settings whose value may be a file with user code."""
+
 Set = Annotated[
     list[str] | None,
     typer.Option(

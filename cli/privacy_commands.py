@@ -251,10 +251,11 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+# The names of the options of `plan`.
 NAMES = {
     f"privacy.{key}": f"--{key.replace('_', '-')}" for key in options.KEYS["privacy"].split()
 } | {"privacy.noise_multiplier": "--sigma", "privacy.nominal_size": "--n"}
-"""The names of the options of `plan`."""
+
 SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"
 
 privacy_app = typer.Typer(

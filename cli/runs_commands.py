@@ -183,8 +183,8 @@ def train_command(config: Path, output: Path, interrupted: Path | None) -> list[
 
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+# Settings that affect the speed of a run. They affect the results only by rounding errors.
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
-"""Settings that affect the speed of a run. They affect the results only by rounding errors."""
 
 
 def seconds_of(text: str | None) -> float:

@@ -17,8 +17,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADING = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src")}
+# Values of `rel` with which <link> names a page and loads nothing.
 TITLES = {"canonical", "author", "license"}
-"""Values of `rel` with which <link> names a page and loads nothing."""
 
 
 @dataclass

@@ -44,8 +44,8 @@ class OwnCode:
         return f"{self.file}:{self.name}@{self.sha256[:HASH_DIGITS]}"
 
 
+# The files that this process has loaded, by label.
 SOURCES: dict[str, OwnCode] = {}
-"""The files that this process has loaded, by label."""
 
 
 def names_a_file(setting: str) -> bool:

@@ -21,13 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 ROWS = 8
+# The tolerances for differences, relative to the largest value. They are needed because another
+# batch may use another kernel, which rounds differently.
 CPU_ROUNDING = 1e-4
 DEVICE_ROUNDING = 1e-2
-"""The tolerances for differences, relative to the largest value. They are needed because another
-batch may use another kernel, which rounds differently."""
+# Operations that torch marks as random, although they draw random numbers only with dropout. They
+# are not reported, because dropout also changes their values.
 SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
-"""Operations that torch marks as random, although they draw random numbers only with dropout. They
-are not reported, because dropout also changes their values."""
+
 UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"

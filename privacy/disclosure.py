@@ -18,16 +18,16 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+# The value was released by a mechanism that the ledger was charged for.
 ACCOUNTED = "accounted"
-"""The value was released by a mechanism that the ledger was charged for."""
+# The value was computed only from accounted releases and public values.
 RELEASED = "released"
-"""The value was computed only from accounted releases and public values."""
+# The value does not depend on the private data.
 PUBLIC = "public"
-"""The value does not depend on the private data."""
+# The value depends on private data and has no guarantee, so only a simulation may show it.
 SIMULATION_ONLY = "simulation-only"
-"""The value depends on private data and has no guarantee, so only a simulation may show it."""
+# The value was released, but the ledger does not account for it.
 UNACCOUNTED = "unaccounted"
-"""The value was released, but the ledger does not account for it."""
 
 NUMBER = bool | int | float
 COUNT = Annotated[int, Field(ge=0)]

@@ -36,30 +36,30 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, Units, padded, pass_length, public_like, values_of_each
 from fedsynth.privacy.products import LayerGradients, outer_products
 
+# A function of the network in training that returns a scalar. The scalar's gradient is added to
+# the gradient of each step. The function must not use private data.
 Penalty = Callable[[nn.Module], Tensor]
-"""A function of the network in training that returns a scalar. The scalar's gradient is added to
-the gradient of each step. The function must not use private data."""
 
+# A function that is called with the network in training before each step. It must neither use
+# private data nor change the network.
 BeforeStep = Callable[[nn.Module], None]
-"""A function that is called with the network in training before each step. It must neither use
-private data nor change the network."""
 
+# A function of (network, images [N, C, H, W], labels [N]) that returns the loss of each example
+# [N]. The loss of an example must depend only on that example.
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
-"""A function of (network, images [N, C, H, W], labels [N]) that returns the loss of each example
-[N]. The loss of an example must depend only on that example."""
 
+# The maximum number of per-example gradients held at a time.
 PHYSICAL_BATCH = 128
-"""The maximum number of per-example gradients held at a time."""
+# The maximum memory of these gradients, in bytes.
 PHYSICAL_BYTES = 2**30
-"""The maximum memory of these gradients, in bytes."""
 
+# The largest rounding error that `check_example_gradients` allows for bf16 layers, relative to
+# the largest gradient of the same parameter.
 MIXED_PRECISION = 0.02
-"""The largest rounding error that `check_example_gradients` allows for bf16 layers, relative to
-the largest gradient of the same parameter."""
 
+# The fixed cost of a forward and backward pass, in units of the cost of one parameter of one
+# example, measured on a CPU.
 PASS_START = 2**22
-"""The fixed cost of a forward and backward pass, in units of the cost of one parameter of one
-example, measured on a CPU."""
 
 
 class Optimiser(Protocol):

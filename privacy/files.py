@@ -25,21 +25,23 @@ from typing import Any, NoReturn
 
 from fedsynth.privacy.errors import LedgerError
 
+# The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
+# of ledgers holds the lock while the records are hashed, which may take longer.
 LOCK_SECONDS = 60.0
-"""The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
-of ledgers holds the lock while the records are hashed, which may take longer."""
+
 PAUSE_SECONDS = 0.01
+# The maximum size of a report, a ledger or a key. A report on 10,000 clients and 200 rounds has
+# about 100 MB.
 MAX_TEXT_BYTES = 2**28
-"""The maximum size of a report, a ledger or a key. A report on 10,000 clients and 200 rounds has
-about 100 MB."""
+# The maximum size of a TOML file, such as a config or a policy. Such files usually have a few kB,
+# and `tomllib` is slow.
 MAX_TOML_BYTES = 2**20
-"""The maximum size of a TOML file, such as a config or a policy. Such files usually have a few kB,
-and `tomllib` is slow."""
+# The maximum size of a file of tensors.
 MAX_TENSORS_BYTES = 2**36
-"""The maximum size of a file of tensors."""
+# The maximum nesting depth of JSON and TOML values. Files that fedsynth writes have fewer than ten
+# levels.
 MAX_DEPTH = 64
-"""The maximum nesting depth of JSON and TOML values. Files that fedsynth writes have fewer than ten
-levels."""
+
 HASH_DIGITS = 64
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")

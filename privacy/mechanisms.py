@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from fedsynth.privacy.passes import Sample
     from fedsynth.privacy.products import Products
 
+# The share of a budget that counts as nothing. If less than this share is left, a release would be
+# only noise. The calibration of σ leaves about half of this share unused.
 NOTHING_LEFT = 2e-3
-"""The share of a budget that counts as nothing. If less than this share is left, a release would be
-only noise. The calibration of σ leaves about half of this share unused."""
 
 
 @dataclass(frozen=True)
@@ -147,20 +147,20 @@ class BudgetEnforcer:
                 )
 
 
+# A tensor that a charged mechanism released. It may be optimised on, cached or uploaded.
 Released = NewType("Released", Tensor)
-"""A tensor that a charged mechanism released. It may be optimised on, cached or uploaded."""
 
 
+# The bound on the norm of a user's rows before the rows are averaged, as a multiple of the clip.
+# It keeps the rounding error of the average far below the clip.
 USER_ROW = 2.0**16
-"""The bound on the norm of a user's rows before the rows are averaged, as a multiple of the clip.
-It keeps the rounding error of the average far below the clip."""
 
+# The maximum number of coordinates of users that are stored as float64 at the same time.
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
-"""The maximum number of coordinates of users that are stored as float64 at the same time."""
 
+# The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at
+# the same time. On a CPU, so many fit in the cache.
 CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
-"""The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at
-the same time. On a CPU, so many fit in the cache."""
 
 
 def squared_norms(rows_ND: Tensor) -> Tensor:

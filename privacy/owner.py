@@ -44,8 +44,8 @@ from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER, require
 
 _LOGGER = logging.getLogger(__name__)
+# The maximum number of records in one call of a user's function.
 RECORDS_AT_ONCE = 512
-"""The maximum number of records in one call of a user's function."""
 
 
 class DataOwner:

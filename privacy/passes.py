@@ -122,13 +122,13 @@ class Units:
         return Sample(records, users, 1.0 / sizes.repeat_interleave(sizes).to(torch.float64))
 
 
+# A function that receives a line of text. The line may depend on private records, so only people
+# who may see the records may read it.
 Note = Callable[[str], None]
-"""A function that receives a line of text. The line may depend on private records, so only people
-who may see the records may read it."""
 
+# The smallest number of records in a pass. In training mode, normalisation layers refuse a single
+# record if their feature maps have 1×1 pixels.
 MIN_LENGTH = 2
-"""The smallest number of records in a pass. In training mode, normalisation layers refuse a single
-record if their feature maps have 1×1 pixels."""
 
 
 def power_of_two(bound: float) -> int:

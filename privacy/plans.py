@@ -21,13 +21,14 @@ from fedsynth.privacy.randomness import Addends, Grid, SecretGenerator, grid_of
 from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, require
 
 S = TypeVar("S")
+# A function of (release, groups, a client's `BudgetEnforcer`, its secret generator) that returns a
+# charged series. `GaussianSumMechanism` is the default.
 MakeSeries = Callable[[Release, int, BudgetEnforcer, SecretGenerator], GaussianSumMechanism]
-"""A function of (release, groups, a client's `BudgetEnforcer`, its secret generator) that returns a
-charged series. `GaussianSumMechanism` is the default."""
+
 FIRST, MAIN = "first", "main"
+# The exchanges between server and clients in a round. Every method has the main exchange, and some
+# methods have one before it.
 PHASES = (FIRST, MAIN)
-"""The exchanges between server and clients in a round. Every method has the main exchange, and some
-methods have one before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +147,8 @@ class ReleasePlan:
         )
 
 
+# The type of the plans of a client's releases.
 Plans = tuple[ReleasePlan, ...]
-"""The type of the plans of a client's releases."""
 
 
 def check_plans(plans: Sequence[ReleasePlan]) -> None:

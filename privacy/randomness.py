@@ -135,21 +135,22 @@ class SecretGenerator:
         raise TypeError("a secret generator cannot be copied, because a copy draws the same noise")
 
 
+# The number of bits for one coordinate of a client's vector. A float64 can represent every
+# multiple of the spacing up to 2^52 grid steps exactly.
 DIGITS = 52
-"""The number of bits for one coordinate of a client's vector. A float64 can represent every
-multiple of the spacing up to 2^52 grid steps exactly."""
+
 MAX_BITS = 63
+# The number of bits for one coordinate of the sum over clients. The coordinate is a signed 64-bit
+# integer.
 SUM_DIGITS = 62
-"""The number of bits for one coordinate of the sum over clients. The coordinate is a signed 64-bit
-integer."""
+# The assumed bound on the noise of a coordinate, in standard deviations. The noise exceeds it with
+# probability e⁻⁸⁰⁰.
 TAIL = 40.0
-"""The assumed bound on the noise of a coordinate, in standard deviations. The noise exceeds it with
-probability e⁻⁸⁰⁰."""
+# The smallest allowed ratio τ / (γ·√H) of noise to grid spacing (see the module's text).
 FINE = 2.0**12
-"""The smallest allowed ratio τ / (γ·√H) of noise to grid spacing (see the module's text)."""
+# The smallest allowed number of float64 values within one grid step. They are counted at the
+# largest allowed coordinate, where float64 is least exact.
 VALUES = 2.0**10
-"""The smallest allowed number of float64 values within one grid step. They are counted at the
-largest allowed coordinate, where float64 is least exact."""
 
 
 @dataclass(frozen=True)

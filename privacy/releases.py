@@ -13,20 +13,21 @@ from typing import Any
 
 from fedsynth.privacy.errors import PrivacySettingError, short_repr
 
+# The definitions of neighbouring data sets.
+#
+# - add-remove: one unit is added or removed.
+# - zero-out: one unit is replaced by a null record that contributes nothing. The number of a
+#   client's units is then public. A release costs the same ε as with add-remove.
+# - replace-one: one unit is replaced by any other unit. This doubles every sensitivity.
 ADJACENCIES = ("add-remove", "zero-out", "replace-one")
-"""The definitions of neighbouring data sets.
 
-- add-remove: one unit is added or removed.
-- zero-out: one unit is replaced by a null record that contributes nothing. The number of a client's
-  units is then public. A release costs the same ε as with add-remove.
-- replace-one: one unit is replaced by any other unit. This doubles every sensitivity.
-"""
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
+# The privacy units: one example, or one user with all their examples. Neighbouring data sets
+# differ in one unit.
 UNITS = (RECORD, USER)
-"""The privacy units: one example, or one user with all their examples. Neighbouring data sets
-differ in one unit."""
+
 POISSON, FULL = SAMPLERS = ("poisson", "full")
 
 

@@ -21,6 +21,7 @@ from fedsynth.privacy.releases import (
 )
 
 NO_LEDGER = "none: this data set is public"
+# The allowed range of each setting. Within these ranges, no sum, square or quotient overflows.
 RANGES = {
     "noise_multiplier": (1e-15, 1e9),
     "epsilon": (1e-15, 1e15),
@@ -31,7 +32,6 @@ RANGES = {
     "user_records": (1, 1e15),
     "max_request_norm": (1e-15, 1e300),
 }
-"""The allowed range of each setting. Within these ranges, no sum, square or quotient overflows."""
 
 
 def ledger_setting(value: Path | str) -> Path | str:

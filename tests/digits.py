@@ -22,8 +22,8 @@ from fedsynth.privacy.releases import RECORD
 SPEC, CPU = dataset_spec("digits"), torch.device("cpu")
 WHITE = np.full((1, 1, 8, 8), 255, np.uint8)
 NOISE = np.random.default_rng(7).integers(0, 256, (1, 1, 8, 8)).astype(np.uint8)
+# Images of an additional example, for tests of sensitivity.
 HOSTILE = (0 * WHITE, WHITE, NOISE)
-"""Images of an additional example, for tests of sensitivity."""
 
 
 def digits(labels: Any, extra: np.ndarray | None = None, device: torch.device = CPU) -> ImageData:

@@ -20,6 +20,8 @@ from fedsynth.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+# The number of a grid's cells with a row of the same settings hash. The rows of fashion_table and
+# dp_utility are older than the current hash, and audits have none.
 EXPECTED_ROWS = {
     "compare": 55,
     "fedstats_students": 20,
@@ -29,8 +31,6 @@ EXPECTED_ROWS = {
     "private_baselines": 32,
     "robust_table": 96,
 }
-"""The number of a grid's cells with a row of the same settings hash. The rows of fashion_table and
-dp_utility are older than the current hash, and audits have none."""
 
 
 @pytest.fixture

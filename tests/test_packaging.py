@@ -18,11 +18,12 @@ import fedsynth
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINKS = ("privacy", "cli")
+# Packages import only packages before them.
 PACKAGES = [
     "privacy", "data", "features", "models", "training", "core", "evaluation", "synthesizer",
     "methods", "config", "federation", "results", "simulation", "deployment", "reproduction", "cli",
 ]  # fmt: skip
-"""Packages import only packages before them."""
+
 SIBLINGS = {"deployment": {"simulation"}, "reproduction": {"deployment"}}
 
 

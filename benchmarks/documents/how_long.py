@@ -7,8 +7,8 @@ import statistics
 from library.pages import markdown, sentence, table
 from library.rows import by_seed, case, lines
 
+# Of `fedsynth synthesize`'s own settings: two rounds of 20, and of 100.
 RELEASES, EPOCHS = 40, 200
-"""Of `fedsynth synthesize`'s own settings: two rounds of 20, and of 100."""
 
 
 def _duration(seconds: float) -> str:

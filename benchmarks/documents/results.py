@@ -23,8 +23,8 @@ from library.rows import (
 )
 
 DOCUMENT = "docs/results.md"
+# Seeds.
 THREE, FIVE = range(3), range(5)
-"""Seeds."""
 
 
 @table("fashion")

@@ -55,8 +55,9 @@ METHOD_SETTINGS: dict[str, Values] = {  # in addition to the family's
     },
     "feddf": {"server_steps": 200, "server_batch": 64, "proxy": "mnist"},
 }
+# A method: its name in the table, where that is another.
 ROWS = {"fedfa-plus": "fedfa+"}
-"""A method: its name in the table, where that is another."""
+
 VARIANTS: dict[str, tuple[str, Values]] = {  # name in the table: method, what differs
     "fedfm, l2": ("fedfm", {"matching": "l2"}),
     "fedfm, from round 3": ("fedfm", {"start_round": 3}),
@@ -86,13 +87,14 @@ def _settings(method: str, changes: Values) -> tuple[str, Values]:
     return method, {**family(method_class(method)), **METHOD_SETTINGS.get(method, {}), **changes}
 
 
+# Name in the table: method, settings.
 METHODS: dict[str, tuple[str, Values]] = {
     **{ROWS.get(name, name): _settings(name, {}) for name in REGISTERED},
     **{name: _settings(method, changes) for name, (method, changes) in VARIANTS.items()},
 }
-"""Name in the table: method, settings."""
+# Whose clients end with models of their own.
 PERSONAL = tuple(name for name, (method, _) in METHODS.items() if method_class(method).personal)
-"""Whose clients end with models of their own."""
+
 SINGLE_ROUND = tuple(
     name
     for name, (method, values) in METHODS.items()
@@ -100,8 +102,9 @@ SINGLE_ROUND = tuple(
 )
 TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND)
 LADDER = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+# The ends of the first rates that are tried.
 GRIDS = {"lr": (0.003, 0.3), "image_lr": (0.1, 10.0)}
-"""The ends of the first rates that are tried."""
+
 FEW = {"local_epochs": 1, "server_epochs": 1, "server_steps": 1, "iterations": 2}
 
 

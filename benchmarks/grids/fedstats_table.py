@@ -19,8 +19,8 @@ from library.runs import with_features
 
 DATASETS = ("mnist", "fashion-mnist", "emnist-letters", "cifar10")
 KEY = "{dataset} eps={epsilon} {noise} alpha={alpha:g} K={clients} seed={seed}"
+# Below one over the number of records; 1e-5 for the other data sets.
 DELTAS = {"emnist-letters": 5e-6}
-"""Below one over the number of records; 1e-5 for the other data sets."""
 
 
 def settings_for(cell: Cell, **images: Any) -> RunSettings:

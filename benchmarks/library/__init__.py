@@ -2,5 +2,5 @@
 
 from pathlib import Path
 
+# Finished rows, as JSON lines.
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-"""Finished rows, as JSON lines."""

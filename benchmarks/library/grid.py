@@ -16,9 +16,10 @@ from fedsynth.config.settings import RunSettings
 from library.machine import append, machine, read
 from library.runs import Data, dataset, one_run
 
+# A value of each axis, `device`, `quick`, `cache`, what `Grid.choose` found as `chosen`, and the
+# cell's `settings`.
 Cell = SimpleNamespace
-"""A value of each axis, `device`, `quick`, `cache`, what `Grid.choose` found as `chosen`, and the
-cell's `settings`."""
+
 Row = dict[str, Any]
 Choice = TypeVar("Choice")
 

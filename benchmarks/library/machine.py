@@ -132,8 +132,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return _READ[path][1] if text else []
 
 
+# The text of each file that was read last, and its rows.
 _READ: dict[Path, tuple[str, list[dict[str, Any]]]] = {}
-"""The text of each file that was read last, and its rows."""
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

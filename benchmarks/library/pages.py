@@ -52,8 +52,9 @@ class Sentence:
         return text
 
 
+# The functions that make tables, by name.
 TABLES: dict[str, Callable[[], str]] = {}
-"""The functions that make tables, by name."""
+
 SENTENCES: list[Sentence] = []
 
 

@@ -12,13 +12,14 @@ from library.machine import read
 NOTHING = "–"
 Row = Mapping[str, Any]
 REPRODUCTION = "reproduction/*"
+# Has the removed scripts, whose questions are settled and whose rows stay.
 LAST_COMMIT = "04719c52"
-"""Has the removed scripts, whose questions are settled and whose rows stay."""
+
 REMOVED_GRIDS = {"encoder_constants": "0c42699c:benchmarks/grids/encoder_constants.py"}
+# Of FedStats' runs: 0 to 4, and 5 to 9 of the one that is quoted most.
 STATISTICS_SEEDS = range(10)
-"""Of FedStats' runs: 0 to 4, and 5 to 9 of the one that is quoted most."""
+# Names of the results files that were read, which tells what a table is made of.
 READ: list[str] = []
-"""Names of the results files that were read, which tells what a table is made of."""
 
 
 class RowsError(Exception):

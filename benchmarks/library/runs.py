@@ -19,10 +19,10 @@ from fedsynth.evaluation.generated import GENERATOR
 from fedsynth.simulation.simulate import simulate
 
 Data = tuple[ImageData, ImageData]
+# Training images on which settings are chosen.
 HELD_OUT = 5000
-"""Training images on which settings are chosen."""
+# A seed that no table uses.
 TUNING_SEED = 1000
-"""A seed that no table uses."""
 
 
 def keep_features(data: Data, features: str, folder: Path) -> Data:

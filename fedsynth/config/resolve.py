@@ -239,14 +239,14 @@ def _privacy(
     return from_mapping(PrivacySettings, values), None
 
 
+# The beginning of a data set's name that is followed by the path of a file of MedMNIST.
 MEDMNIST = "medmnist:"
-"""The beginning of a data set's name that is followed by the path of a file of MedMNIST."""
+# Settings that change how long a run takes or where its data are stored, but not its result.
 SPEED = (
     "compile", "memory_gb", "threads", "device", "data_root", "encoder_cache"
 )  # fmt: skip
-"""Settings that change how long a run takes or where its data are stored, but not its result."""
+# The original default values of settings whose default values have changed since, by method.
 FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
-"""The original default values of settings whose default values have changed since, by method."""
 
 
 def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:

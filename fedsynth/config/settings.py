@@ -27,8 +27,8 @@ from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
 from fedsynth.validation import check_fields, check_number, field_types, in_range, one_of
 
+# The maximum numbers of characters in the texts of a report.
 MAX_LENGTHS: Mapping[str, int] = {"responsible": 300, "purpose": 300, "sites": 30_000, "person": 40}
-"""The maximum numbers of characters in the texts of a report."""
 
 
 @dataclass(frozen=True)
@@ -364,10 +364,10 @@ def _non_empty(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")
+# Maps the fields of `RunSettings` in the section "run" to their types.
 RUN_KINDS: Mapping[str, type] = {
     name: kind for name, kind in field_types(RunSettings).items() if name not in _OTHER_SECTIONS
 }
-"""Maps the fields of `RunSettings` in the section "run" to their types."""
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,19 +30,18 @@ from fedsynth.privacy.plans import ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
 
 CPU_CHUNK, GPU_CHUNK = 512, 4096
+# The number of examples whose features are multiplied in one matrix product.
 FEATURE_PASS = 512
-"""The number of examples whose features are multiplied in one matrix product."""
+# The fixed cost of one matrix product over features, in units of the cost of one example. The cost
+# comes from writing the resulting sum to memory.
 FEATURE_START = 64.0
-"""The fixed cost of one matrix product over features, in units of the cost of one example. The cost
-comes from writing the resulting sum to memory."""
 
+# The type of functions that compute one vector for each example, from features [N, d] and labels
+# [N].
+#
+# Embeddings z [N, d] may take the place of the features. Each vector may depend only on the example
+# with the same position.
 FeatureRows = Callable[[Tensor, Tensor], Products]
-"""The type of functions that compute one vector for each example, from features [N, d] and labels
-[N].
-
-Embeddings z [N, d] may take the place of the features. Each vector may depend only on the example
-with the same position.
-"""
 
 
 def chunk(device: torch.device) -> int:

@@ -22,22 +22,22 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.passes import Note, padded, values_of_each
 
+# The largest size in bytes of a data set's cache for features φ. The cache for embeddings z has
+# the same limit. Vectors that need more memory are not cached and are computed again at each use.
 MAX_BYTES = 3 * 2**30
-"""The largest size in bytes of a data set's cache for features φ. The cache for embeddings z has
-the same limit. Vectors that need more memory are not cached and are computed again at each use."""
+# The fixed number of images whose features are computed at a time. It is fixed so that the choice
+# of kernels does not depend on the number of records (`fedsynth.privacy.passes`).
 PASS = 64
-"""The fixed number of images whose features are computed at a time. It is fixed so that the choice
-of kernels does not depend on the number of records (`fedsynth.privacy.passes`)."""
+# The fixed number of feature vectors that are embedded at a time. It is fixed so that the choice
+# of kernels does not depend on the number of records, as for `PASS`.
 EMBEDDING_PASS = 512
-"""The fixed number of feature vectors that are embedded at a time. It is fixed so that the choice
-of kernels does not depend on the number of records, as for `PASS`."""
+# The number of vectors that are computed before they are copied into the cache. It bounds the
+# memory that is needed in addition to the cache.
 BLOCK = 16 * EMBEDDING_PASS
-"""The number of vectors that are computed before they are copied into the cache. It bounds the
-memory that is needed in addition to the cache."""
 
 
+# The type of functions that return the vectors [M, d] at the positions [M] of a data set.
 Look = Callable[[Tensor], Tensor]
-"""The type of functions that return the vectors [M, d] at the positions [M] of a data set."""
 
 
 class _Table:
@@ -69,9 +69,9 @@ class _Table:
         return lambda records: self.vectors.index_select(0, records.to(self.vectors.device))
 
 
+# The table of cached vectors for each data set and each feature map. The map object is the key,
+# because two maps can have the same name, dimension and constants.
 _CACHES: WeakKeyDictionary[ImageData, WeakKeyDictionary[FeatureMap, _Table]] = WeakKeyDictionary()
-"""The table of cached vectors for each data set and each feature map. The map object is the key,
-because two maps can have the same name, dimension and constants."""
 
 
 def _cache_of(data: ImageData, features: FeatureMap) -> _Table:

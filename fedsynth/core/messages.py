@@ -38,8 +38,8 @@ LENGTH_BYTES = 8  # size of a safetensors header's length field, little-endian
 LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
 
 
+# The type of tensors by name, such as the parameters of a model.
 Tensors = Mapping[str, Tensor]
-"""The type of tensors by name, such as the parameters of a model."""
 
 
 def released() -> Any:

@@ -35,24 +35,24 @@ from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
+# The tensors that a client keeps between rounds. They never leave the client.
 Memory = Tensors
-"""The tensors that a client keeps between rounds. They never leave the client."""
 
+# The memory of each client, in the group's order.
 Memories = Sequence[Memory]
-"""The memory of each client, in the group's order."""
 
+# The type of a step's results: the message and the new memory of each client, in the group's
+# order.
 Results = list[tuple[Message, Memory]]
-"""The type of a step's results: the message and the new memory of each client, in the group's
-order."""
 
 # Methods narrow these in their signatures to their own `downlink`, `upload`, `state` and so on.
 Request = Any
 Upload = Any
 State = Any
 
+# The type of a method's presets. For each data set, they replace the defaults of some settings.
+# The presets of the method's base classes apply too.
 Presets = Mapping[str, Mapping[str, Any]]
-"""The type of a method's presets. For each data set, they replace the defaults of some settings.
-The presets of the method's base classes apply too."""
 
 
 @dataclass(frozen=True)

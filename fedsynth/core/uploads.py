@@ -30,19 +30,19 @@ from fedsynth.core.messages import Message
 from fedsynth.errors import UploadRejectedError
 from fedsynth.privacy.errors import RequestRefusedError
 
+# The largest magnitude of trained values and of sums over a client's examples. The weights of a
+# network that learns stay below 1e3. With a bound of 1e6 no float32 sum or square over clients
+# overflows.
 LARGEST = 1e6
-"""The largest magnitude of trained values and of sums over a client's examples. The weights of a
-network that learns stay below 1e3. With a bound of 1e6 no float32 sum or square over clients
-overflows."""
+# The largest allowed value of a counter. float64 represents all integers up to this value exactly.
 LARGEST_COUNT = 2.0**53
-"""The largest allowed value of a counter. float64 represents all integers up to this value exactly.
-"""
+
+# The largest sizes in bytes of one tensor's entry in the header of a packed message (`NAME_BYTES`)
+# and of the rest of the header.
 HEADER_BYTES = 64 * 2**10
 NAME_BYTES = 512
-"""The largest size in bytes of one tensor's entry in the header of a packed message. `HEADER_BYTES`
-is the largest size of the rest of the header."""
+# The largest size in bytes of a field for which the method declares no rule.
 FREE_BYTES = 64 * 2**20
-"""The largest size in bytes of a field for which the method declares no rule."""
 
 
 class Rule(Protocol):
@@ -146,9 +146,9 @@ class Array:
         return f"[{', '.join(sizes)}]"
 
 
+# The tolerance for the sum of probabilities. The rounding error is below 1e-5 for float32, and
+# about 1e-3 for half precision.
 TOLERANCE = 1e-3
-"""The tolerance for the sum of probabilities. The rounding error is below 1e-5 for float32, and
-about 1e-3 for half precision."""
 
 
 @dataclass(frozen=True)
@@ -289,9 +289,9 @@ def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
     return HEADER_BYTES + sum(sizes)
 
 
+# The memory of a tensor: its device, the address of its first byte, the address after its last
+# byte, whether it is the server's, and the tensor's name.
 Span = tuple[str, int, int, bool, str]
-"""The memory of a tensor: its device, the address of its first byte, the address after its last
-byte, whether it is the server's, and the tensor's name."""
 
 
 def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:

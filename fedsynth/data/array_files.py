@@ -29,15 +29,16 @@ from fedsynth.data.images import Bytes, IntArray
 from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.privacy.files import read_regular
 
+# The MD5 hashes of the published files, as torchvision lists them.
 SVHN_MD5 = {
     "train_32x32.mat": "e26dedcc434d2e4c54c9b2d4a06d8373",
     "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
 }
-"""The MD5 hashes of the published files, as torchvision lists them."""
+
 MAX_SVHN_BYTES = 2**28
+# Size limit of a batch file. It allows for all 60,000 images with their labels and file names, and
+# for two bytes per pixel, which pickles before protocol 3 need because they store bytes as text.
 MAX_CIFAR_BYTES = 60_000 * (2 * 3072 + 256)
-"""Size limit of a batch file. It allows for all 60,000 images with their labels and file names, and
-for two bytes per pixel, which pickles before protocol 3 need because they store bytes as text."""
 
 
 def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:

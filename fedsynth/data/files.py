@@ -28,8 +28,8 @@ from fedsynth.privacy.files import (
     read_regular,
 )
 
+# Size limit of a text file that lists images or users. The longest list of DomainNet has 5 MB.
 MAX_LIST_BYTES = 2**26
-"""Size limit of a text file that lists images or users. The longest list of DomainNet has 5 MB."""
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -112,13 +112,14 @@ class Split:
 
 
 USERS_FILE = "users.csv"
+# The accepted headings, each with the column that it stands for. Case is ignored.
 HEADINGS = {
     **dict.fromkeys(("path", "image", "file", "filename"), "path"),
     **dict.fromkeys(("label", "class"), "label"),
     **dict.fromkeys(("site", "hospital", "client"), "site"),
     **dict.fromkeys(("user", "patient", "person"), "user"),
 }
-"""The accepted headings, each with the column that it stands for. Case is ignored."""
+
 DELIMITERS = ",;\t|"
 
 

@@ -27,8 +27,9 @@ from fedsynth.data.registry import in_order
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
+# The name of the folder with privacy ledgers, which may be inside the folder of images.
 LEDGERS = "fedsynth-ledger"
-"""The name of the folder with privacy ledgers, which may be inside the folder of images."""
+
 DECLARATION = "fedsynth.toml"
 IMAGE = "image"
 HIDDEN = "hidden"
@@ -43,8 +44,8 @@ _SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
 
+# An array of N strings, stored as Python objects.
 Names = npt.NDArray[Any]
-"""An array of N strings, stored as Python objects."""
 
 
 class Entry(NamedTuple):

@@ -29,9 +29,9 @@ from fedsynth.privacy.files import expand_home
 from fedsynth.privacy.report.figures import faults
 from fedsynth.validation import check_choice, check_number, read_sections
 
+# How many times larger than the true number a declared number may be. Declared numbers are
+# rounded, and a larger ratio cannot come from rounding.
 MAX_RATIO = 4
-"""How many times larger than the true number a declared number may be. Declared numbers are
-rounded, and a larger ratio cannot come from rounding."""
 
 
 def _distinct(names: list[str]) -> list[str]:

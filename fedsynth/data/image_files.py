@@ -30,19 +30,22 @@ from fedsynth.privacy.files import open_regular, read_regular
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+# The formats that Pillow may decode. Pillow detects the format from the content of a file and not
+# from its extension. For some formats that are not listed here it would start Ghostscript.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF")
-"""The formats that Pillow may decode. Pillow detects the format from the content of a file and not
-from its extension. For some formats that are not listed here it would start Ghostscript."""
+# The maximum number of pixels of an image. A decoded image of this size takes up to 134 MB.
 MAX_PIXELS = 2**25
-"""The maximum number of pixels of an image. A decoded image of this size takes up to 134 MB."""
+
 MAX_IMAGE_BYTES = 3 * MAX_PIXELS
+# The maximum number of scans in a JPEG file. The decoder passes over the whole image once for each
+# scan. Cameras and editors write about ten scans.
 MAX_SCANS = 100
-"""The maximum number of scans in a JPEG file. The decoder passes over the whole image once for each
-scan. Cameras and editors write about ten scans."""
+
 _LARGE_PIXELS = 2**20
 _LARGE_IMAGE_LOCK = Lock()
+# The centre and width of the range of 16-bit levels.
 _RANGE_OF_16_BITS = (65535 / 2, 65535.0)
-"""The centre and width of the range of 16-bit levels."""
+
 _EXIF_ORIENTATION = 0x0112
 ALPHA_LOST = "images with transparency, shown on white"
 COLOUR_LOST = "colour images, converted to grey"

@@ -109,8 +109,8 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return splits[0], splits[1]
 
 
+# The names of class folders that are spelled differently in some releases of Office-Caltech-10.
 OTHER_NAMES = {"backpack": "back_pack"}
-"""The names of class folders that are spelled differently in some releases of Office-Caltech-10."""
 
 
 def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
@@ -199,8 +199,8 @@ def _load(files: Sequence[LabelledFile], spec: DatasetSpec) -> Split:
     return Split(images, y, domains=np.array(domains, np.int64))
 
 
+# Size limit of a JSON file. LEAF writes a file of about 250 MB for each hundred writers.
 MAX_JSON_BYTES = 2**30
-"""Size limit of a JSON file. LEAF writes a file of about 250 MB for each hundred writers."""
 
 Writers = dict[str, tuple[Bytes, IntArray]]
 

@@ -32,8 +32,9 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 
 
+# The source in a specification that no person has stated.
 DERIVED = "derived from the arrays"
-"""The source in a specification that no person has stated."""
+
 Array = Tensor | np.ndarray[Any, np.dtype[Any]]
 
 

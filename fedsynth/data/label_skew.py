@@ -20,17 +20,18 @@ from fedsynth.errors import PartitionError
 
 Rng = np.random.Generator
 
+# The maximum number of times that a whole partition is drawn. This takes 1.5 s for 10
+# classes, and about 15 s for 100.
 MAX_TRIES = 5_000
-"""The maximum number of times that a whole partition is drawn. This takes 1.5 s for 10
-classes, and about 15 s for 100."""
+# The largest α that is used. Above it, all shares are 1/K to six digits, and NumPy's gamma sampler
+# would overflow.
 _MAX_ALPHA = 1e12
-"""The largest α that is used. Above it, all shares are 1/K to six digits, and NumPy's gamma sampler
-would overflow."""
+
 _FITTING_STEPS = 3_000
+# Tolerance of fitted sums, in examples. It must be below 1, so that rounding has a solution.
 _SUM_TOLERANCE = 1e-6
-"""Tolerance of fitted sums, in examples. It must be below 1, so that rounding has a solution."""
+# A number this close to an integer counts as one.
 _INTEGER_TOLERANCE = 1e-6
-"""A number this close to an integer counts as one."""
 
 
 def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
@@ -346,6 +347,7 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     return down + added
 
 
+# The function for each kind of partition, which computes counts [K, C] from class sizes [C].
 COUNTS: dict[str, Callable[[IntArray, PartitionSettings, Rng], IntArray]] = {
     "dirichlet": dirichlet,
     "dirichlet-plain": dirichlet_once,
@@ -354,4 +356,3 @@ COUNTS: dict[str, Callable[[IntArray, PartitionSettings, Rng], IntArray]] = {
     "missing": missing_classes,
     "dominant": dominant_classes,
 }
-"""The function for each kind of partition, which computes counts [K, C] from class sizes [C]."""

@@ -49,9 +49,9 @@ from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingEr
 from fedsynth.seeding import numpy_generator
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"
+# The only data set that is part of the package. digits.LICENSE.txt names the authors and the
+# licence.
 DIGITS = Path(__file__).with_name("digits.npz")
-"""The only data set that is part of the package. digits.LICENSE.txt names the authors and the
-licence."""
 
 
 def load_dataset(
@@ -201,6 +201,8 @@ def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return train, Split(*read_svhn(root / "test_32x32.mat"))
 
 
+# The function that reads the training and test splits of each data set that consists of files. It
+# raises an OSError if a file cannot be read.
 READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "mnist": partial(_read_mnist, folder="MNIST"),
     "fashion-mnist": partial(_read_mnist, folder="FashionMNIST"),
@@ -216,16 +218,14 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "domainnet-10": image_folders.read_domainnet,
     "femnist": image_folders.read_femnist,
 }
-"""The function that reads the training and test splits of each data set that consists of files. It
-raises an OSError if a file cannot be read."""
 
 
 DEVICES = 30
 FEATURES = 60
 CLASSES = 10
 SEED = 0
+# √Σ_jj.
 DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(-0.6)
-"""√Σ_jj."""
 
 
 def make_synthetic(

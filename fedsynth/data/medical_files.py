@@ -34,13 +34,15 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]
 DICOM_EXTENSIONS = (".dcm", ".dicom")
 NIFTI_EXTENSIONS = (".nii", ".nii.gz")
+# The maximum size of a DICOM or NIfTI file.
 MAX_FILE_BYTES = 2**29
-"""The maximum size of a DICOM or NIfTI file."""
+# The maximum size of a decompressed NIfTI file. Volumes of 512×512×1000 16-bit values fit.
 MAX_VOLUME_BYTES = 2**30
-"""The maximum size of a decompressed NIfTI file. Volumes of 512×512×1000 16-bit values fit."""
+
 MAX_FRAME_PIXELS = 2**25
+# The maximum size of a frame that is compressed by RLE. Damaged RLE data may expand 64 times.
 MAX_RLE_BITS = 2**27
-"""The maximum size of a frame that is compressed by RLE. Damaged RLE data may expand 64 times."""
+
 SLICES_LOST = "images that are one slice or frame of several"
 BITS_LOST = "images with more than 8 bits, reduced to 8"
 NO_WINDOW = "images without a window, each scaled to its own range"
@@ -49,8 +51,8 @@ _RLE = "1.2.840.10008.1.2.5"
 _PREAMBLE_BYTES = 128
 _SHARED, _PER_FRAME = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
 _WINDOW = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]+)?)\s*,\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*")
+# The ending of a file without an extension. Names that are a DICOM UID end with a number.
 _UID_EXTENSION = re.compile(r"(?:\.[0-9]*)?")
-"""The ending of a file without an extension. Names that are a DICOM UID end with a number."""
 
 
 class UnsupportedImageError(ValueError):

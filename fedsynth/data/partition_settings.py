@@ -11,6 +11,7 @@ from fedsynth.validation import check_fields, in_range
 
 EXPLICIT = "given"  # the kind of a partition that the caller passes to `simulate`
 DOMAIN, NATURAL = "domain", "natural"
+# The kinds that need only labels.
 BY_LABELS = (
     "iid",
     "dirichlet",
@@ -21,7 +22,7 @@ BY_LABELS = (
     "dominant",
     "quantity",
 )
-"""The kinds that need only labels."""
+
 MAX_CLIENTS = 200_000
 
 

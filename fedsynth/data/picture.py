@@ -18,12 +18,14 @@ Counts = npt.NDArray[np.integer] | Sequence[Sequence[int]]
 Numbers = npt.NDArray[Any]
 
 MAX_ROWS, MAX_COLUMNS = 40, 26
+# The number of classes that a row lists if there are too many classes for one column each.
 TOP_CLASSES = 6
-"""The number of classes that a row lists if there are too many classes for one column each."""
+
 GREY, WHITE, DARK_BLUE = 200, (255, 255, 255), (8, 48, 107)
 FONT_SIZE, TITLE_HEIGHT, CELL_SIDE, MARGIN = 16, 40, 26, 12
+# The maximum number of characters of a name in a picture.
 MAX_NAME = 12
-"""The maximum number of characters of a name in a picture."""
+
 MIN_IMAGE_SIDE = 48
 _FONT = ImageFont.load_default(FONT_SIZE)
 

@@ -44,15 +44,16 @@ from fedsynth.errors import (
 from fedsynth.privacy.files import open_regular
 
 Array = npt.NDArray[Any]
+# The columns of a file by name. Each function reads one column, [N, …].
 Readers = dict[str, Callable[[], Array]]
-"""The columns of a file by name. Each function reads one column, [N, …]."""
 
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
+# The size limit of an array in memory.
 MAX_ARRAY_BYTES = 2**34
-"""The size limit of an array in memory."""
+# The size limit of decompressed data that are larger than their file.
 MAX_EXPANDED_BYTES = 2**31
-"""The size limit of decompressed data that are larger than their file."""
+
 TRAIN, TEST = "train", "test"
 _SPLIT = re.compile(r"(?:(train|val|test)_(.+)|(.+)_(train|val|test))", re.IGNORECASE)
 _SPLIT_OF_PATH = re.compile(r"(?<![a-z])(train|val|test)")

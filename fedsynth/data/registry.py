@@ -27,9 +27,10 @@ from fedsynth.privacy.report.figures import faults_as
 
 MAX_NAME = 200
 MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow
+# Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
+# that is computed from the images would reveal exact information about them.
 MEAN, STD = 0.5, 0.25
-"""Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
-that is computed from the images would reveal exact information about them."""
+
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
@@ -274,11 +275,11 @@ _ENCODED = (
 )  # fmt: skip
 DEFAULT_DATASET = "digits"
 _SYNTHETIC_SPECS = (_synthetic_spec(alpha, alpha) for alpha in (0.0, 0.5, 1.0))
+# The specifications by name. It has only the paper's synthetic(α,β); `dataset_spec` accepts all
+# numbers from 0 to 99.9999.
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
     _PUBLISHED | {spec.name: spec for spec in _SYNTHETIC_SPECS}
 )
-"""The specifications by name. It has only the paper's synthetic(α,β); `dataset_spec` accepts all
-numbers from 0 to 99.9999."""
 
 
 def is_known(name: str) -> bool:

@@ -40,11 +40,12 @@ FORMAT = "fedsynth synthetic set 1"
 UNITS = "float32; 0 is black, 1 is white; values outside are not cut off"
 NORMALISED = "float32, normalised: (x - mean) / std of x whose black is 0 and white 1"
 BYTES = "uint8; 0 is black, 255 is white"
+# The largest absolute value of a pixel, both raw and normalised. Larger values do not belong to
+# images, and would overflow in training.
 MAX_VALUE = 1e6
-"""The largest absolute value of a pixel, both raw and normalised. Larger values do not belong to
-images, and would overflow in training."""
+# How far the sum of an image's soft labels may differ from 1, because they may be rounded.
 SUM_TOLERANCE = 0.01
-"""How far the sum of an image's soft labels may differ from 1, because they may be rounded."""
+
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
 _FACTS = {"class_names", "mean", "std", "bounds", "encoder", "encoded_shape"}
 _TENSORS = {"images", "labels", "soft_labels", "client"}

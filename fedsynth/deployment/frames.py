@@ -43,19 +43,19 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import faults_as
 from fedsynth.validation import MAX_SECONDS, check_number
 
+# The maximum size of a header in bytes. It is large because a header may contain a ledger's
+# history.
 LONGEST_HEADER = 64 * 2**20
-"""The maximum size of a header in bytes. It is large because a header may contain a ledger's
-history.
-"""
+
 ANSWER, REFUSAL, ERROR = "answer", "refusal", "error"
 JOIN, REFUSED, END = "join", "refused", "end"
 KEYS, SHARES, STEP, UNMASK = "keys", "shares", "step", "unmask"
+# The requests of one exchange, in order. Without a secure sum, only `STEP` is sent.
 EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
-"""The requests of one exchange, in order. Without a secure sum, only `STEP` is sent."""
 
 
+# The header of a frame: its kind and its fields.
 _HEADER = TypeAdapter(tuple[str, dict[str, Any]], config=ConfigDict(strict=True))
-"""The header of a frame: its kind and its fields."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +175,8 @@ def _parse_history(stated: Any) -> History:
         raise ValueError(f"the client's ledger history is damaged: {error!r:.80}") from None
 
 
+# The history of a client's ledger, which is JSON outside of this process.
 StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializer(History.to_json)]
-"""The history of a client's ledger, which is JSON outside of this process."""
 
 
 class Statement(Facts):
@@ -194,8 +194,8 @@ class Statement(Facts):
     history: StatedHistory | None = None
 
 
+# The name of the file of joined clients, in the folder of the run's checkpoint.
 FILE = "clients.json"
-"""The name of the file of joined clients, in the folder of the run's checkpoint."""
 
 
 class JoinedClient(BaseModel):

@@ -47,12 +47,11 @@ from fedsynth.privacy.releases import USER, Release
 
 RUNS = "runs"
 LOCK = ".answering"
+# The text that a server receives for every error that its own message did not cause.
+#
+# The text of such an error may depend on the owner's files, records or machine, so only the owner
+# sees it.
 CANNOT = "this client cannot take part. Only the data owner sees the reason"
-"""The text that a server receives for every error that its own message did not cause.
-
-The text of such an error may depend on the owner's files, records or machine, so only the owner
-sees it.
-"""
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,8 @@ class DatasetPart:
         return data_set_id(proposal.settings)
 
 
+# The source of a node's records.
 Source = ClassFolders | DatasetPart
-"""The source of a node's records."""
 
 
 class RecordsError(FedsynthError):

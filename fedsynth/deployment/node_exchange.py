@@ -35,8 +35,8 @@ from fedsynth.federation.server import needed_uploads
 from fedsynth.privacy.ledger.folder import default_names
 from fedsynth.privacy.ledger.ledger import History
 
+# How many seconds the server waits for a node to confirm that it was refused.
 REFUSAL_SECONDS = 10.0
-"""How many seconds the server waits for a node to confirm that it was refused."""
 
 
 class TooFewClientsError(FedsynthError):

@@ -65,8 +65,9 @@ from fedsynth.validation import LARGEST, to_toml
 if TYPE_CHECKING:
     from fedsynth.deployment.session import Session
 
+# Approves every proposal.
 ANY = "any"
-"""Approves every proposal."""
+
 Names = Annotated[tuple[str, ...], Field(strict=False, min_length=1)]
 Values = Annotated[tuple[bool | int | float | str, ...], Field(strict=False, min_length=1)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]

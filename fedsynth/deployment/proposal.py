@@ -30,12 +30,13 @@ from fedsynth.errors import CheckpointError, FedsynthError, MessageError, Settin
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.files import load_toml, read_text
 
+# The settings that each party chooses for its own machine, such as the device and the folders.
 LOCAL_SETTINGS = {
     "run": ("device", "memory_gb", "threads", "compile"),
     "data": ("data_root",),
     "privacy": ("ledger",),
 }
-"""The settings that each party chooses for its own machine, such as the device and the folders."""
+
 STATE = "session.json"
 RUN_NAME = re.compile(r"[0-9a-f]{16}")
 

@@ -67,14 +67,14 @@ if TYPE_CHECKING:
     from fedsynth.deployment.node import Node
 
 SUM_FILE = "sum.json"
+# How often the client answers one exchange of a private run, counted across restarts.
+#
+# A server that was killed resumes from its checkpoint and repeats a round. Each answer is charged.
+# Without a cap on ε, the client gives only one answer.
 MAX_ATTEMPTS = 3
-"""How often the client answers one exchange of a private run, counted across restarts.
-
-A server that was killed resumes from its checkpoint and repeats a round. Each answer is charged.
-Without a cap on ε, the client gives only one answer.
-"""
+# The number of rounds whose files are stored. A resumed server has lost at most the last round.
 STORED_ROUNDS = 3
-"""The number of rounds whose files are stored. A resumed server has lost at most the last round."""
+
 HASH_BYTES = 32
 _ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# The names of the measures, in the order of `classification_measures`.
 MEASURES = ("balanced_accuracy", "auroc", "f1", "calibration_error")
-"""The names of the measures, in the order of `classification_measures`."""
+# The number of bins of the calibration error, as in Guo et al. 2017.
 CALIBRATION_BINS = 15
-"""The number of bins of the calibration error, as in Guo et al. 2017."""
 
 
 def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, float | None]:

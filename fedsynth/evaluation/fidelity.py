@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fedsynth.errors import DataError
 from fedsynth.seeding import torch_generator
 
+# The number of subsets for KID, and the number of images in a subset.
 SUBSETS, SUBSET_SIZE = 100, 1000
-"""The number of subsets for KID, and the number of images in a subset."""
 
 
 @dataclass(frozen=True)

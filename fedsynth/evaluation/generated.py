@@ -36,13 +36,13 @@ from torch import Tensor, nn
 from fedsynth.seeding import torch_generator
 
 GENERATOR = "generator"  # the key of these measures in the metrics of a round
+# The type of the dictionary that `describe` returns.
 GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
 ]
-"""The type of the dictionary that `describe` returns."""
+# Number of images in a tally. With 256 images, the entropy of 26 equally frequent classes is
+# underestimated by only about 0.05 nats.
 TALLIED = 256
-"""Number of images in a tally. With 256 images, the entropy of 26 equally frequent classes is
-underestimated by only about 0.05 nats."""
 
 
 def tally(

@@ -39,14 +39,16 @@ from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.passes import padded
 from fedsynth.seeding import torch_generator
 
+# The fixed number of images that are encoded at a time, so that the choice of kernels does not
+# depend on the number of records.
 PASS = 64
-"""The fixed number of images that are encoded at a time, so that the choice of kernels does not
-depend on the number of records."""
+
 MAX_PUBLIC_IMAGES = 2000
+# The height and width of the random images with which a pretrained network is tested.
 TEST_SIDE = 64
-"""The height and width of the random images with which a pretrained network is tested."""
+# The largest norm of a vector in a cache. Vectors are clipped to norm 1, up to rounding errors.
 MAX_NORM = 1 + 1e-5
-"""The largest norm of a vector in a cache. Vectors are clipped to norm 1, up to rounding errors."""
+
 CACHED = "vectors-{}.safetensors"
 Progress = Callable[[int, int], None]
 

@@ -26,8 +26,9 @@ from fedsynth.own_code import HASH_DIGITS
 from fedsynth.privacy.files import expand_home, read_regular
 
 LIBRARIES = ("timm", "torchvision")
+# The value of a setting of weights that stands for the weights that the library downloads.
 PRETRAINED = "pretrained"
-"""The value of a setting of weights that stands for the weights that the library downloads."""
+
 MAX_WEIGHTS_BYTES = 2**33
 _NAME = re.compile(r"[A-Za-z0-9_.\-]{1,100}")
 

@@ -21,8 +21,9 @@ from fedsynth.features.random_images import random_images
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600
+# The number of images of uniform noise that test a map without measured constants.
 TEST_IMAGES = 8
-"""The number of images of uniform noise that test a map without measured constants."""
+
 SEED = 0
 DIGITS = 3  # the number of significant digits of a constant
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"

@@ -25,13 +25,15 @@ from torch.nn import functional as F
 
 from fedsynth.features.feature_map import Shape
 
+# The number of images that are generated together. It bounds memory and also affects the images
+# that a seed gives.
 AT_ONCE = 256
-"""The number of images that are generated together. It bounds memory and also affects the images
-that a seed gives."""
+
 LEAVES = 48  # the number of shapes in front of the background, which is enough to cover most of it
+# The relative spread of a shape's colour around its grey value. It is small because natural images
+# are mostly grey.
 CHROMA = 0.35
-"""The relative spread of a shape's colour around its grey value. It is small because natural images
-are mostly grey."""
+
 WIDTH = 16  # the number of channels of the random generators
 
 

@@ -29,19 +29,21 @@ from fedsynth.features.feature_map import FeatureMap, Shape, two_sided
 from fedsynth.features.public_statistics import Whitening, constants, map_of_vectors, public_vectors
 from fedsynth.features.scattering import FLOOR, scattering, scattering_features, sizes
 
+# The file that `python benchmarks/random_process.py` writes.
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
-"""The file that `python benchmarks/random_process.py` writes."""
+
 PATCH = 6  # the side of a patch in pixels
+# A number that is added to a patch's variance, so that nearly flat patches stay small. It is 10
+# squared grey values, as in the paper.
 CONTRAST = 10 / 255**2
-"""A number that is added to a patch's variance, so that nearly flat patches stay small. It is 10
-squared grey values, as in the paper."""
+
 THRESHOLD = 0.25
 CELLS = 3
+# The number of images that a CPU processes at a time. It is a power of two, so that all pieces of
+# a private client's pass have the same length.
 AT_ONCE = 16
-"""The number of images that a CPU processes at a time. It is a power of two, so that all pieces of
-a private client's pass have the same length."""
+# The smallest image side in pixels. Smaller images have too few patches for 3×3 cells.
 MIN_SIDE = 12
-"""The smallest image side in pixels. Smaller images have too few patches for 3×3 cells."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,17 +160,17 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
     return map_of_vectors("scattering+random-process", shape, function, vectors, blocks)
 
 
+# The scale of the dictionary's features relative to the scattering features. It was chosen on
+# held-out CIFAR-10 training images.
 DICTIONARY = 0.7
-"""The scale of the dictionary's features relative to the scattering features. It was chosen on
-held-out CIFAR-10 training images."""
+# The fraction of channel directions that are kept. These are the directions in which public images
+# differ most. The fraction was chosen on the same images. With half of the coordinates, accuracy is
+# the same.
 CHANNEL_SHARE = 0.5
-"""The fraction of channel directions that are kept. These are the directions in which public images
-differ most. The fraction was chosen on the same images. With half of the coordinates, accuracy is
-the same."""
+# A factor for the norm bound and the radius, which are otherwise medians over public random
+# images. It was chosen on the same images. Photographs vary less in each direction than random
+# processes do.
 SMALLER = 0.7
-"""A factor for the norm bound and the radius, which are otherwise medians over public random
-images. It was chosen on the same images. Photographs vary less in each direction than random
-processes do."""
 
 
 def whitened_pair(shape: Shape) -> FeatureMap:

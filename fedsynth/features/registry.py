@@ -80,8 +80,8 @@ def unit_norm(shape: Shape) -> FeatureMap:
     )
 
 
+# A function that builds the map for images of shape (channels, height, width).
 Builder = Callable[[Shape], FeatureMap]
-"""A function that builds the map for images of shape (channels, height, width)."""
 
 _BUILT_IN: dict[str, Builder] = {
     "pixels": pixels,

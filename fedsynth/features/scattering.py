@@ -34,12 +34,13 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import Whitening, map_of_vectors, public_vectors
 
+# The constant c at the end of each vector u, which counts examples. Its square is a tenth of the
+# vector's squared norm.
 CONSTANT = math.sqrt(0.1)
-"""The constant c at the end of each vector u, which counts examples. Its square is a tenth of the
-vector's squared norm."""
+# The maximum number of cells in each direction, for grey and for colour images. It is small
+# because the noise of a sum grows with the square root of the number of coordinates.
 GREY_SIDE, COLOUR_SIDE = 14, 8
-"""The maximum number of cells in each direction, for grey and for colour images. It is small
-because the noise of a sum grows with the square root of the number of coordinates."""
+
 DARKEST = 1e-6
 
 
@@ -89,23 +90,23 @@ Complex = npt.NDArray[np.complex128]
 J, L = 2, 8  # the number of octaves J and the number of orientations L of the scattering transform
 GROUPS = 27
 GRID = 3  # the number of cells in each direction to which a channel is pooled
+# The smallest image side in pixels. The transform of a smaller image has fewer than two
+# positions.
 MIN_SIDE = 8
-"""The smallest image side in pixels. The transform of a smaller image has fewer than two
-positions."""
+# A number that is added to the variance of a group of channels, so that the features of a constant
+# image are 0.
 EPSILON = 1e-5
-"""A number that is added to the variance of a group of channels, so that the features of a constant
-image are 0."""
+# The conversion of (R, G, B) to YUV according to BT.601. The rows are Y, U and V.
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
-"""The conversion of (R, G, B) to YUV according to BT.601. The rows are Y, U and V."""
+# The number that whitening adds to the eigenvalues, relative to the largest eigenvalue. It was
+# chosen on EMNIST letters.
 FLOOR = 0.003
-"""The number that whitening adds to the eigenvalues, relative to the largest eigenvalue. It was
-chosen on EMNIST letters."""
+# The number of image channels that a CPU processes at a time. It is small so that their spectra
+# stay in the CPU's cache.
 PLANES = 16
-"""The number of image channels that a CPU processes at a time. It is small so that their spectra
-stay in the CPU's cache."""
+# The shifts, in image sizes, of the copies of a filter that are summed to make the filter
+# periodic.
 PERIODS = (-2, -1, 0, 1, 2)
-"""The shifts, in image sizes, of the copies of a filter that are summed to make the filter
-periodic."""
 
 
 def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:

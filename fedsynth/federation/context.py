@@ -90,11 +90,11 @@ def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
     return 4 * 2**30
 
 
+# The smallest width of a ConvNet for which bfloat16 and compiled code are clearly faster.
 WIDE = 64
-"""The smallest width of a ConvNet for which bfloat16 and compiled code are clearly faster."""
 
+# The smallest number of condensation steps of a run for which compiling is worth its time.
 LONG = 1000
-"""The smallest number of condensation steps of a run for which compiling is worth its time."""
 
 
 def choose_speed(settings: RunSettings, device: torch.device) -> RunSettings:

@@ -54,15 +54,16 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.seeding import numpy_generator, torch_generator
 
+# The number of records in a trial of this package's code. Its tests examine the code further.
 RECORDS = 32
-"""The number of records in a trial of this package's code. Its tests examine the code further."""
+
 MIN_RECORDS = 8
 INSERTED = 3
+# The maximum number of coordinates of all records' vectors in one release of a trial.
 MAX_NUMBERS = 2**27
-"""The maximum number of coordinates of all records' vectors in one release of a trial."""
+# The standard deviation of the noise that a trial adds to the initial weights. Without noise, the
+# zeros and ones among the weights would make products exact in every kernel.
 WEIGHT_NOISE = 0.01
-"""The standard deviation of the noise that a trial adds to the initial weights. Without noise, the
-zeros and ones among the weights would make products exact in every kernel."""
 
 
 class _SeriesEndedError(Exception):

@@ -34,9 +34,9 @@ from fedsynth.errors import DivergedError, MessageError
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 
+# The reasons why a client refuses a request. "budget" means that the request would exceed the
+# client's privacy budget, and "request" that the request is invalid.
 BUDGET, REQUEST = "budget", "request"
-"""The reasons why a client refuses a request. "budget" means that the request would exceed the
-client's privacy budget, and "request" that the request is invalid."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Exchange(Protocol):
 
 
 Side = Literal["downlink", "upload"]
+# The maximum size of the header of an answer to a step. The header has only a few small values.
 MAX_FACTS_BYTES = 2**20
-"""The maximum size of the header of an answer to a step. The header has only a few small values."""
 
 
 def declared(method: Method, phase: str, side: Side) -> type[Message]:

@@ -36,10 +36,10 @@ from fedsynth.privacy.report.formatting import printable
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.validation import check_choice
 
+# The custom data that `simulate` accepts.
 CustomData = ImageData | FolderData | Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
-"""The custom data that `simulate` accepts."""
+# The kinds of a run's test images.
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
-"""The kinds of a run's test images."""
 
 
 def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:

@@ -147,8 +147,8 @@ def _check_device(reply: Message, device_type: str) -> None:
             raise UploadRejectedError(name, f"{reason}{tensor.device.type!r}")
 
 
+# The beginning of the reason why a client's upload was rejected in the first exchange.
 FIRST_EXCHANGE = "first exchange: "
-"""The beginning of the reason why a client's upload was rejected in the first exchange."""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from fedsynth.core.method import Method
 
 DEFAULT_METHOD = "feddm"
+# The name of the module that defines each registered class, by the name of the class.
 CLASSES: Mapping[str, str] = MappingProxyType(
     exported_names(Path(__file__).with_name("registry.py"))
 )
-"""The name of the module that defines each registered class, by the name of the class."""
 
 
 def name_of(class_name: str) -> str:
@@ -35,15 +35,15 @@ def name_of(class_name: str) -> str:
     return re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])", "-", class_name).lower()
 
 
+# The place of each built-in method's class as "module:class", by the name of the method.
 METHODS: Mapping[str, str] = MappingProxyType(
     {name_of(name): f"{module}:{name}" for name, module in CLASSES.items()}
 )
-"""The place of each built-in method's class as "module:class", by the name of the method."""
 
 
+# Methods that were registered from outside the package, by name. Each value contains the class and
+# the label of the file from which the class was loaded, which may be empty.
 _CUSTOM: dict[str, tuple[type[Method], str]] = {}
-"""Methods that were registered from outside the package, by name. Each value contains the class and
-the label of the file from which the class was loaded, which may be empty."""
 
 
 def register_method(method: type[Method], label: str = "") -> str:

@@ -51,9 +51,9 @@ from fedsynth.synthesizer.distillation.losses import distillation_loss, generato
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import in_range, one_of
 
+# The key of the tally of generated images in a client's memory. The images come from the client's
+# last training.
 TALLY = "tally"
-"""The key of the tally of generated images in a client's memory. The images come from the client's
-last training."""
 
 
 @dataclass(frozen=True)

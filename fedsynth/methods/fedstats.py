@@ -59,9 +59,9 @@ from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.plans import FIRST
 from fedsynth.privacy.products import Products, Rows
 
+# The factor that converts the outputs of a regression on labels to logits. It is 4, because the
+# slope of the softmax at equal odds of two classes is ¼.
 SCALE = 4.0
-"""The factor that converts the outputs of a regression on labels to logits. It is 4, because the
-slope of the softmax at equal odds of two classes is ¼."""
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,8 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation import augmentation, matching, sets
 from fedsynth.validation import in_range, one_of
 
+# The value of `perturbation` that selects newly initialised networks.
 FRESH = "fresh"
-"""The value of `perturbation` that selects newly initialised networks."""
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,13 @@ from torch.nn import functional as F
 from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.layers import EmbeddingNetwork, group_norm
 
+# A function that maps V vectors g [V, N, …] at the output to V gradients with respect to the
+# images, float32 [V, N, C, H, W].
 VectorJacobian = Callable[[Tensor], Tensor]
-"""A function that maps V vectors g [V, N, …] at the output to V gradients with respect to the
-images, float32 [V, N, C, H, W]."""
 
+# The largest number of input channels for which the transposed convolution is computed as a matrix
+# product and a fold.
 FEW_CHANNELS = 4
-"""The largest number of input channels for which the transposed convolution is computed as a matrix
-product and a fold."""
 
 
 class _Saved(NamedTuple):
@@ -217,9 +217,9 @@ def channels_last(x_NCHW: Tensor) -> Tensor:
     return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
 
+# The number of channels that fill a bfloat16 vector of a CPU. With fewer channels, float32 is
+# faster.
 WIDE = 32
-"""The number of channels that fill a bfloat16 vector of a CPU. With fewer channels, float32 is
-faster."""
 
 
 class InstanceNorm(nn.GroupNorm):

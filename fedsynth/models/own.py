@@ -17,9 +17,9 @@ from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.features.feature_map import Shape
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 
+# The settings of the section `model` that are passed to a builder that has parameters of these
+# names.
 OPTIONAL_ARGUMENTS = ("norm", "width", "depth")
-"""The settings of the section `model` that are passed to a builder that has parameters of these
-names."""
 
 
 def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:

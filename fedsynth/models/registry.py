@@ -30,17 +30,18 @@ from fedsynth.own_code import is_label, load_own, unloaded_file
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_fields, in_range
 
+# The largest width of a layer, and the largest number of blocks.
 MAX_WIDTH = 2**16
-"""The largest width of a layer, and the largest number of blocks."""
+# The smallest side of images for which a ConvNet has three blocks by default, instead of two.
 SMALL = 16
-"""The smallest side of images for which a ConvNet has three blocks by default, instead of two."""
+# The largest number of parameters of a network. They take 4 GB, and training takes several times
+# as much memory.
 MAX_PARAMETERS = 2**30
-"""The largest number of parameters of a network. They take 4 GB, and training takes several times
-as much memory."""
+# The norms of a network of timm or torchvision: its own, or a group norm in place of batch norm.
 LIBRARY_NORMS = ("own", "group")
-"""The norms of a network of timm or torchvision: its own, or a group norm in place of batch norm."""
+# The networks that can use a feature map.
 ON_FEATURES = ("linear", "mlp")
-"""The networks that can use a feature map."""
+
 CNN_NORMS = ("batch", "group", "instance")
 _COUNTED = 1024  # parameters are counted before a network with a wider layer is made
 

@@ -45,6 +45,7 @@ from fedsynth.methods import METHODS
 
 Sections = dict[str, dict[str, Any]]
 COLUMNS = ("dataset", "partition", "clients", "model", "rounds", "method", "note")
+# A mapping from filters of `Preset.select` to the settings that can select a cell.
 SELECTORS: Mapping[str, tuple[str, str]] = {
     "dataset": ("data", "dataset"),
     "method": ("run", "method"),
@@ -52,9 +53,10 @@ SELECTORS: Mapping[str, tuple[str, str]] = {
     "clients": ("partition", "clients"),
     "rounds": ("run", "rounds"),
 }
-"""A mapping from filters of `Preset.select` to the settings that can select a cell."""
+
 Changes = Mapping[str, Mapping[str, Any]]
 When = Mapping[str, tuple[str, ...]]
+# A mapping from data set names in published_results.csv to different names in this package.
 DATASETS: Mapping[str, str] = {
     "fashion_mnist": "fashion-mnist",
     "emnist_letters": "emnist-letters",
@@ -63,7 +65,7 @@ DATASETS: Mapping[str, str] = {
     "domainnet10": "domainnet-10",
     "tiny_imagenet": "tiny-imagenet",
 }
-"""A mapping from data set names in published_results.csv to different names in this package."""
+
 _PARTITIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
     (r"(?:NIID-1 )?dirichlet\((?P<alpha>[\d.]+)\)", {"kind": "dirichlet"}),
     (r"(?P<classes_per_client>\d+) classes per client", {"kind": "classes"}),

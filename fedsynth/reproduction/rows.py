@@ -37,11 +37,12 @@ from fedsynth.reproduction.presets import Number
 from fedsynth.version import __version__
 
 Row = Mapping[str, Any]
+# The keys that every row has.
 NEEDED = {
     *("preset", "cell", "seed", "settings", "changes", "precision", "seconds"),
     *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
 }
-"""The keys that every row has."""
+
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -165,9 +166,10 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 Curve = Mapping[str, Sequence[float | None]]
+# The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
+# bytes.
 MEBI = 2**20
-"""The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
-bytes."""
+
 FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 

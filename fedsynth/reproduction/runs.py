@@ -31,8 +31,8 @@ from fedsynth.results.finished import finished_run, read_rows, unfinished_run
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import flattened
 
+# The names of the loops that write checkpoints during a round.
 CHECKPOINTED = ("condense", "local training", "distillation")
-"""The names of the loops that write checkpoints during a round."""
 
 
 class OutOfTimeError(KeyboardInterrupt):

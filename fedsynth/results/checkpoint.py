@@ -274,13 +274,12 @@ class CheckpointFolder:
         return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
 
 
+# Settings that determine on which hardware and from which data folder a run computes. They do not
+# change the result.
 PLACE = {
     "run": ("device", "memory_gb", "compile"),
     "data": ("data_root", "encoder_weights", "encoder_cache"),
 }
-"""Settings that determine on which hardware and from which data folder a run computes. They do not
-change the result.
-"""
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,8 +319,8 @@ def _client(name: str) -> int:
     return int(name.split("-")[1].split(".")[0])
 
 
+# The time between two writes of the checkpoints of long loops within a round, in seconds.
 STEP_SECONDS = 60.0
-"""The time between two writes of the checkpoints of long loops within a round, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ _DOMAINS = released("the same for each domain", dict[str, SHARE])
 _SIZE = released("the size of what was released", COUNT)
 _SIZES = released("the size of what each client released", list[COUNT])
 _AS_PLANNED = public("computed from the settings, the plan and the ledgers' rows", Any)
+# Keys that a round's metrics may have in addition to those that the method declares.
 ROW: Declared = {
     "round": public("the schedule is fixed before data are read", COUNT),
     "epsilon": public("computed from the ledgers' rows, which are public", float),
@@ -63,11 +64,12 @@ ROW: Declared = {
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
 }
-"""Keys that a round's metrics may have in addition to those that the method declares."""
+# Keys that the metrics of one model variant may have.
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
-"""Keys that the metrics of one model variant may have."""
+
 _PLANNED_KEYS = ("method", "settings", "dataset", "seed", "test_data", "rounds")
 _ROW_KEYS = (COMMON, *MEASURES, "domain_average", MODELS, "upload_bytes", "seconds", LOCAL)
+# Keys that summary.json may have in addition to those that the method declares.
 SUMMARY: Declared = {
     **dict.fromkeys((*_PLANNED_KEYS, "differential_privacy", SOURCES), _AS_PLANNED),
     **{key: ROW[key] for key in _ROW_KEYS},
@@ -77,7 +79,6 @@ SUMMARY: Declared = {
     "device": public("the machine that ran it", str),
     "folder": public("where the run's files are", str),
 }
-"""Keys that summary.json may have in addition to those that the method declares."""
 
 
 def declared_row(method: type[Method]) -> Declared:

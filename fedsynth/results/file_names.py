@@ -4,5 +4,5 @@ CONFIG = "config.toml"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 HIDDEN = "simulation_only/rounds.jsonl"
+# The end of the folder's name while the run lasts.
 INCOMPLETE = ".incomplete"
-"""The end of the folder's name while the run lasts."""

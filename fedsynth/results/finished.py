@@ -25,6 +25,7 @@ from fedsynth.validation import flattened, read_sections
 
 Rows = Sequence[Mapping[str, Any]]
 Count = Annotated[int, Field(ge=0, lt=2**63)]
+# Settings that are left out of comparisons. They do not affect a result, or are shown elsewhere.
 QUIET = (
     "run.method",
     "run.device",
@@ -35,16 +36,16 @@ QUIET = (
     "report.purpose",
     "report.sites",
 )
-"""Settings that are left out of comparisons. They do not affect a result, or are shown elsewhere.
-"""
+
 SEEDS = ("run.seed", "partition.seed")
+# Maximum length of a run's name in a legend or heading, in characters. A number after the name is
+# not counted.
 MAX_LABEL = 36
-"""Maximum length of a run's name in a legend or heading, in characters. A number after the name is
-not counted.
-"""
+
 NONE = "–"
+# The text for an AUROC that is undefined (`classification_measures`).
 UNDEFINED = "undefined"
-"""The text for an AUROC that is undefined (`classification_measures`)."""
+
 _SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
 
 
@@ -345,6 +346,8 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.2f} %"
 
 
+# The columns of the table of runs. Each heading has the path of the value in the summary, and a
+# function that formats the value.
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("test_accuracy", percent),
     "balanced": ("balanced_accuracy", percent),
@@ -358,9 +361,6 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "MB up": ("upload_bytes", lambda count: f"{count / 1e6:.2f}"),
     "s": ("seconds", "{:.1f}".format),
 }
-"""The columns of the table of runs. Each heading has the path of the value in the summary, and a
-function that formats the value.
-"""
 
 
 def overview(runs: Sequence[Run]) -> list[list[str]]:

@@ -22,12 +22,11 @@ from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
 
 FINAL = "model"
+# The type of a function that computes metrics and, if the computation fails, notes the error.
+#
+# Its arguments are the name of the metrics and the function that computes the metrics. If this
+# function fails, the result is empty. See `RunRecord.figures`.
 Figures = Callable[[str, Callable[[], Mapping[str, Any]]], Mapping[str, Any]]
-"""The type of a function that computes metrics and, if the computation fails, notes the error.
-
-Its arguments are the name of the metrics and the function that computes the metrics. If this
-function fails, the result is empty. See `RunRecord.figures`.
-"""
 
 
 @dataclass(frozen=True)

@@ -178,10 +178,11 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     figure.savefig(path, format="png", dpi=150)
 
 
+# How often the teachers classify a generated image as the requested class, the entropy of the
+# classes that the teachers predict, and how often the student predicts the same class as the
+# teachers.
 GENERATED = ("generator.agreement", "generator.class_entropy_share", "generator.student")
-"""How often the teachers classify a generated image as the requested class, the entropy of the
-classes that the teachers predict, and how often the student predicts the same class as the teachers.
-"""
+
 MAX_ROUNDS = 5  # the number of rounds of a run whose images are shown
 MAX_IMAGE_BYTES = 2**24
 MAX_CLASSES = 20  # the largest confusion matrix that is shown

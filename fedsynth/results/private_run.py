@@ -47,10 +47,10 @@ from fedsynth.results.finished import read_rows
 from fedsynth.results.run_folder import PRIVATE_START, RESUMED
 from fedsynth.validation import read_sections
 
+# The relative tolerance for σ. Calibration finds σ with an accuracy of 0.1 %, so other versions of
+# the libraries may return slightly different values.
 SIGMA_TOLERANCE = 2e-3
-"""The relative tolerance for σ. Calibration finds σ with an accuracy of 0.1 %, so other versions of
-the libraries may return slightly different values.
-"""
+
 Rows = Mapping[str, Sequence[Release]]
 CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, method=TheClass)"
 

@@ -431,8 +431,8 @@ TIMING = (
     "the response time of a client, and whether it responds",
     "visible to anyone who transports the messages, and outside the guarantee",
 )
+# The note in the report about data that only a simulation accesses.
 IN_SIMULATION = "in the folder simulation_only and some error messages, and outside the guarantee"
-"""The note in the report about data that only a simulation accesses."""
 
 
 def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[figures.Access]:

@@ -62,15 +62,16 @@ no privacy guarantee covers it. In a deployment it would not exist.
 """
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
+# The name of the file with a run's name and the settings that were agreed with the clients. Only a
+# run over a network has this file.
 SERVED = "run.json"
-"""The name of the file with a run's name and the settings that were agreed with the clients. Only a
-run over a network has this file.
-"""
+
 ARTEFACTS = "artefacts.safetensors"
 MODEL = "model.safetensors"
 LOCK = ".lock"
+# The folder with the checkpoint of a server whose clients are on other machines.
 CHECKPOINT = "checkpoint"
-"""The folder with the checkpoint of a server whose clients are on other machines."""
+
 NAME_LIMIT = 60  # with two bytes a letter, far below the 255 that file systems take
 SERVER = -1  # the client index that is stored with images that the server made
 GRID_LIMIT = 400  # images in the picture; all are in synthetic.safetensors
@@ -79,10 +80,9 @@ PARTITION = "simulation_only/partition.png"
 ROUNDS = "synthetic_by_round"
 
 
+# Synthetic sets: the client, its images [N, C, H, W], their labels [N], and their soft labels
+# [N, classes] or None.
 Sets = list[tuple[int, Tensor, Tensor, Tensor | None]]
-"""Synthetic sets: the client, its images [N, C, H, W], their labels [N], and their soft labels
-[N, classes] or None.
-"""
 
 
 class RunFolder:

@@ -79,8 +79,8 @@ def missing_classes(
 
 LONG_PHASE = 1000  # steps
 DAY = 86400.0
+# The number of seconds without output after which the next step is printed.
 PRINT_SECONDS = 30.0
-"""The number of seconds without output after which the next step is printed."""
 
 
 def duration(seconds: float) -> str:

@@ -47,15 +47,15 @@ from fedsynth.validation import read_sections
 
 FORMAT = "fedsynth model 1"
 PROBES = 4
+# The tolerance for comparing log-probabilities, relative to the largest of them. It is larger than
+# the rounding differences between devices and versions of torch, and smaller than the effect of
+# different weights.
 TOLERANCE = 0.02
-"""The tolerance for comparing log-probabilities, relative to the largest of them. It is larger than
-the rounding differences between devices and versions of torch, and smaller than the effect of
-different weights.
-"""
+
 MAX_REASON = 400
 TRUE = json.dumps(True)
+# The errors that reading the metadata of a damaged file may raise.
 UNUSABLE = (FedsynthError, PrivacyError, RuntimeError, *HOSTILE)
-"""The errors that reading the metadata of a damaged file may raise."""
 
 
 @dataclass(frozen=True)

@@ -265,12 +265,11 @@ def _key(values: Values, settings: RunSettings) -> str:
 POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
 STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
 LOG = "log.txt"
+# A function that returns the command line of a run.
+#
+# Its arguments are the config file, the parent of the run folder, and the folder of the interrupted
+# run that is to be resumed, or None.
 Command = Callable[[Path, Path, Path | None], Sequence[str]]
-"""A function that returns the command line of a run.
-
-Its arguments are the config file, the parent of the run folder, and the folder of the interrupted
-run that is to be resumed, or None.
-"""
 
 
 def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> list[Cell]:

@@ -35,12 +35,12 @@ class Column(NamedTuple):
     digits: int
 
 
+# The columns that every sweep's table has after the sweep's metrics.
 COLUMNS = {
     "epsilon": Column("differential_privacy.epsilon", "ε", 1.0, 2),
     "upload_bytes": Column("upload_bytes", "MB up", 1e-6, 2),
     "seconds": Column("seconds", "s", 1.0, 1),
 }
-"""The columns that every sweep's table has after the sweep's metrics."""
 
 
 class SweepRow(NamedTuple):

@@ -51,8 +51,9 @@ TAKEN_AS_STATED = (
     "these parts of the report cannot be verified: the run's name and date, the versions of the "
     "software, the run's warnings, and the counts of an audit"
 )
+# The maximum sum of a confusion matrix, whose entries could otherwise carry other content.
 MAX_TEST_EXAMPLES = 10**9
-"""The maximum sum of a confusion matrix, whose entries could otherwise carry other content."""
+
 NO_LEDGER = "no ledger was compared. To compare the ledgers, name their folder with --ledger DIR"
 _REASON = re.compile(r".{1,1000}")
 

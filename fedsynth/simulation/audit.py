@@ -45,10 +45,9 @@ from fedsynth.validation import check_number
 
 MAX_CANARIES = 10**7
 
+# The maximum number of random records of the audited client (without the canaries), and of each
+# other client.
 MAX_RECORDS, MAX_OTHER_RECORDS = 1000, 100
-"""The maximum number of random records of the audited client (without the canaries), and of each
-other client.
-"""
 
 
 @dataclass(frozen=True)

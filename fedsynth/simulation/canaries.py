@@ -35,14 +35,12 @@ from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Products
 
+# The norm of a canary's vector, in multiples of the clip. It is far above 1, so that only clipping
+# bounds the contribution of the canary.
 LENGTH = 10.0
-"""The norm of a canary's vector, in multiples of the clip. It is far above 1, so that only clipping
-bounds the contribution of the canary.
-"""
+# The number of coordinates in which the vectors of canaries are nonzero, if a release has more
+# coordinates. The coordinates are drawn at random, so that they include some of every layer.
 COLUMNS = 4096
-"""The number of coordinates in which the vectors of canaries are nonzero, if a release has more
-coordinates. The coordinates are drawn at random, so that they include some of every layer.
-"""
 
 
 def log_likelihood_ratios(

@@ -19,8 +19,9 @@ from fedsynth.own_code import names_a_file
 from fedsynth.results.saved_model import load_model
 
 CHUNK = 500
+# The name of the argument in errors about a network of timm or torchvision.
 PLACE = (None, "network")
-"""The name of the argument in errors about a network of timm or torchvision."""
+
 Embed = Callable[[Tensor], Tensor]
 
 

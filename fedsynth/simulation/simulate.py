@@ -180,6 +180,11 @@ def _divided(
 
 Preset = Mapping[str, Mapping[str, Any]]
 TWO_ROUNDS: Preset = {"run": {"rounds": 2}, "model": {"width": 32}}
+# The default values of a method's settings if a single owner creates a synthetic set.
+#
+# Methods that are not listed use `TWO_ROUNDS`. FedDM's defaults of 20 rounds and 1000 iterations
+# would make so many releases that a useful ε leaves too little signal. FedStats creates no images
+# by default.
 PRESETS: Mapping[str, Preset] = {
     "feddm": {
         **TWO_ROUNDS,
@@ -187,12 +192,7 @@ PRESETS: Mapping[str, Preset] = {
     },
     "fedstats": {"run": {"rounds": 32}, "method": {"ipc": 100, "drawn_ipc": 400}},
 }
-"""The default values of a method's settings if a single owner creates a synthetic set.
 
-Methods that are not listed use `TWO_ROUNDS`. FedDM's defaults of 20 rounds and 1000 iterations
-would make so many releases that a useful ε leaves too little signal. FedStats creates no images by
-default.
-"""
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 
 

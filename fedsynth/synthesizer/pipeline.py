@@ -29,17 +29,17 @@ from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation import matching, private_matchers
 from fedsynth.training.sgd import MomentumSgd
 
+# The type of functions that return a network for one step, such as a freshly initialised network.
+# The features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other
+# module are its output [N, D].
 Networks = Callable[[], nn.Module]
-"""The type of functions that return a network for one step, such as a freshly initialised network.
-The features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other
-module are its output [N, D]."""
 
+# The type of losses between the features of real records [B, D] and of synthetic records [M, D]. A
+# loss returns a scalar.
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""The type of losses between the features of real records [B, D] and of synthetic records [M, D]. A
-loss returns a scalar."""
 
+# The largest number of values in the records that go through a module together.
 CPU_NUMBERS = 2**21
-"""The largest number of values in the records that go through a module together."""
 
 
 class SyntheticRecords(NamedTuple):
@@ -358,8 +358,8 @@ def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
     return gradient
 
 
+# The type of the objectives that `condense` minimises.
 Objective = FeatureMatching | ResidualMatching | GradientMatching
-"""The type of the objectives that `condense` minimises."""
 
 
 def condense(

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 TRAINED = "trained-"
+# A function that returns the tensors of a loop's state, by name.
 MakeTensors = Callable[[], Mapping[str, Tensor]]
-"""A function that returns the tensors of a loop's state, by name."""
 
 
 class LoopCheckpointer:
@@ -59,9 +59,9 @@ class LoopCheckpointer:
         """
 
 
+# The objects that a loop changes, by name. Tensors, networks, optimisers, learning rate schedules,
+# random generators, and growing lists of tuples of tensors are supported.
 State = Mapping[str, Any]
-"""The objects that a loop changes, by name. Tensors, networks, optimisers, learning rate schedules,
-random generators, and growing lists of tuples of tensors are supported."""
 
 
 def resumable(

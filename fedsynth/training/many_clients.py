@@ -32,9 +32,10 @@ from fedsynth.training import sgd
 FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
 LARGE_BATCH = 2**15  # scalars in a batch above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
+# Number of copies of a network's parameters that are in memory while a client trains. They are the
+# weights, the gradient, the velocity, a penalty, intermediate values and the upload.
 COPIES = 15
-"""Number of copies of a network's parameters that are in memory while a client trains. They are the
-weights, the gradient, the velocity, a penalty, intermediate values and the upload."""
+
 DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
 
 

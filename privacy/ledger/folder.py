@@ -44,8 +44,8 @@ Records = Counter[bytes]  # hash of a record → how often a client has it
 PRIVATE, KEY = "private", "records.key"
 DIGEST_BYTES, KEY_BYTES = 16, 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# The maximum size of a file with the hashes of a client's records, in bytes.
 MAX_RECORDS_BYTES = 2**34
-"""The maximum size of a file with the hashes of a client's records, in bytes."""
 
 
 def default_names(clients: int) -> tuple[str, ...]:

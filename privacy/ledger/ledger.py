@@ -469,8 +469,8 @@ class History:
         return cls(str(stated["client"]), rows, stated["chain"] and str(stated["chain"]))
 
 
+# The type of the contents of several clients' ledgers.
 Histories = Sequence[History]
-"""The type of the contents of several clients' ledgers."""
 
 
 @dataclass(frozen=True)

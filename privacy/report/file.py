@@ -20,11 +20,11 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import LedgerStart, Part, faults_as, schema_problems
 
 P = TypeVar("P", bound=Part)
+# The exceptions that code may raise if a damaged file gives it unexpected values.
 HOSTILE = (
     *(LookupError, TypeError, AttributeError, ValueError),
     *(ArithmeticError, RecursionError, MemoryError),
 )
-"""The exceptions that code may raise if a damaged file gives it unexpected values."""
 
 
 def read_report(path: Path) -> dict[str, Any]:

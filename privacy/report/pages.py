@@ -24,8 +24,9 @@ from fedsynth.privacy.report.figures import Event, Report
 from fedsynth.privacy.report.file import damage_as_error
 from fedsynth.privacy.report.plots import Line, line_plot, templates
 
+# The packages other than fedsynth whose versions determine the content of a page.
 RENDERERS = ("jinja2", "markdown-it-py")
-"""The packages other than fedsynth whose versions determine the content of a page."""
+# The files whose hashes a report may contain, each with a description.
 FILES = {
     "model.safetensors": "the trained model",
     "synthetic.safetensors": "the synthetic examples of the last round",
@@ -36,7 +37,6 @@ FILES = {
     "values.csv": "the synthetic examples as a table",
     "croissant.json": "a description of these files for programs",
 }
-"""The files whose hashes a report may contain, each with a description."""
 
 
 _TEMPLATES = templates(autoescape=False)  # texts are escaped as Markdown, then rendered as HTML

@@ -16,8 +16,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 Points = Sequence[tuple[float, float]]
 COLOURS = ("#2f7fd1", "#d1602a", "#2e9461", "#9a66cc", "#a8821a", "#c4527f", "#3a8f9e", "#7a7f87")
 DASHES = ("", "7 4", "2 3", "10 3 2 3")
+# The width of the picture, the ends of both axes, and the space below the x axis, in pixels.
 WIDTH, X_START, X_END, Y_END, Y_START, BOTTOM = 640, 76, 620, 16, 272, 48
-"""The width of the picture, the ends of both axes, and the space below the x axis, in pixels."""
+
 LEGEND = 18
 MAX_TICKS = 10
 

@@ -23,8 +23,8 @@ from fedsynth.data.registry import dataset_spec
 Bytes = npt.NDArray[np.uint8]
 Writers = dict[str, tuple[Bytes, list[int]]]
 RNG = np.random.default_rng(0)
+# Tiny-ImageNet's classes, unsorted as in the official list.
 WNIDS = [f"n{10_000_000 + (37 * i) % 200:08}" for i in range(200)]
-"""Tiny-ImageNet's classes, unsorted as in the official list."""
 
 
 def idx(array: Bytes) -> bytes:

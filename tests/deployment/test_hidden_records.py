@@ -36,8 +36,9 @@ SPEC = DatasetSpec(
     "scans", 1, 8, 8, 3, 60, 1, (0.5,), (0.25,), ("a", "b", "c"), "our clinic", groups=30
 )
 RUN = "0123456789abcdef"
+# Grey values of images on which the custom code fails.
 RAISES, DROPS, INFINITE = 255, 254, 253
-"""Grey values of images on which the custom code fails."""
+
 CLEAN = (9, 80, *range(100, 116))
 HOSTILE = (*CLEAN, RAISES, DROPS, INFINITE, RAISES)
 RECORDS = {"none": (), "one": (7,), "a pass": tuple(range(64)), "clean": CLEAN, "hostile": HOSTILE}

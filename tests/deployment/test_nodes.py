@@ -298,6 +298,7 @@ def altered(kind: str = "answer", /, **facts: Any) -> Fault:
     return lambda answer: replace(answer, kind=kind, facts={**answer.facts, **facts}).to_bytes()
 
 
+# Faults in place of an answer to a step, and the server's message.
 FAULTS: dict[str, tuple[Fault, str]] = {
     "silence": (lambda answer: None, "does not answer in time"),
     "disconnected": (lambda answer: "is gone", "is gone"),
@@ -317,7 +318,6 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     ),
     "no message": (lambda answer: replace(answer, payload=b"x" * 99).to_bytes(), "not a valid fed"),
 }
-"""Faults in place of an answer to a step, and the server's message."""
 
 
 def with_faults(link: local_setup.Link, faults: Sequence[str], *nodes: int) -> local_setup.Link:

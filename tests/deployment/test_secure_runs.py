@@ -189,6 +189,7 @@ def test_uniformity_check_detects_weak_masks() -> None:
 # ----------------------------------------------------------------------------------- lost clients
 
 
+# For each round: the request to which these nodes' answers are lost or truncated.
 FAILURES = [
     ("keys", {103}, "lost"),
     ("shares", {103}, "lost"),
@@ -199,7 +200,6 @@ FAILURES = [
     ("shares", {102, 103}, "lost"),
     ("unmask", {102, 103}, "lost"),
 ]
-"""For each round: the request to which these nodes' answers are lost or truncated."""
 
 
 def test_failed_clients_are_left_out_of_the_sum(

@@ -137,6 +137,7 @@ def altered(keys: Keys, **fields: Any) -> Keys:
     return keys.model_copy(update=fields)
 
 
+# Changes of a message from or to client 1.
 ALTERED: dict[type, Callable[[Any], Any]] = {
     Keys: lambda sent: altered(sent, commitment=bytes(32)),
     Sealed: lambda sent: Sealed(of={k: v[:-1] + bytes([v[-1] ^ 1]) for k, v in sent.of.items()}),
@@ -146,7 +147,6 @@ ALTERED: dict[type, Callable[[Any], Any]] = {
     Shares: lambda sent: Shares(seeds={k: bytes(66) for k in sent.seeds}, keys=sent.keys),
     Roster: lambda sent: Roster(keys={**sent.keys, 0: altered(sent.keys[0], mask=OTHER_KEY)}),
 }
-"""Changes of a message from or to client 1."""
 
 
 @pytest.mark.parametrize("kind", ALTERED)

@@ -44,8 +44,9 @@ from tests.results.test_tampering import Tamper, changed, delete, edit, put, row
 
 ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "phase": "main"}
 EPSILON = {"epsilon": 8.0}
+# A cap, with which an exchange is answered again after a server restarts.
 CAPPED = {"epsilon": 50.0, "noise_multiplier": 5.0}
-"""A cap, with which an exchange is answered again after a server restarts."""
+
 Tensors = dict[str, torch.Tensor]
 
 

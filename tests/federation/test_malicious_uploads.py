@@ -113,8 +113,8 @@ TENSOR_ATTACKS: dict[str, Attack] = {
     "a number": lambda tensor: 1.0,
     "nothing": lambda tensor: None,
 }
+# Attacks on floating-point tensors only.
 FLOAT_ATTACKS = ("NaN", "infinite", "1e30", "-1e30")
-"""Attacks on floating-point tensors only."""
 
 
 def in_first_float(attack: Attack) -> Attack:

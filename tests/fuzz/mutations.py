@@ -26,13 +26,13 @@ from fedsynth.privacy.errors import PrivacyError
 
 SECONDS = 20.0
 LONGEST_LINE = 600
+# Unexpected values: another type, out of range, huge, not finite, control characters.
 HOSTILE: tuple[Any, ...] = (
     None, True, 0, -1, 2**31, 2**63, -(2**63), 10**30, 10**400, 0.5, -0.0, 1e308, -1e308, 5e-324,
     float("nan"), float("inf"), "", " ", "x", "²", "١٢", "1e999", "nan", "a/b", "../../x",
     "~nobody-of-that-name", "\0", "\x1b[31m", "\ud800", "<script>alert(1)</script>", "|" * 20,
     "9" * 5000, "x" * 100_000, [], {}, [[]], [1, "x"], {"x": 1},
 )  # fmt: skip
-"""Unexpected values: another type, out of range, huge, not finite, control characters."""
 
 
 def altered(

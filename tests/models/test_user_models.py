@@ -297,8 +297,8 @@ def test_maps_of_equal_names_do_not_share_vectors() -> None:
         torch.testing.assert_close(feature_table(IMAGES, registered, records)(records), expected)
 
 
+# These methods refuse a linear model, since its embedding is not learned.
 NEED_LEARNED_EMBEDDING = ("moon", "fedgen", "fedfm", "fedfm-lite")
-"""These methods refuse a linear model, since its embedding is not learned."""
 
 
 def settings_of(method: str, **model: Any) -> Any:

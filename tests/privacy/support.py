@@ -15,8 +15,8 @@ from fedsynth.privacy.releases import RECORD, Release
 from fedsynth.privacy.report.figures import ReportFacts
 
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
+# Numbers of an unchecked row.
 NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
-"""Numbers of an unchecked row."""
 
 
 def release(**values: Any) -> Release:

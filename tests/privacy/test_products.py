@@ -176,8 +176,9 @@ def test_user_influence_is_at_most_bound() -> None:
 
 # ---------------------------------------------------------------------------- sums on a grid
 
+# The number of grid steps on each side that contain all of the probability.
 REACH = 60
-"""The number of grid steps on each side that contain all of the probability."""
+
 PLAN = plan(dimension=6, groups=2, shares=3, addends=Addends(clients=4, records=1000))
 
 

@@ -63,6 +63,7 @@ def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
 
 
 SMALL_SHARES = {"centre_share": 0.01, "moment_share": 0.01}
+# FedStats with most of the budget in one release.
 PHASES: dict[str, dict[str, Any]] = {
     "centre": {"centre_share": 0.9, "moment_share": 0.05},
     "moments": {"centre_share": 0.01, "moment_share": 0.97},
@@ -70,10 +71,9 @@ PHASES: dict[str, dict[str, Any]] = {
     "pictures": {**SMALL_SHARES, "pixel_share": 0.9, "ipc": 1, "image_steps": 1},
     "covariances": {**SMALL_SHARES, "covariance_share": 0.9, "whitening": "yes"},
 }
-"""FedStats with most of the budget in one release."""
+# Features of 324 coordinates: for many canaries 64 have no room, and pixels have no
+# covariances.
 SCATTERED = ("centre", "covariances")
-"""Features of 324 coordinates: for many canaries 64 have no room, and pixels have no
-covariances."""
 
 
 def statistics(phase: str, sigma: float) -> RunSettings:

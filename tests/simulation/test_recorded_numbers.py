@@ -38,12 +38,13 @@ from tests.quick_runs import by_family
 
 RECORDED = Path(__file__).with_name("recorded_numbers.json")
 CLIENTS = 4
+# The tolerances of numbers, relative, and of accuracies, on the machine of the record.
 SAME_MACHINE = (1e-6, 1e-6)
-"""The tolerances of numbers, relative, and of accuracies, on the machine of the record."""
+# The same with other kernels, whose rounding a ReLU or an argmax amplifies: SSE and AVX2 in place
+# of AVX-512, and initial weights changed by 1e-7 of themselves, changed fingerprints by up to 4e-3
+# (most by less than 1e-5) and accuracies by one image of 359.
 OTHER_MACHINE = (1e-2, 0.02)
-"""The same with other kernels, whose rounding a ReLU or an argmax amplifies: SSE and AVX2 in place
-of AVX-512, and initial weights changed by 1e-7 of themselves, changed fingerprints by up to 4e-3
-(most by less than 1e-5) and accuracies by one image of 359."""
+
 LEDGER_KEYS = (
     "rounds", "clients", "quantity", "mechanism", "noise_multiplier", "sensitivity", "sample_rate",
     "sampler", "steps", "dimension", "unit",
@@ -346,6 +347,7 @@ def test_every_case_is_recorded() -> None:
     assert recorded_numbers()["cases"].keys() == CASES.keys()
 
 
+# The cases that are not slow tests: one of each loop and mechanism.
 SHORT = {
     "feddm, open", "feddm, private", "feddm, features", "feddm, paper", "feddm, batch norm",
     "feddm, siamese, inside the ball", "feddm, some clients", "fedaf, first phase", "fedaf, users",
@@ -355,7 +357,6 @@ SHORT = {
     "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open",
     "fedfm, open", "fedgen, open", "fedfa-plus, open", "moon, projection",
 }  # fmt: skip
-"""The cases that are not slow tests: one of each loop and mechanism."""
 
 
 @pytest.mark.parametrize("name", by_family(CASES, SHORT))

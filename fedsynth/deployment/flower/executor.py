@@ -60,10 +60,9 @@ from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.errors import MessageError
 
 RECORD = "fedsynth"
+# The message type that Flower is told. It does not say "train", so no Flower strategy processes
+# the messages.
 KIND = "query"
-"""The message type that Flower is told. It does not say "train", so no Flower strategy processes
-the messages.
-"""
 
 
 def to_record(run: str, frame: bytes) -> RecordDict:
@@ -88,13 +87,13 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
 
 
 ACQUIRE = "/flwr.proto.Runtime/AcquireTask"
+# How many seconds calls to a SuperNode that does not answer are repeated.
 RETRY_SECONDS = 30.0
-"""How many seconds calls to a SuperNode that does not answer are repeated."""
+# The number of seconds between two checks for a task.
 POLL_SECONDS = 0.2
-"""The number of seconds between two checks for a task."""
 
+# A function that maps (run, frame) to the frame of the answer, such as `Node.answer`.
 Answer = Callable[[str, bytes], bytes]
-"""A function that maps (run, frame) to the frame of the answer, such as `Node.answer`."""
 
 
 def serve_tasks(

@@ -23,18 +23,18 @@ from fedsynth.errors import SettingError
 from fedsynth.privacy.files import last_line
 from fedsynth.validation import MAX_SECONDS, check_number
 
+# The name of the SuperNode's log file in the owner's folder of ledgers. Each SuperNode overwrites
+# it.
 LOG = "supernode.log"
-"""The name of the SuperNode's log file in the owner's folder of ledgers. Each SuperNode overwrites
-it.
-"""
+# The number of seconds without a connection after which a client gives up.
 WAIT_SECONDS = 600.0
-"""The number of seconds without a connection after which a client gives up."""
+# The number of seconds between two attempts to connect.
 RETRY_SECONDS = 3.0
-"""The number of seconds between two attempts to connect."""
+# The number of seconds after which a SuperNode ends if its server does not answer.
 LOST_SECONDS = 10
-"""The number of seconds after which a SuperNode ends if its server does not answer."""
+# The number of seconds that remain for sending the last answer.
 LINGER_SECONDS = 6.0
-"""The number of seconds that remain for sending the last answer."""
+# Maps a text that a SuperNode logs before it ends to an explanation for the owner.
 REASONS = {
     "[code: 2004]": "another process with this key is connected to the server. The server drops "
     "a process that has ended after one minute",
@@ -42,7 +42,6 @@ REASONS = {
     "Giving up reconnection": "the server no longer answers",
     "SuperNode terminated gracefully": "the server does not know the key of this client",
 }
-"""Maps a text that a SuperNode logs before it ends to an explanation for the owner."""
 
 
 @dataclass(frozen=True)

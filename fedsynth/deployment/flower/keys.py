@@ -31,13 +31,13 @@ from fedsynth.validation import check_number
 
 VALIDITY = timedelta(days=365)
 CA_NAME = "fedsynth federation"
+# The key usages that the certificate of the CA does not allow.
 UNUSED = (
     "digital_signature content_commitment key_encipherment data_encipherment key_agreement "
     "encipher_only decipher_only"
 )
-"""The key usages that the certificate of the CA does not allow."""
+# The extensions of a certificate, each with a flag that tells whether it is critical.
 Extensions = list[tuple[x509.ExtensionType, bool]]
-"""The extensions of a certificate, each with a flag that tells whether it is critical."""
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:

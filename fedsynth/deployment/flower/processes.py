@@ -33,17 +33,17 @@ from fedsynth.errors import FedsynthError
 from fedsynth.privacy.files import last_line, open_regular
 
 LOCALHOST = "127.0.0.1"
+# Environment variables of every Flower process.
 QUIET: Mapping[str, str] = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
 }
-"""Environment variables of every Flower process."""
+# The number of seconds that a process has to end by itself.
 GRACE_SECONDS = 10.0
-"""The number of seconds that a process has to end by itself."""
+# The number of seconds that a process has until it must listen on its port.
 START_SECONDS = 60.0
-"""The number of seconds that a process has until it must listen on its port."""
 
 
 class FlowerError(FedsynthError):
@@ -138,8 +138,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+# The paths of the Fleet API.
 FOR_NODES = ("/v1/fleet/",)
-"""The paths of the Fleet API."""
+
 REFUSALS = {
     403: b"this request must come from the server's machine\n",
     401: b"this request must come from a node with a registered key\n",

@@ -25,8 +25,8 @@ from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.results.run_messages import StderrObserver
 
+# The number of seconds between two checks for answers.
 POLL_SECONDS = 0.3
-"""The number of seconds between two checks for answers."""
 
 app = ServerApp()
 

@@ -26,6 +26,8 @@ from fedsynth.privacy.files import load_json
 from fedsynth.validation import to_toml
 from fedsynth.version import __version__
 
+# The configuration of an app, in addition to the run's proposal. `server_app` and `executor`
+# read it.
 DEFAULTS: Mapping[str, Any] = {
     "output": "runs",  # the parent folder of run folders
     "resume": "",  # the folder of the run to resume
@@ -35,24 +37,23 @@ DEFAULTS: Mapping[str, Any] = {
     "answer": 3600.0,
     "home": "",  # the parent folder of the clients' homes, in a trial on one machine
 }
-"""The configuration of an app, in addition to the run's proposal. `server_app` and `executor`
-read it.
-"""
+
 APPS = "fedsynth.deployment.flower"
+# The module that implements Flower's command `flwr`.
 COMMANDS = "flwr.cli.app"
-"""The module that implements Flower's command `flwr`."""
+# The name of the SuperLink in the configuration of `flwr`.
 SUPERLINK = "local"
-"""The name of the SuperLink in the configuration of `flwr`."""
+# The name of the SuperLink's log file, which is written next to the run folders.
 LOG = "superlink.log"
-"""The name of the SuperLink's log file, which is written next to the run folders."""
+
 _COLOUR_CODE = re.compile("\x1b\\[[0-9;]*m")
 HOSTS = (LOCALHOST, "0.0.0.0")
+# Maps options of `flower-superlink` to names of files in the folder of keys.
 TLS_FILES = {
     "--ssl-certfile": "server.crt",
     "--ssl-keyfile": "server.key",
     "--ssl-ca-certfile": "ca.crt",
 }
-"""Maps options of `flower-superlink` to names of files in the folder of keys."""
 
 
 def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> None:

@@ -155,8 +155,8 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
 
 KEY_BYTES = 32
 _ZERO = bytes(16)
+# The purposes of derived keys.
 MASK, CHANNEL, SELF_MASK = b"mask", b"channel", b"own mask"
-"""The purposes of derived keys."""
 
 
 def public(key: bytes) -> bytes:

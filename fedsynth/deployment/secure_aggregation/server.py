@@ -173,16 +173,15 @@ class SumServer:
         return primitives.combine(of_client, self.terms.threshold)
 
 
+# The maximum size of a short message in bytes. A message that contains something for each client
+# may have this size for each client.
 PARCEL_BYTES = 4096
-"""The maximum size of a short message in bytes. A message that contains something for each client
-may have this size for each client.
-"""
+
 P = TypeVar("P", primitives.Keys, primitives.Sealed, primitives.Masked, primitives.Shares)
 
+# A function that maps (each client's request, the size limit of an answer) to the received
+# answers.
 Ask = Callable[[Mapping[int, Frame], int], Mapping[int, Frame]]
-"""A function that maps (each client's request, the size limit of an answer) to the received
-answers.
-"""
 
 
 @dataclass

@@ -32,12 +32,12 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation import matching, private_matchers
 
+# The name of the release plan of the class counts.
 COUNTS = "class counts"
-"""The name of the release plan of the class counts."""
 
+# The type of functions that map normalised images [N, C, H, W] to one vector per image [N, D].
+# Each vector must depend only on its image. The function is called without gradients.
 Vectors = Callable[[Tensor], Tensor]
-"""The type of functions that map normalised images [N, C, H, W] to one vector per image [N, D].
-Each vector must depend only on its image. The function is called without gradients."""
 
 
 def sums_plans(
@@ -236,9 +236,9 @@ def class_means(
     return means
 
 
+# The name of the release plan whose releases the synthetic images are matched to. The mechanism
+# `features` also has the plan `COUNTS`.
 IMAGES = "images"
-"""The name of the release plan whose releases the synthetic images are matched to. The mechanism
-`features` also has the plan `COUNTS`."""
 
 
 def feature_width(context: RoundContext, logits: bool) -> int:

@@ -27,12 +27,12 @@ from fedsynth.training.loop import TRAINED, State
 from fedsynth.training.many_clients import Learner, train_together
 from fedsynth.version import __version__
 
+# The name of the release plan of the trained model.
 MODEL = "model"
-"""The name of the release plan of the trained model."""
+# Number of images that are loaded at a time to compute a digest.
 DIGEST_IMAGES = 4096
-"""Number of images that are loaded at a time to compute a digest."""
+# Number of parts of a client's training after which progress is reported.
 PARTS = 100
-"""Number of parts of a client's training after which progress is reported."""
 
 
 @dataclass(frozen=True)

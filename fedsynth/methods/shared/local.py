@@ -47,9 +47,9 @@ from fedsynth.training.many_clients import learner_bytes, worth_batching
 from fedsynth.training.sgd import MomentumSgd, Optimiser, SgdSettings, steps_of
 from fedsynth.validation import in_range, one_of
 
+# Number of copies of a network's parameters that are in memory for each client of a group whose
+# models are trained in turn: memory before and after, the upload and a penalty.
 PARAMETER_COPIES = 4
-"""Number of copies of a network's parameters that are in memory for each client of a group whose
-models are trained in turn: memory before and after, the upload and a penalty."""
 
 
 def _report_part(

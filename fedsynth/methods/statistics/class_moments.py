@@ -33,8 +33,8 @@ from fedsynth.features.scattering import CONSTANT, cells_of
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.products import Moments, Outer, smat
 
+# The ridge of moments without noise, relative to the trace of the moments for z of norm 1.
 EXACT = 1e-6
-"""The ridge of moments without noise, relative to the trace of the moments for z of norm 1."""
 
 
 def target_norm(classes: int) -> float:
@@ -167,14 +167,14 @@ def step_rate(
     return min(max_rate, logit_noise / noise / total_weight(steps, momentum))
 
 
+# The name of the release plan of small pictures.
 PIXELS = "pixels"
-"""The name of the release plan of small pictures."""
+# The quantile of an image's pixels that is scaled to white, because small pictures have lost their
+# brightness.
 WHITE = 0.98
-"""The quantile of an image's pixels that is scaled to white, because small pictures have lost their
-brightness."""
+# The smallest share of all examples that a class is assumed to have. A smaller released share is
+# noise.
 FEWEST = 1e-3
-"""The smallest share of all examples that a class is assumed to have. A smaller released share is
-noise."""
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:

@@ -35,19 +35,20 @@ from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 from fedsynth.validation import in_range, one_of
 
+# The first and the last image of a class differ from the class mean by these fractions of the
+# released standard deviation.
 VARIETY = (0.4, 1.0)
-"""The first and the last image of a class differ from the class mean by these fractions of the
-released standard deviation."""
+# Positions of the images that are kept between an initial image (0) and its optimised image (1).
+# Interpolated images need no pass through the features, and add half as much variety again.
 ALONG = (1.0, 0.75, 0.5, 0.25)
-"""Positions of the images that are kept between an initial image (0) and its optimised image (1).
-Interpolated images need no pass through the features, and add half as much variety again."""
+# Number of candidates from random processes for each image that is not optimised. More candidates
+# do not improve a student.
 FEW_CANDIDATES = 2
-"""Number of candidates from random processes for each image that is not optimised. More candidates
-do not improve a student."""
+
+# The ranges from which the parameters of the sharpening curve are drawn for each image. The
+# steepness is log-uniform.
 STEEPNESS = (12.0, 50.0)
 MIDDLE = (0.35, 0.55)
-"""The ranges from which the parameters of the sharpening curve are drawn for each image. The
-steepness is log-uniform."""
 
 
 @dataclass(frozen=True)

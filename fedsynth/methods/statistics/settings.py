@@ -35,9 +35,10 @@ from fedsynth.privacy.products import grams_width
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
 
+# The names of the release plans of the centre, of the moments and of the gradient steps. The plans
+# of optional statistics have the names `PIXELS` and `COVARIANCES`.
 CENTRE, MOMENTS, STEP = "centre", "moments", "step"
-"""The names of the release plans of the centre, of the moments and of the gradient steps. The plans
-of optional statistics have the names `PIXELS` and `COVARIANCES`."""
+
 FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 

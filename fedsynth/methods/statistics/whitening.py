@@ -27,16 +27,16 @@ from fedsynth.models.on_features import root_names
 from fedsynth.privacy.products import Grams, matrices_of, smat
 
 YES, NO, AUTO = "yes", "no", "auto"
+# The name of the release plan of the covariances.
 COVARIANCES = "covariances"
-"""The name of the release plan of the covariances."""
+# The share of the products of spatial cells in the squared norm of a contribution. There are few
+# cells, so the noise of their covariance is small.
 CELLS_PART = 0.16
-"""The share of the products of spatial cells in the squared norm of a contribution. There are few
-cells, so the noise of their covariance is small."""
+# The exponent of the whitening. 1 would make the features white. A smaller value is used because
+# the eigenvalues are uncertain. It was tuned on held-out training images.
 POWER = 0.75
-"""The exponent of the whitening. 1 would make the features white. A smaller value is used because
-the eigenvalues are uncertain. It was tuned on held-out training images."""
+# The smallest eigenvalue that is used without noise, relative to the mean eigenvalue.
 FLOOR = 0.02
-"""The smallest eigenvalue that is used without noise, relative to the mean eigenvalue."""
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:

@@ -28,9 +28,9 @@ from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 
+# The type of functions that transform images, given the group index of each image. Images with the
+# same group index get the same transformation.
 Augmentation = Callable[[Tensor, Tensor], Tensor]
-"""The type of functions that transform images, given the group index of each image. Images with the
-same group index get the same transformation."""
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 

@@ -25,8 +25,9 @@ from torch.nn import functional as F
 from fedsynth.features.random_images import random_images
 from fedsynth.validation import in_range
 
+# The number of random-process images that are drawn for each selected start image.
 CANDIDATES = 10
-"""The number of random-process images that are drawn for each selected start image."""
+
 AT_ONCE = 48
 
 

@@ -31,17 +31,17 @@ from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation import matching
 
+# The type of objects that hold private records and release noisy sums.
 PrivateSums = PrivateClientView | DataOwner
-"""The type of objects that hold private records and release noisy sums."""
 
+# The type of functions that compute the gradient of each record's loss with respect to synthetic
+# features [R, M, D]. Their arguments are the features of a class's synthetic images [M, D], and the
+# features of real records [R, D].
 Cotangents = Callable[[Tensor, Tensor], Tensor]
-"""The type of functions that compute the gradient of each record's loss with respect to synthetic
-features [R, M, D]. Their arguments are the features of a class's synthetic images [M, D], and the
-features of real records [R, D]."""
 
+# Limits on the backward passes of `per_example_gradients`. A (client, class) pair has about PASSES
+# backward passes. Each has at most PULLED times as many images as a forward pass.
 PASSES, PULLED = 4, 8
-"""Limits on the backward passes of `per_example_gradients`. A (client, class) pair has about PASSES
-backward passes. Each has at most PULLED times as many images as a forward pass."""
 
 
 @dataclass(eq=False)

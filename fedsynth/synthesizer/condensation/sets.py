@@ -24,9 +24,9 @@ from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.sgd import Objective, Penalty, SgdSettings, train_on
 
+# The largest number of images per class that the server may request. No data set here has as
+# many images of a class.
 MAX_IPC = 100_000
-"""The largest number of images per class that the server may request. No data set here has as
-many images of a class."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ def synthetic_sets(uploads: Mapping[int, Message]) -> dict[int, SyntheticSet]:
     return {k: upload for k, upload in uploads.items() if isinstance(upload, SyntheticSet)}
 
 
+# The largest magnitude of a normalised pixel, in standard deviations. Real pixels are within about
+# 10. Images that the noise of differential privacy moves are within some hundreds.
 MAX_PIXEL = 1e4
-"""The largest magnitude of a normalised pixel, in standard deviations. Real pixels are within about
-10. Images that the noise of differential privacy moves are within some hundreds."""
 
 
 def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -> dict[str, Rule]:

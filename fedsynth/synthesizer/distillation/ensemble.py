@@ -25,9 +25,9 @@ from fedsynth.synthesizer.distillation import losses
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
 from fedsynth.validation import check_fields, in_range, one_of
 
+# The type of functions that combine the logits of all models [m, N, C] into the ensemble's logits
+# [N, C]. The second argument is the target labels [N].
 Aggregate = Callable[[Tensor, Tensor], Tensor]
-"""The type of functions that combine the logits of all models [m, N, C] into the ensemble's logits
-[N, C]. The second argument is the target labels [N]."""
 
 
 class Batch(NamedTuple):

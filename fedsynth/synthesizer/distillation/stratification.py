@@ -22,8 +22,8 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import Generator, descend, make_generator
 from fedsynth.training.loop import State
 
+# The number of generators whose weights, gradients and images are in memory at a time.
 PAIRS = 64
-"""The number of generators whose weights, gradients and images are in memory at a time."""
 
 
 def pair_losses(

@@ -40,8 +40,9 @@ from tests.quick_runs import read_rows
 
 pytestmark = pytest.mark.network
 
+# The client that has a policy.
 POLICY_CLIENT = 2
-"""The client that has a policy."""
+
 POLICY = """
 methods = ["feddm", "fedaf", "fedkf", "fedhydra", "scaffold", "fedstats"]
 epsilon = 2.6
