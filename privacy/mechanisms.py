@@ -159,7 +159,7 @@ USER_ROW = 2.0**16
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 
 # The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at
-# the same time. On a CPU, so many fit in the cache.
+# the same time. On a CPU, they fit in the cache.
 CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
 
 

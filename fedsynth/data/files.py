@@ -112,7 +112,7 @@ class Split:
 
 
 USERS_FILE = "users.csv"
-# The accepted headings, each with the column that it stands for. Case is ignored.
+# The accepted headings, each with the name of its column. Case is ignored.
 HEADINGS = {
     **dict.fromkeys(("path", "image", "file", "filename"), "path"),
     **dict.fromkeys(("label", "class"), "label"),

@@ -26,7 +26,7 @@ from fedsynth.own_code import HASH_DIGITS
 from fedsynth.privacy.files import expand_home, read_regular
 
 LIBRARIES = ("timm", "torchvision")
-# The value of a setting of weights that stands for the weights that the library downloads.
+# The value of a setting of weights with which the library downloads them.
 PRETRAINED = "pretrained"
 
 MAX_WEIGHTS_BYTES = 2**33

@@ -7,19 +7,22 @@ synthetic images by distribution matching in feature space (Eq. 4). A second ter
 newly re-sampled network (Eq. 17).
 
 The server averages V_k and R_k over the clients that have examples of a class (Eqs. 8 and 12). The
-server then trains the global model on the union of all synthetic sets, with the cross-entropy plus
-λ_glob times the knowledge-matching loss (Eqs. 13 to 15).
+server then trains the global model from w_r on the union of all synthetic sets, with the
+cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13 to 15).
 
-Three defaults differ from the printed equations. V is averaged from the uploads of one round and
-used in the next one, because App. C counts a single upload of S, V and R in a round. Round 1 has
-therefore no collaborative term (`knowledge_from="first-phase"` exchanges V first, and only then are
-`first_step` and `first_aggregate` called). T of Eq. 13 is computed from each minibatch and not from
-all images (`server_matching`). F is a multiple of ‖u − v‖, which sliced Wasserstein is in
-expectation (`distance`).
+The defaults depart from the paper in four places.
+- Eqs. 8 and 12 divide by K. Here the averages are over the clients that have the class.
+- V is averaged from the uploads of one round and used in the next one, because App. C counts a
+  single upload of S, V and R in a round. Round 1 has therefore no collaborative term. With
+  `knowledge_from="first-phase"`, V is exchanged first, by `first_step` and `first_aggregate`.
+- t_c of Eq. 13 is computed from each minibatch and not from all images (`server_matching`).
+- Eq. 15 is averaged over the classes (`matching_reduction`), and has no normaliser in the paper.
+The paper names F of Eq. 10 (sliced Wasserstein), but not its order. Between two vectors, that of
+order 1 is a multiple of ‖u − v‖ in expectation (`distance`).
 
 With differential privacy, the images are matched by the mechanism `residual`. V is computed from a
-noisy sum of clipped logits and from noisy counts, and R is computed from the released V. Batch norm
-is refused.
+noisy sum of clipped logits and from noisy counts, and R is computed from the released V. Networks
+with batch norm are then refused.
 """
 
 from __future__ import annotations
@@ -124,7 +127,7 @@ class FedAF(FedAFSettings):
         matched = message.has_logits[label].nonzero().flatten()  # pairs with a v_c; round 1: none
         v, k = message.logits[label[matched]], pairs.position.to(context.device)[matched]
 
-        def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c): sliced Wasserstein, Eq. 10
+        def distance(u_SC: Tensor) -> Tensor:  # Σ_c F(u_{k,c}, v_c), Eq. 10
             kind, theta = self.distance, next(thetas)
             return losses.collaborative_distance(
                 u_SC[matched], v, k, distance=kind, directions_PC=theta
@@ -134,7 +137,7 @@ class FedAF(FedAFSettings):
         for t in self.steps(clients, S, velocity, context, (networks, thetas)):  # t = 0, …, T − 1
             u.use(next(networks))  # w = γ·w_r + (1 − γ)·w̃, Eq. 17
             gradient = matcher.gradient(t, u, S)  # ∇_S L_DM of a minibatch, Eq. 4
-            if self.local_weight and len(matched):  # + λ_loc·∇_S Σ_c F(u_{k,c}, v_c), Eq. 10
+            if self.local_weight and len(matched):  # + λ_loc·∇_S Σ_c F, with u under the same w
                 gradient = gradient + losses.logits_gradient(u, S, C, distance, self.local_weight)
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)
@@ -144,7 +147,8 @@ class FedAF(FedAFSettings):
         return results
 
     def _upload(self, S_k: sets.SyntheticSet, V_k: Tensors, context: RoundContext) -> CondensedSet:
-        """Returns the upload of a client: S_k, V_k and R_k (Eq. 11)."""
+        """Returns the upload of a client: S_k, V_k and R_k (Eq. 11). Pixels are sent as 8 bits, as
+        in App. C."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -172,7 +176,7 @@ class FedAF(FedAFSettings):
     def server_step(
         self, state: KnowledgeState, uploads: Mapping[int, CondensedSet], context: RoundContext
     ) -> KnowledgeState:
-        if state.soft is not None and state.present is not None:  # of a first exchange
+        if state.soft is not None and state.present is not None:  # a first exchange gave R
             R, present = state.soft, state.present
             state = replace(state, soft=None, present=None)
         else:
@@ -195,7 +199,7 @@ class FedAF(FedAFSettings):
         R are the averaged soft labels [C, C]; `present` [C] marks the classes that have them.
         """
 
-        def matching(logits_NC: Tensor, labels_N: Tensor) -> Tensor:  # λ_glob·L_LGKM
+        def weighted_lgkm(logits_NC: Tensor, labels_N: Tensor) -> Tensor:  # λ_glob·L_LGKM
             T, has_images = losses.mean_logits(logits_NC, labels_N)  # Eq. 13, before its softmax
             usable = has_images & present
             loss = losses.knowledge_matching(
@@ -204,11 +208,11 @@ class FedAF(FedAFSettings):
             return self.global_weight * loss
 
         def union_matching(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
-            return matching(computed(network, images, context.precision), labels_N)
+            return weighted_lgkm(computed(network, images, context.precision), labels_N)
 
         def minibatch_loss(network: nn.Module, images: Tensor, labels_N: Tensor) -> Tensor:
             logits = computed(network, images, context.precision)
-            return F.cross_entropy(logits, labels_N) + matching(logits, labels_N)
+            return F.cross_entropy(logits, labels_N) + weighted_lgkm(logits, labels_N)
 
         sgd = self.union_sgd()
         if self.global_weight == 0:
@@ -224,8 +228,9 @@ def resampled(
 ) -> Iterator[nn.Module]:
     """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
-    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
-    repeat after `period` networks. The same network object is yielded each time; w_r is copied.
+    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which the
+    paper does not require. With a `period`, they repeat after this number of networks. The same
+    network object is yielded each time; w_r is copied.
     """
     network = FlatNetwork(copy.deepcopy(w_r).to(context.device))
     center = network.flat.clone()

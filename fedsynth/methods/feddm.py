@@ -8,9 +8,10 @@ on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ (
 so after every step; the paper does not say when.
 
 With differential privacy, a mechanism of `fedsynth.synthesizer.condensation.private_matchers`
-replaces the gradient of lines 13 to 17, and the images start from noise. `residual` and `gradient`
-are charged for T releases in a round, `features` for M releases and for the class counts. `paper`
-starts from real images, clips (line 16) and adds noise (line 17) as printed, without a guarantee.
+computes the gradient. `paper` is lines 15 to 17 as printed: it starts from real images, clips (line
+16) and adds noise (line 17), and gives no guarantee. The other mechanisms replace lines 13 to 17,
+and their images start from noise. `residual` and `gradient` are charged for T releases in a round,
+`features` for M releases and for the class counts.
 """
 
 from __future__ import annotations
@@ -52,25 +53,31 @@ class FedDM(CondensingMethod, TrainsInBall):
 
     The features are those of random networks around the global model.
 
-    The defaults are the paper's. If the paper leaves a setting open, the reason for the default is
-    given below. `CondensingMethod` and `TrainsInBall` document the remaining settings.
+    The defaults are the paper's, and the preset for digits is small. If the paper leaves a setting
+    open, the reason for the default is given below. `CondensingMethod` and `TrainsInBall` document
+    the remaining settings.
 
     Args:
         ipc: number of synthetic images per class. The paper uses 10, and 5 on CIFAR-100.
-        min_examples: smallest number of examples with which a client sends a class (inferred from
-            Table 3). With the mechanism `features`, it is compared with the released count.
+        min_examples: smallest number of examples with which a client sends a class. The default of
+            10 is inferred from Table 3. With the mechanism `features`, it is compared with the
+            released count.
         matching: what is matched. "mean" is Eq. 9.
-        image_momentum: momentum of the image updates. Algorithm 1 has plain gradient steps.
-        restart: whether images start again in each round. ClientUpdate has no initialisation.
+        image_momentum: momentum of the image updates. The default is 0, because Algorithm 1 has
+            plain gradient steps. FedAF's paper runs FedDM with 0.9.
+        restart: whether images start again in each round. The default is False, because
+            ClientUpdate has no initialisation.
         radius: ρ, which bounds the perturbation of networks and the training of the server.
-        perturbation: how the networks around w_r are drawn. With "sphere", a Gaussian perturbation
-            is rescaled to length ρ if it is longer, which is always the case in 300,000 dimensions.
-            With "ball", the length is uniform in [0, ρ].
+        perturbation: how the networks around w_r are drawn. "sphere" is Eq. 24: a Gaussian
+            perturbation is rescaled to length ρ if it is longer, which is always the case in
+            300,000 dimensions. "ball" is not in the paper: the length is uniform in [0, ρ].
         augment: augmentation of real and synthetic images, "none" (the paper's) or "siamese".
         flip: whether "siamese" may mirror images. Digits and letters are not symmetric.
-        logit_weight: b, the weight of the logits relative to the embedding. 1 is Eq. 9.
+        logit_weight: b, the factor of the logits in the features [h; b·z]. Their term in Eq. 9 then
+            has the weight b². 1 is Eq. 9.
         image_clip: upper bound on the norm of each client's image gradient, for stability; 0 means
-            no bound. FedAF's paper runs FedDM with 2. It is not a privacy mechanism.
+            no bound. FedAF's paper runs FedDM with a norm of 2, and does not say over which images
+            it is taken. It is not a privacy mechanism.
         networks_per_round: number of networks in a round, which the T steps use in turn
             (`NetworkMeansMatcher`). With 0, each step draws a new network and a new minibatch, as
             in the paper. Other values need a network without batch norm, `matching="mean"`, and no
@@ -172,7 +179,7 @@ class FedDM(CondensingMethod, TrainsInBall):
                 clients, pairs, min(self.networks_per_round, self.iterations)
             )
         seed, r = context.seed, context.round
-        batches = sets.BatchIndices(  # line 13: B_c ~ D_k for each class c; of S_k always all
+        batches = sets.BatchIndices(  # line 13: B_c ~ D_k for each class c, and all of S_k
             clients, pairs, self.batch, self.iterations, seed, r, self.small_class
         )
         exact = matching.ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient

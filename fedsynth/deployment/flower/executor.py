@@ -60,8 +60,8 @@ from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.errors import MessageError
 
 RECORD = "fedsynth"
-# The message type that Flower is told. It does not say "train", so no Flower strategy processes
-# the messages.
+# The message type for Flower. It does not say "train", so no Flower strategy processes the
+# messages.
 KIND = "query"
 
 

@@ -108,10 +108,10 @@ class CondensingMethod(TrainsOnUnion):
         batch: number of real images of a class in a step.
         small_class: how a class with fewer examples than a batch is used. "all" uses all its
             examples, which gives the exact mean. "resample" draws a batch with replacement.
-        min_examples: smallest number of examples with which a client sends a class. With
-            differential privacy, only released counts are compared with it, never the true ones.
+        min_examples: smallest number of examples with which a client sends a class. With a privacy
+            guarantee, only released counts are compared with it, never the true ones.
         start_average: number of random real images whose mean is a start image. With 1, the images
-            start as real images. With differential privacy, the images start from public noise
+            start as real images. With a privacy guarantee, the images start from public noise
             instead.
         restart: whether the images start again in each round. With False, the images of the last
             round are improved further.
@@ -224,7 +224,7 @@ class CondensingMethod(TrainsOnUnion):
     def pairs(self, clients: Group) -> ClientClassPairs:
         """Returns the (client, class) pairs for which images are made.
 
-        With differential privacy, these are all pairs, because it is private which classes a client
+        With a privacy guarantee, these are all pairs, because it is private which classes a client
         has.
         """
         if isinstance(clients, PrivateClientView):

@@ -147,12 +147,13 @@ def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
 def knowledge_matching(
     mean_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float, reduction: str = "mean"
 ) -> Tensor:
-    """Returns the knowledge-matching loss between soft labels R and mean predictions T (Eq. 15).
+    """Returns the knowledge-matching loss between soft labels R and T, the softmax of mean
+    logits (Eq. 15).
 
     It is L_LGKM = ½(KL(R‖T) + KL(T‖R)), over the rows of the usable classes.
 
     Args:
-        mean_CC: t_c before the softmax. T is softmax(mean_logits/τ) (Eq. 13).
+        mean_CC: t_c before the softmax. T is softmax(mean_CC/τ) (Eq. 13).
         soft_CC: R.
         usable_C: the rows that exist on both sides. If there are none, the loss is 0.
         temperature: τ.
