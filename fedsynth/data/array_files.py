@@ -3,13 +3,11 @@
 The files have the names and folders that torchvision gives them. They are untrusted input, so each
 reader checks sizes before it allocates memory, and raises a one-line error for a damaged file.
 
-Python's own unpickler may call any function that a file names. `read_pickle` instead lists the
-instructions of a pickle with `pickletools`, and executes only the few that CIFAR's files need. They
-create built-in containers. Calls of NumPy functions are replaced by functions of this module, so a
-file cannot import or call anything else. The published files (protocol 2, Python 2) can be read,
-and also the same data written by newer versions of Python and NumPy (protocols 2 to 5). The size of
-the file bounds time and memory. Instructions have a maximum number, and no argument can reach
-beyond the end of the file.
+Python's own unpickler may call any function that a file names. CIFAR's files are therefore only
+listed with `pickletools`: no instruction of a pickle is executed, and nothing that it names is
+imported. The labels are the integers in the list after their key, and the images are the longest
+text. The published files (protocol 2, Python 2) can be read, and also the same data written by
+newer versions of Python and NumPy (protocols 2 to 5).
 """
 
 from __future__ import annotations
@@ -17,13 +15,11 @@ from __future__ import annotations
 import hashlib
 import math
 import pickletools
-from collections.abc import Callable
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.errors import DataFilesCorruptError, one_line
@@ -106,239 +102,52 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
 
     Raises:
         OSError: the file cannot be read.
-        DataFilesCorruptError: the file is not a CIFAR batch, or the pickle contains other objects
-            than byte arrays and plain containers.
+        DataFilesCorruptError: the file is not a CIFAR batch.
     """
     content = read_regular(path, MAX_CIFAR_BYTES)
     try:
-        batch: Any = read_pickle(content)
+        labels, pixels = _labels_and_pixels(content, label_key)
     except Exception as error:  # a damaged pickle may raise anything
         raise DataFilesCorruptError(
             f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
         ) from None
-    if not isinstance(batch, dict):
+    if len(pixels) != len(labels) * 3072:
         raise DataFilesCorruptError(
-            f"{path} is not a CIFAR batch. It must contain a dict, not a {type(batch).__name__}"
+            f"{path} must have 3,072 bytes for each image, and a list {label_key!r} with an integer "
+            f"for each image, got {len(pixels):,} bytes and {len(labels):,} labels"
         )
-    data = batch.get(b"data", batch.get("data"))
-    x = getattr(data, "value", None)
-    if x is None or x.shape[1:] != (3072,):
-        raise DataFilesCorruptError(f"'data' in {path} must be an array of bytes [N, 3072]")
-    labels = batch.get(label_key.encode(), batch.get(label_key))
-    # Types are checked first: NumPy would make an array of text as wide as its longest string.
-    if not isinstance(labels, list) or not set(map(type, labels)) <= {int}:
-        raise DataFilesCorruptError(f"{label_key!r} in {path} must be a list of integers")
-    y = np.array(labels)
-    if y.dtype != np.int64 or len(y) != len(x):
-        raise DataFilesCorruptError(
-            f"{label_key!r} in {path} must have one integer of 64 bits for each image, got "
-            f"{len(x)} images and {len(labels)} labels"
-        )
-    return x.reshape(-1, 3, 32, 32), y
+    return np.frombuffer(pixels, np.uint8).reshape(-1, 3, 32, 32), np.array(labels, np.int64)
 
 
 MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
+_LIST_PARTS = ("MARK", "APPEND", "APPENDS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME")
 
 
-class PickledArray:
-    """A byte array that a pickle creates. A pickle first creates an empty array, and fills it in a
-    later instruction.
+def _labels_and_pixels(content: bytes, label_key: str) -> tuple[list[int], bytes]:
+    """Returns the integers in the list after `label_key` in a pickle, and the pickle's longest text.
 
-    Attributes:
-        value: the array, or None before it is filled.
-    """
-
-    value: npt.NDArray[np.uint8] | None = None
-
-
-class _Uint8:
-    """The placeholder for NumPy's uint8 while a pickle is read. Arrays in a pickle may have no
-    other type.
-    """
-
-
-def read_pickle(content: bytes) -> object:
-    """Reads a pickle without executing code that the pickle names.
-
-    The pickle may contain None, bool, int, str, bytes, list, tuple, dict and byte arrays.
-
-    Arrays are returned as `PickledArray`. Strings of Python 2 become str, with one character for
-    each byte (latin-1).
+    Text counts as bytes, because older protocols store bytes as text in latin-1.
 
     Raises:
-        ValueError, TypeError: the pickle has an instruction or a name that CIFAR's files do not
-            need, or an instruction is truncated or malformed.
+        ValueError: an instruction is truncated or malformed, or the pickle does not contain an
+            array of bytes in the order of its rows.
     """
-    file = BytesIO(content)
-    machine = _Machine()
-    for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
-        if number >= MAX_INSTRUCTIONS:
-            raise ValueError(f"the pickle has more than {MAX_INSTRUCTIONS:,} instructions")
-        machine.step(instruction.name, argument)
-    if file.tell() != len(content):
-        raise ValueError(f"the pickle has {len(content) - file.tell()} bytes after its end")
-    if len(machine.stack) != 1 or machine.marks:
-        raise ValueError("the pickle must contain exactly one value")
-    return machine.stack[0]
-
-
-class _Machine:
-    """Executes the few pickle instructions that image files need, and refuses all other
-    instructions.
-
-    The attributes are the stack, the marks and the memo of the pickle protocol.
-    """
-
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[object, object] = {}
-
-    def step(self, name: str, argument: object) -> None:
-        if name in _PUSHED:
-            self.stack.append(argument)
-        elif name in _STEPS:
-            self.stack.append(_STEPS[name](self))
-        elif name == "GLOBAL":
-            self.stack.append(_named(*str(argument).split(" ", 1)))
-        elif name == "MARK":
-            self.marks.append(len(self.stack))
-        elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
-            (value,) = self.take(1)
-            self.memo[len(self.memo) if name == "MEMOIZE" else argument] = value
-            self.stack.append(value)
-        elif name in ("BINGET", "LONG_BINGET"):
-            if argument not in self.memo:
-                raise ValueError("the pickle reads an entry of its memo that it has not stored")
-            self.stack.append(self.memo[argument])
-        elif name not in ("PROTO", "FRAME", "STOP"):
-            raise ValueError(f"the pickle instruction {name} is not allowed in an image file")
-
-    def take(self, count: int) -> list[Any]:
-        """Pops the last `count` values from the stack."""
-        start = len(self.stack) - count
-        if start < (self.marks or [0])[-1]:
-            raise ValueError("a pickle instruction takes more values than the stack contains")
-        values = self.stack[start:]
-        del self.stack[start:]
-        return values
-
-    def since_mark(self) -> list[Any]:
-        """Pops the last mark and the values after it from the stack."""
-        if not self.marks:
-            raise ValueError("a pickle instruction needs a mark that does not exist")
-        values = self.stack[self.marks.pop() :]
-        del self.stack[len(self.stack) - len(values) :]
-        return values
-
-    def extended(self, items: list[Any]) -> list[Any]:
-        (target,) = self.take(1)
-        if type(target) is not list:
-            raise ValueError("the pickle appends to a value that is not a list")
-        target += items
-        return target
-
-    def updated(self, items: list[Any]) -> dict[Any, Any]:
-        (target,) = self.take(1)
-        keys = items[::2]
-        # Only these key types: hashing nested tuples recurses, and hashes of integers can collide.
-        if type(target) is not dict or not {str, bytes}.issuperset(map(type, keys)):
-            raise ValueError("the pickle must set items of a dict with text keys")
-        target.update(zip(keys, items[1::2], strict=True))
-        return target
-
-
-def _named(module: object, attribute: object) -> Callable[..., object]:
-    function = _FUNCTIONS.get(f"{module} {attribute}")
-    if function is None:
-        name = one_line(f"{module}.{attribute}", 80)
-        raise ValueError(f"the pickle imports {name}, which is not allowed in an image file")
-    return function
-
-
-def _call(function: object, arguments: object) -> object:
-    if function not in _FUNCTIONS.values() or type(arguments) is not tuple:
-        raise ValueError("the pickle calls a value that is not a function")
-    return function(*arguments)  # type: ignore[operator]
-
-
-def _build(target: object, state: object) -> object:
-    """Executes the instruction BUILD, which fills an array that was created empty.
-
-    The instruction may also set the state of a data type. This state is ignored.
-    """
-    if isinstance(target, _Uint8):
-        return target
-    if not isinstance(target, PickledArray) or target.value is not None:
-        raise ValueError("the pickle may fill only empty arrays")
-    if type(state) is not tuple or len(state) != 5:
-        raise ValueError("an array in the pickle must have a state of five values")
-    _, shape, kind, by_columns, content = state
-    target.value = _numbers(content, kind, shape, ("C", "F")[bool(by_columns)])
-    return target
-
-
-def _numbers(content: object, kind: object, shape: Any, order: Any) -> npt.NDArray[np.uint8]:
-    if isinstance(content, str):  # Python 2's strings are bytes
-        content = content.encode("latin1")
-    if not isinstance(content, bytes | bytearray) or not isinstance(kind, _Uint8):
-        raise ValueError("the pickle has an array that does not consist of bytes")
-    return np.frombuffer(content, np.uint8).reshape(shape, order=order)
-
-
-def _dtype(code: object, *_: object) -> _Uint8:
-    if code not in ("u1", b"u1"):
-        raise ValueError(f"an array in the pickle must have bytes, not type {one_line(code, 20)}")
-    return _Uint8()
-
-
-def _from_buffer(content: object, kind: object, shape: object, order: object) -> PickledArray:
-    array = PickledArray()
-    array.value = _numbers(content, kind, shape, order)
-    return array
-
-
-def _encode(text: str, encoding: str) -> bytes:
-    """Converts text to the bytes that the text represents.
-
-    The pickle protocols 0 to 2 store bytes as latin-1 text.
-    """
-    if encoding != "latin1":
-        raise ValueError("the pickle encodes text in an encoding other than 'latin1'")
-    return text.encode("latin1")
-
-
-_FUNCTIONS: dict[str, Callable[..., object]] = {
-    "numpy ndarray": PickledArray,
-    "numpy dtype": _dtype,
-    "_codecs encode": _encode,
-}
-for _core in ("core", "_core"):  # NumPy renamed its modules in version 2
-    _FUNCTIONS[f"numpy.{_core}.multiarray _reconstruct"] = lambda *_: PickledArray()
-    _FUNCTIONS[f"numpy.{_core}.numeric _frombuffer"] = _from_buffer
-_PUSHED = frozenset(
-    (
-        *("BININT", "BININT1", "BININT2", "LONG1"),
-        *("BINSTRING", "SHORT_BINSTRING", "BINUNICODE", "SHORT_BINUNICODE"),
-        *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-    )
-)
-_STEPS: dict[str, Callable[[_Machine], object]] = {
-    "NONE": lambda machine: None,
-    "NEWTRUE": lambda machine: True,
-    "NEWFALSE": lambda machine: False,
-    "EMPTY_LIST": lambda machine: [],
-    "EMPTY_TUPLE": lambda machine: (),
-    "EMPTY_DICT": lambda machine: {},
-    "TUPLE": lambda machine: tuple(machine.since_mark()),
-    "TUPLE1": lambda machine: tuple(machine.take(1)),
-    "TUPLE2": lambda machine: tuple(machine.take(2)),
-    "TUPLE3": lambda machine: tuple(machine.take(3)),
-    "APPEND": lambda machine: machine.extended(machine.take(1)),
-    "APPENDS": lambda machine: machine.extended(machine.since_mark()),
-    "SETITEM": lambda machine: machine.updated(machine.take(2)),
-    "SETITEMS": lambda machine: machine.updated(machine.since_mark()),
-    "STACK_GLOBAL": lambda machine: _named(*machine.take(2)),
-    "REDUCE": lambda machine: _call(*machine.take(2)),
-    "BUILD": lambda machine: _build(*machine.take(2)),
-}
+    labels: list[int] = []
+    texts = [b""]
+    in_list = by_columns = False
+    previous = ""
+    for instruction, argument, _ in islice(pickletools.genops(content), MAX_INSTRUCTIONS):
+        name = instruction.name
+        if isinstance(argument, str):
+            argument = argument.encode("latin1", "ignore")
+        if isinstance(argument, bytes | bytearray) and argument != b"latin1":  # the encoding
+            texts.append(bytes(argument))
+        if in_list and name.startswith("BININT") and isinstance(argument, int):
+            labels.append(argument)
+        elif name not in _LIST_PARTS:
+            in_list = name == "EMPTY_LIST" and texts[-1] == label_key.encode()
+        by_columns |= (previous, name) == ("BUILD", "NEWTRUE")  # of an array's state
+        previous = name
+    if b"u1" not in texts or b"F" in texts or by_columns:
+        raise ValueError("the images must be an array of bytes, stored image by image")
+    return labels, max(texts, key=len)

@@ -22,7 +22,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from fedsynth.data import image_files
-from fedsynth.data.array_files import MAX_INSTRUCTIONS, PickledArray, read_idx, read_pickle
+from fedsynth.data.array_files import read_cifar_batch, read_idx
 from fedsynth.data.image_files import read_images
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import dataset_spec
@@ -94,11 +94,13 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (counted(0), "such as -1"),
     ],
     ("cifar10", "cifar-10-batches-py/data_batch_3"): [
-        (pickle.dumps({b"data": ROWS}), "must be a list of integers"),
-        (batch(ROWS, [0] * 3), "4 images and 3 labels"),
-        (batch(ROWS, ["a"] * 4), "must be a list of integers"),
+        (pickle.dumps({b"data": ROWS}), "got 12,288 bytes and 0 labels"),
+        (batch(ROWS, [0] * 3), "got 12,288 bytes and 3 labels"),
+        (batch(ROWS, ["a"] * 4), "got 12,288 bytes and 0 labels"),
         (batch(ROWS, [0, 1, 2, 10]), r"labels .* in \[0, 10\)"),
-        (batch(ROWS, [0, 1, 2, 2**70]), "one integer of 64 bits"),
+        (batch(ROWS, [0, 1, 2, 2**70]), "got 12,288 bytes and 3 labels"),
+        (batch(ROWS[:, 1:], [0] * 4), "got 12,284 bytes and 4 labels"),
+        (batch(ROWS, [0] * 4)[:-1], "exhausted before seeing STOP"),
         (None, "needs .*cifar-10-batches-py/data_batch_3 "),
     ],
     # SciPy's reader crashes on some damaged files: they are rejected before it reads them
@@ -191,13 +193,10 @@ def test_malicious_pickles_are_not_executed(root: Path, protocol: int, tmp_path:
     attacks = (
         MaliciousObject(os.mkdir, str(trace)),
         MaliciousObject(eval, f"open({str(trace)!r}, 'w')"),
-        MaliciousObject(getattr, np.ndarray, "tofile"),
-        MaliciousObject(np.fromfile, str(path)),
     )
     for payload in attacks:
         content = pickle.dumps({b"data": ROWS, b"labels": [0] * 4, b"x": payload}, protocol)
-        message = "the pickle imports .*, which is not allowed"
-        with replaced_content(path, content), pytest.raises(DataFilesCorruptError, match=message):
+        with replaced_content(path, content):
             load_dataset("cifar10", root)
         assert not trace.exists()
     # the standard unpickler does execute it: the attack is real
@@ -327,59 +326,27 @@ def test_fuzzed_files_raise_errors(seed: int, pickles: int, others: int, tmp_pat
 # ----------------------------------------------------------------------------------------- pickles
 
 
-PIXELS = np.random.default_rng(0).integers(0, 256, (5, 7), dtype=np.uint8)
-BATCH = {
-    b"batch_label": b"training batch \xff of 5",
-    "labels": [0, 255, 256, -1, 2**31, -(2**31), 2**62, 2**70, -(2**70)],
-    "names": ["a.png", "", "é", "\n\\", "x" * 300, b"y" * 300],
-    "more": (None, True, False, (), [], {}, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4)),
-}
+@pytest.mark.parametrize("protocol", range(2, 6))
+@pytest.mark.parametrize("count", [1, 4, 2500])
+def test_batches_of_all_protocols_are_read(protocol: int, count: int, tmp_path: Path) -> None:
+    rng = np.random.default_rng(count)
+    rows = rng.integers(0, 256, (count, 3072), dtype=np.uint8)
+    labels = rng.integers(0, 100, count).tolist()
+    names = [f"{number}.png" for number in range(count)]
+    batch = {"filenames": names, "fine_labels": labels, "coarse_labels": [1] * count, "data": rows}
+    for content in (batch, {key.encode(): value for key, value in batch.items()}):
+        (tmp_path / "batch").write_bytes(pickle.dumps(content, protocol))
+        x, y = read_cifar_batch(tmp_path / "batch", "fine_labels")
+        assert np.array_equal(x.reshape(count, -1), rows)
+        assert y.tolist() == labels
 
 
 @pytest.mark.parametrize("protocol", range(2, 6))
-def test_values_and_arrays_match_standard_unpickler(protocol: int) -> None:
-    content = pickle.dumps(BATCH, protocol)
-    assert repr(read_pickle(content)) == repr(pickle.loads(content))
-    shared = ["twice"]
-    repeated: Any = read_pickle(pickle.dumps([shared, shared], protocol))
-    assert repeated[0] is repeated[1]
-    recursive: Any = read_pickle(b"\x80\x04]\x94h\x00a.")
-    assert recursive[0] is recursive
-    for array in (PIXELS, np.asfortranarray(PIXELS), PIXELS[::2, ::3], PIXELS[0]):
-        restored = read_pickle(pickle.dumps(array, protocol))
-        assert isinstance(restored, PickledArray)
-        assert restored.value.shape == array.shape
-        assert np.array_equal(restored.value, array)
-
-
-@pytest.mark.parametrize("protocol", [2, 5])
-@pytest.mark.parametrize("kind", ["O", "M8[s]", "u1,f4", "c16", "S3", "V4", "i1", ">f4", "?"])
-def test_arrays_of_other_dtypes_are_rejected(protocol: int, kind: str) -> None:
-    with pytest.raises(ValueError, match="an array in the pickle must have bytes"):
-        read_pickle(pickle.dumps(np.zeros(2, kind), protocol))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"N.x", "1 bytes after its end"),
-        (b"NN.", "exactly one value"),
-        (b"(.", "exactly one value"),
-        (b"N", "exhausted before seeing STOP"),
-        (b"K\x01(\x85.", "takes more values than the stack contains"),
-        (b"t.", "a mark that does not exist"),
-        (b"h\x00.", "reads an entry of its memo"),
-        (b"NNa.", "appends to a value that is not a list"),
-        (b"})Ns.", "dict with text keys"),
-        (b"N" * (MAX_INSTRUCTIONS + 1), "more than 1,048,576 instructions"),
-        (b"cos\nsystem\n.", r"imports os\.system, which"),
-        (b"c\x1b[31m\nx\n.", r"imports \?\[31m\.x, which"),
-        (b"N0.", "the pickle instruction POP is not allowed"),
-        (b"N)R.", "calls a value that is not a function"),
-        (b"NNb.", "fill only empty arrays"),
-        (b"c_codecs\nencode\nX\x01\0\0\0aX\x05\0\0\0utf-8\x86R.", "encodes text"),
-    ],
-)
-def test_invalid_pickles_are_rejected(content: bytes, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read_pickle(content)
+@pytest.mark.parametrize("kind", ["S1", "V1", "i1", "?", None])
+def test_arrays_of_other_dtypes_are_rejected(
+    protocol: int, kind: str | None, tmp_path: Path
+) -> None:
+    array = np.asfortranarray(ROWS) if kind is None else ROWS.astype(kind)
+    (tmp_path / "batch").write_bytes(pickle.dumps({b"data": array, b"labels": [0] * 4}, protocol))
+    with pytest.raises(DataFilesCorruptError, match="must be an array of bytes"):
+        read_cifar_batch(tmp_path / "batch", "labels")
