@@ -107,6 +107,12 @@ def _allowed(package: str) -> set[str]:
     return general - SIBLINGS.get(package, set())
 
 
+def test_pages_of_core_methods_are_short() -> None:
+    for page in ["feddm", "fedaf", "fedkf", "fedhydra", "dense", "feddf", "fedstats", "fedsum"]:
+        lines = (ROOT / "fedsynth" / "methods" / f"{page}.py").read_text().count("\n")
+        assert lines <= 300, page
+
+
 def test_version_is_defined_once() -> None:
     assert "version" not in PYPROJECT["project"]
     assert PYPROJECT["project"]["dynamic"] == ["version"]

@@ -18,8 +18,8 @@ from fedsynth import FedDM, FedSum, ModelSettings, PrivacySettings, RoundContext
 from fedsynth.core.client import ExactClientView
 from fedsynth.errors import SettingError
 from fedsynth.methods.feddm import perturbed
-from fedsynth.methods.fedsum import CondensedState, NetworkSums
 from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
+from fedsynth.methods.shared.fedsum_settings import CondensedState, NetworkSums
 from fedsynth.methods.shared.noise_shares import summed
 from fedsynth.models.registry import build_model
 from fedsynth.privacy import Ledger, Release, epsilon
