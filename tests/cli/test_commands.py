@@ -119,6 +119,7 @@ def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: P
         "--teacher nowhere": "nowhere must be a model file",
         "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) must have the same",
         "--dataset digits --test-data x": "must not be set together with data.test_folder",
+        f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "does not have",
     }.items():
         fedsynth(f"student {share} {options}").assert_refused(text)
 
@@ -411,6 +412,8 @@ LINES = (
     ("feddm --dp-sigma 1 --dp-ledger {tmp}/file", "cannot use ledger folder {tmp}/file"),
     ("feddm --config {tmp}/absent.toml", "cannot read the config file {tmp}/absent.toml"),
     ("fedavg --preset feddm:table2 --config c.toml", "use either --preset or --config"),
+    ("fedavg --dp-ledger ''", "ledger must be a folder"),  # an unset variable
+    ("fedavg --dp-sigma 3 --dp-ledger ' '", "ledger must be a folder"),
     ("feddm --resume {tmp}", "--method cannot be used with --resume"),
     ("methods show fedpro", "did you mean fedprox"),
     ("privacy plan", "set --epsilon to compute"),

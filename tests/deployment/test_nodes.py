@@ -541,14 +541,3 @@ def test_errors_in_a_step_give_one_answer(setup: Setup, monkeypatch: pytest.Monk
         assert any(f"{type(error).__name__}: {error}" in line for line in setup.messages)
     assert len(answers) == 1
     assert "Only the data owner sees the reason" in Frame.from_bytes(answers.pop()).facts["text"]
-
-
-def test_ledgers_reject_other_records(setup: Setup) -> None:
-    """A trial with another partition has other records: the ledger refuses them, and no client
-    joins."""
-    setup.serve(sections("feddm", privacy=PRIVATE))
-    changed = sections("feddm", privacy=PRIVATE)
-    changed["partition"]["alpha"] = 0.3
-    with pytest.raises(TooFewClientsError, match="of 3 clients, but 0 joined"):
-        setup.serve(changed)
-    assert any("carry-over" in line or "belongs to" in line for line in setup.messages)

@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from fedsynth import ModelParameters, resolve, simulate
-from fedsynth.cli.app import app
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
@@ -443,18 +441,6 @@ def run_folder(folder: Path, home: str = "") -> Path:
     """Returns the run folder of an owner or of the server."""
     [found] = (folder / home / "runs").iterdir()
     return found
-
-
-def test_server_and_owner_folders_are_verified(finished: Path) -> None:
-    verification = verify_run(run_folder(finished))
-    assert verification.problems == []
-    assert "no ledger was compared" in verification.notes[0]
-    for number in range(CLIENTS):
-        verification = verify_run(run_folder(finished, f"owner-{number}"))
-        assert verification.problems == []
-        assert any("compared with the ledger files" in str(note) for note in verification.notes)
-    result = CliRunner().invoke(app, ["privacy", "verify", str(run_folder(finished, "owner-0"))])
-    assert result.exit_code == 0, result.output
 
 
 def fewer_rounds(report: Any) -> None:

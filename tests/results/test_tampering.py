@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -244,6 +245,12 @@ def rewrite_ledger(folder: Path) -> None:
     fit_figures(folder)
 
 
+def matrix(change: Callable[[Any], Any]) -> Tamper:
+    """Changes the confusion matrix."""
+    key = "confusion_matrix"
+    return edit_json("summary.json", lambda s: s.update({key: change(np.array(s[key])).tolist()}))
+
+
 # values that are changed together and must all be named
 REPORT_VALUES: dict[str, Any] = {
     "guarantee/worst_client": "client-001", "epsilon_cap": 15.0, "planned_rounds": 9,
@@ -355,6 +362,14 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "upload sizes",
     ),
     (changed("summary.json", "test_accuracy", 0.5), "is 0.5"),
+    *(
+        (matrix(change), "confusion_matrix")
+        for change in (
+            np.transpose,  # which has the same accuracy
+            lambda honest: honest - np.eye(10, dtype=int),
+            lambda honest: honest * 10**9,
+        )
+    ),
     (ended_after(0), ENDED_EARLY),
     (ended_after(1), ENDED_EARLY),
     (

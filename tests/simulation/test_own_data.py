@@ -451,17 +451,6 @@ def test_plans_and_audits_read_the_declaration_and_no_image(clinic: Path) -> Non
     assert not (clinic / "fedsynth-ledger").exists()
 
 
-def test_accuracy_needs_test_images_declared_public(clinic: Path, tmp_path: Path) -> None:
-    folder = make_image_folder(tmp_path / "test", sites=(), per_class=3)
-    for kind in ("public", ""):
-        data = {"test_folder": str(folder), "test": kind}
-        settings = on_folder(clinic, data=data, privacy=BUDGET)
-        result = fs.simulate(settings, output=tmp_path / "runs", quiet=True)
-        verified(result)
-        assert (result.summary["test_accuracy"] is not None) == (kind == "public")
-        assert result.summary.get("test_data") == (None if kind else "private")
-
-
 def test_duplicate_test_images_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -515,17 +504,3 @@ def test_ledgers_recognise_files_of_other_clients_and_sizes(clinic: Path) -> Non
     declaration.write_text(declaration.read_text().replace("height = 16", "height = 24"))
     with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
         fs.simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
-
-
-def test_user_privacy_reads_users_csv(tmp_path: Path) -> None:
-    """Regression: users.csv is ignored, and the guarantee is only for images."""
-    folder = make_image_folder(tmp_path / "clinic")
-    write_declaration(folder, users=20)
-    by_user = {**BUDGET, "unit": "user", "nominal_size": 10}
-    with pytest.raises(DataError, match="must state the user of each record"):
-        fs.simulate(on_folder(folder, privacy=by_user), quiet=True)
-    images = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*.png"))
-    rows = [f"{name},patient {number // 3}" for number, name in enumerate(images)]
-    (folder / "users.csv").write_text("path,user\n" + "\n".join(rows))
-    report: Any = fs.simulate(on_folder(folder, privacy=by_user), quiet=True).privacy
-    assert report["unit"]["kind"] == "user"

@@ -28,7 +28,6 @@ from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.errors import DataError, DeviceMemoryError, PartitionError, SettingError
 from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
 from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.server import Server, needed_uploads
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import BudgetExceededError, Release, epsilon, read_ledger
 from fedsynth.privacy.errors import PrivacySettingError, UnplannedReleaseError
@@ -197,13 +196,6 @@ def test_unusual_partitions_do_not_end_runs(split: str) -> None:
             assert row["local"]["wlp"] == min(tested)
 
 
-def test_stratification_of_one_client_is_written(tmp_path: Path) -> None:
-    settings = settings_of("fedhydra", run={"rounds": 1})
-    one_client: dict[str, Any] = {"data": fs.load_dataset("digits"), "parts": [np.arange(400)]}
-    result = fs.simulate(settings, **one_client, output=tmp_path)
-    assert (folder_of(result) / "artefacts.safetensors").is_file()
-
-
 ROUNDS = 4
 FAILING = {"rounds": ROUNDS, "client_failures": 0.5, "quorum": 0.25, "seed": 2}
 PRIVATE = [name for name in METHODS if method_class(name).dp_mechanisms]
@@ -245,28 +237,6 @@ def test_methods_continue_with_the_remaining_clients(name: str) -> None:
     assert all(bool(torch.isfinite(t).all()) for t in result.model.state_dict().values())
     remaining = [recorded.CLIENTS - len(lost) for lost in losses]
     assert max(remaining) > min(remaining) >= 1
-
-
-@pytest.mark.parametrize("name", ["fedaf", "fedfm"])
-def test_clients_lost_in_the_first_exchange_skip_the_second(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clients lost in the second exchange have replied in the first."""
-    settings = failing_case(name)
-    spy = create_autospec(Server.check, side_effect=Server.check)
-    monkeypatch.setattr(Server, "check", spy)
-    fs.simulate(settings)
-    calls = [call.args[1:] for call in spy.call_args_list]
-    replied = {(context.round, phase): sorted(replies) for phase, replies, context in calls}
-    phases = set()
-    for number in range(1, ROUNDS + 1):
-        drawn = {client: settings.failures.of(number, client) for client in range(recorded.CLIENTS)}
-        phases |= {failure.phase for failure in drawn.values() if failure is not None}
-        in_first = [k for k, failure in drawn.items() if failure is None or failure.phase == MAIN]
-        assert replied[number, FIRST] == in_first
-        if len(in_first) >= needed_uploads(0.25, recorded.CLIENTS):
-            assert replied[number, MAIN] == [k for k, failure in drawn.items() if failure is None]
-    assert phases == {FIRST, MAIN}
 
 
 def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,6 @@ from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.simulation.student import Student, real_images
 from tests.quick_runs import folder_of, quick_sections
-from tests.user_files import make_image_folder
 
 BRIEF = fs.StudentSettings(steps=3, views=1)
 LINEAR = fs.ModelSettings("linear")
@@ -190,38 +187,11 @@ def test_teachers_of_other_images_are_refused(share: Path, tmp_path: Path) -> No
     assert student().taught
     with pytest.raises(errors.SettingError, match=r"must map .* images to"):
         student(width=16)
+    with pytest.raises(errors.SettingError, match=r"must map .* images to"):
+        fs.student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten())
     for other in ({"class_names": tuple("abcdefghij")}, {"std": (0.1,)}):
         with pytest.raises(errors.SettingError, match="was trained for others"):
             student(**other)
-
-
-def test_unusable_labels_teachers_and_images_are_refused(share: Path, tmp_path: Path) -> None:
-    spec = fs.load_synthetic(share).spec
-    assert real_images(spec) is None
-    scans = make_image_folder(tmp_path / "scans", ("a",), per_class=3)
-    student = partial(fs.student_of_set, share, LINEAR, BRIEF)
-    images = partial(real_images, spec)
-    cases: list[tuple[type[Exception], str, Callable[..., Any], dict[str, Any]]] = [
-        (errors.UnknownNameError, "labels", student, {"labels": "sof"}),
-        (
-            errors.OutputError,
-            "must be a model file, the folder of a",
-            student,
-            {"teacher": tmp_path},
-        ),
-        (errors.SettingError, "must map .* images to", student, {"teacher": torch.nn.Flatten()}),
-        (
-            errors.SettingError,
-            "the same image shape and classes",
-            images,
-            {"dataset": "synthetic(1,1)"},
-        ),
-        (errors.SettingError, "together with", images, {"dataset": "digits", "folder": tmp_path}),
-        (errors.DataError, "does not have", images, {"folder": scans}),
-    ]
-    for error, message, call, arguments in cases:
-        with pytest.raises(error, match=message):
-            call(**arguments)
 
 
 def custom(image_shape: tuple[int, int, int], classes: int) -> torch.nn.Module:
