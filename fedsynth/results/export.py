@@ -34,10 +34,11 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import report_sentences
+from fedsynth.results.file_names import MODEL
 from fedsynth.results.finished import read_summary
 from fedsynth.results.hub_files import PICTURES, VALUES, write_croissant, write_values
-from fedsynth.results.run_folder import MODEL, PRIVATE_START, private_start
-from fedsynth.results.saved_model import Architecture, model_of_run, write_model
+from fedsynth.results.run_folder import PRIVATE_START, private_start
+from fedsynth.results.saved_model import Architecture, model_in, write_model
 from fedsynth.results.verification import verify_run
 from fedsynth.version import __version__
 
@@ -166,7 +167,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         report,
         summary.get("test_accuracy"),
         trained_on_images,
-        model_of_run(folder, synthetic.spec, method) if with_model else None,
+        model_in(folder, method) if with_model else None,
         report is not None and private_start(folder).test_images == PUBLIC,
     )
 

@@ -3,6 +3,7 @@
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
+MODEL = "model.safetensors"
 HIDDEN = "simulation_only/rounds.jsonl"
 # The end of the folder's name while the run lasts.
 INCOMPLETE = ".incomplete"

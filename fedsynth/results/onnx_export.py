@@ -13,7 +13,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError, writing
 from fedsynth.results.export import verified_report
-from fedsynth.results.saved_model import model_of_run
+from fedsynth.results.saved_model import model_in
 from fedsynth.seeding import torch_generator
 from fedsynth.version import __version__
 
@@ -53,7 +53,6 @@ def export_onnx(
     file: str | Path,
     *,
     unprotected: bool = False,
-    spec: DatasetSpec | None = None,
     method: type[Method] | None = None,
 ) -> Path:
     """Writes the model of a finished run as an ONNX file.
@@ -68,7 +67,7 @@ def export_onnx(
         run: the run folder.
         file: the file to write. An existing file is replaced.
         unprotected: if True, also exports the model of a run without a privacy guarantee.
-        spec, method: as for `load_model`.
+        method: as for `load_model`.
 
     Returns:
         `file`.
@@ -88,7 +87,7 @@ def export_onnx(
     """
     folder, target = Path(run), Path(file)
     report = verified_report(folder, unprotected=unprotected, method=method)
-    network, architecture = model_of_run(folder, spec, method)
+    network, architecture = model_in(folder, method)
     spec = architecture.spec
     program = _checked_program(FromValues(network, spec).eval(), spec)
     guarantee = (report or {}).get("guarantee") or {}

@@ -67,7 +67,6 @@ RESUMED = "resumed.json"
 SERVED = "run.json"
 
 ARTEFACTS = "artefacts.safetensors"
-MODEL = "model.safetensors"
 LOCK = ".lock"
 # The folder with the checkpoint of a server whose clients are on other machines.
 CHECKPOINT = "checkpoint"
@@ -249,10 +248,6 @@ class RunFolder:
             (folder / "README.txt").write_text(SIMULATION_ONLY_NOTE, encoding="utf-8")
             (folder / "partition.txt").write_text(picture.partition_table(counts_KC), "utf-8")
             picture.partition_png(counts_KC, self.path / PARTITION)
-
-    def write_model(self, parameters: Tensors) -> None:
-        with writing(self.path):
-            save_tensors(parameters, self.path / MODEL, {})
 
     def write_synthetic(self, sets: Sets, spec: DatasetSpec) -> None:
         """Writes the synthetic images of the last round and their labels.

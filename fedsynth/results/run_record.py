@@ -32,9 +32,11 @@ from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
 from fedsynth.privacy.report.pages import event_text
 from fedsynth.results import disclosed
+from fedsynth.results.file_names import MODEL
 from fedsynth.results.measure import Measure
 from fedsynth.results.report_facts import exported_files, privacy_section, report_facts, start_facts
 from fedsynth.results.run_folder import SERVER, RunFolder, Sets, private_start, resumed_rounds
+from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
@@ -417,7 +419,9 @@ class RunRecord:
         method = self.settings.method
         if report is not None:
             write_report(report, folder.path)
-        folder.write_model(server.final_parameters())
+        architecture = Architecture(context.spec, self.settings.model, self.settings)
+        model = context.load(server.final_parameters())
+        write_model(folder.path / MODEL, model, architecture)
         sets = sent_sets(uploads)
         if (images := method.synthetic(server.state, context)) is not None:
             soft_labels = method.synthetic_soft_labels(server.state, context)

@@ -22,28 +22,18 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.method import Method
 from fedsynth.data.files import read_tensors, save_tensors
 from fedsynth.data.images import normalise, to_stored
-from fedsynth.data.registry import (
-    DEFAULT_DATASET,
-    DatasetSpec,
-    dataset_spec,
-    is_known,
-    spec_from_json,
-)
+from fedsynth.data.registry import DatasetSpec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError, one_line, writing
 from fedsynth.features.registry import is_own_features, register_file
-from fedsynth.federation.run_data import specification
 from fedsynth.methods import METHODS
 from fedsynth.models import registry
 from fedsynth.models.flat import restore
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import decode_json
 from fedsynth.privacy.report.file import HOSTILE
-from fedsynth.results.file_names import CONFIG
-from fedsynth.results.private_run import read_start
-from fedsynth.results.run_folder import MODEL, PRIVATE_START
+from fedsynth.results.file_names import MODEL
 from fedsynth.seeding import torch_generator
-from fedsynth.validation import read_sections
 
 FORMAT = "fedsynth model 1"
 PROBES = 4
@@ -140,6 +130,8 @@ class Architecture:
         `from_metadata` reads these entries.
         """
         return {
+            "format": FORMAT,
+            "teaches": json.dumps(self.teaches),
             "settings": json.dumps(self.sections(), sort_keys=True),
             "spec": json.dumps(replace(self.spec, source="").to_json(), sort_keys=True),
         }
@@ -199,13 +191,8 @@ def write_model(file: Path, network: nn.Module, architecture: Architecture, **fa
     Raises:
         OutputError: the file cannot be written.
     """
-    metadata = {
-        **facts,
-        "format": FORMAT,
-        "teaches": json.dumps(architecture.teaches),
-        "logits": json.dumps(_probe(network, architecture.spec)),
-        **architecture.to_metadata(),
-    }
+    logits = json.dumps(_probe(network, architecture.spec))
+    metadata = {**facts, "logits": logits, **architecture.to_metadata()}
     with writing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors(network.state_dict(), file, metadata)
@@ -221,9 +208,10 @@ def teaches(file: Path) -> bool:
     return _read(file)[1].get("teaches") == TRUE
 
 
-def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
-    """Reads a model from a file that `write_model` wrote. The model is in evaluation mode, on the
-    CPU.
+def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Architecture]:
+    """Reads a model and its architecture from a file that `write_model` wrote.
+
+    The model is in evaluation mode, on the CPU.
 
     Args:
         file: the file.
@@ -242,10 +230,7 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
         architecture = Architecture.from_metadata(metadata, method, parameters)
         network = architecture.network()
         restore(network, weights)
-        expected = torch.tensor(decode_json(metadata["logits"]))
-        actual = torch.tensor(_probe(network, architecture.spec))
-        atol = TOLERANCE * max(1.0, float(expected.abs().max()))
-        same = expected.shape == actual.shape and torch.allclose(expected, actual, 0.0, atol)
+        same = computes(network, architecture.spec, metadata["logits"])
     except UNUSABLE as error:
         raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if not same:
@@ -254,7 +239,21 @@ def read_model(file: Path, method: type[Method] | None = None) -> nn.Module:
             f"{file} cannot be used: the outputs of the network for public images differ from "
             f"those in the file. Probably {parts} had other weights when the file was written"
         )
-    return network.eval()
+    return network.eval(), architecture
+
+
+def computes(network: nn.Module, spec: DatasetSpec, logits: str) -> bool:
+    """Returns True if a network computes the outputs that the metadata of a model file states.
+
+    Args:
+        network: the network.
+        spec: the specification of the network's input images.
+        logits: the entry "logits" of the metadata.
+    """
+    expected = torch.tensor(decode_json(logits))
+    actual = torch.tensor(_probe(network, spec))
+    atol = TOLERANCE * max(1.0, float(expected.abs().max()))
+    return expected.shape == actual.shape and torch.allclose(expected, actual, 0.0, atol)
 
 
 def restored(network: nn.Module, file: Path) -> nn.Module:
@@ -299,7 +298,6 @@ def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
 def load_model(
     source: str | Path,
     *,
-    spec: DatasetSpec | None = None,
     method: type[Method] | None = None,
     model: str = "",
     features: str = "",
@@ -313,19 +311,14 @@ def load_model(
         source: the folder of a finished run, a folder exported with the run's model (`export_run(…,
             with_model=True)`), or a file that `fedsynth student` wrote. The hashes in an exported
             folder are checked.
-        spec: the specification of the data set (`ImageData.spec`). It is needed only for a run on
-            custom images without differential privacy, because the folder of such a run does not
-            contain it.
         method: the class of the run's method, if fedsynth does not know the method by name.
         model, features: the `FILE.py:NAME` of a custom architecture or feature map with which the
             model was made. These files are executed.
 
     Raises:
-        OutputError: there is no model, the model is damaged or has another architecture, or `spec`
-            is missing.
+        OutputError: there is no model, the model is damaged, or its settings contain a name that
+            is not known here, and that neither `model` nor `features` defines.
         DataFilesCorruptError: a file in the exported folder has changed since it was written.
-        FedsynthError, PrivacyError: the settings contain a name that is not known here, and that
-            neither `model` nor `features` defines.
 
     >>> import tempfile
     >>> from fedsynth import FedStats, RunSettings, simulate
@@ -337,66 +330,18 @@ def load_model(
         registry.register_model_file(model)
     if features:
         register_file(features, "model")
-    path = Path(source)
-    if path.is_file():
-        return read_model(path, method)
-    if not (path / MODEL).is_file():
+    return model_in(Path(source), method)[0]
+
+
+def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Module, Architecture]:
+    """Returns a saved or exported model, and its architecture. See `load_model`."""
+    if source.is_file():
+        return read_model(source, method)
+    if not (source / MODEL).is_file():
         raise OutputError(
-            f"{path} must be a model file, the folder of a finished run, or a folder that was "
+            f"{source} must be a model file, the folder of a finished run, or a folder that was "
             "exported with the run's model (--with-model)"
         )
-    if (path / SUMS).is_file():
-        check_hashes(path)
-        return read_model(path / MODEL, method)
-    return model_of_run(path, spec, method)[0]
-
-
-def images_of_model(source: Path) -> DatasetSpec | None:
-    """Returns the specification of the input images of a saved model.
-
-    Returns None for a run on custom images without differential privacy, because its folder does
-    not contain the specification.
-
-    Args:
-        source: a folder or file that `load_model` has loaded.
-    """
     if (source / SUMS).is_file():
-        source = source / MODEL
-    if source.is_file():
-        return spec_from_json(decode_json(_read(source)[1]["spec"]))
-    if (source / PRIVATE_START).exists():
-        return read_start(source, None).spec
-    data = read_sections(source / CONFIG).get("data", {})
-    if "folder" in data or "encoder" in data:
-        return None
-    return dataset_spec(str(data["dataset"]))
-
-
-def model_of_run(
-    folder: Path, spec: DatasetSpec | None, method: type[Method] | None
-) -> tuple[nn.Module, Architecture]:
-    """Returns the model in a run folder, and the model's architecture. See `load_model`."""
-    if not (folder / MODEL).is_file():
-        raise OutputError(f"{folder} has no {MODEL}, so it is not the folder of a finished run")
-    architecture = _architecture(folder, spec, method)
-    return restored(architecture.network(), folder / MODEL).eval(), architecture
-
-
-def _architecture(
-    folder: Path, spec: DatasetSpec | None, method: type[Method] | None
-) -> Architecture:
-    if (folder / PRIVATE_START).exists():
-        start = read_start(folder, method)
-        return Architecture(spec or start.spec, start.settings.model, start.settings)
-    sections = read_sections(folder / CONFIG)
-    data = sections.get("data", {})
-    if spec is None and ("folder" in data or not is_known(data.get("dataset", DEFAULT_DATASET))):
-        raise OutputError(
-            f"the run in {folder} used custom images, whose specification is not in this folder. "
-            "Pass spec=, the attribute `spec` of the same images"
-        )
-    custom = None if spec is None else spec.name
-    settings = resolve(sections, own_method=method, own_data=custom)
-    if spec is None and settings.encoder is not None:
-        spec = specification(settings)
-    return Architecture(spec or dataset_spec(settings.dataset), settings.model, settings)
+        check_hashes(source)
+    return read_model(source / MODEL, method)

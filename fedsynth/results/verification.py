@@ -7,6 +7,7 @@ also builds the report of a run that was killed. `private_run` reads the folder 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import re
@@ -24,6 +25,7 @@ from fedsynth.errors import FedsynthError, one_line
 from fedsynth.evaluation.classification import MEASURES, rates
 from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.models.flat import restore
 from fedsynth.privacy.disclosure import PUBLIC
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import file_hash
@@ -36,11 +38,12 @@ from fedsynth.privacy.report.figures import Event, Owner, schema_problems
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
-from fedsynth.results.file_names import CONFIG, METRICS, SUMMARY
+from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
 from fedsynth.results.run_record import own_sources, summarise
+from fedsynth.results.saved_model import Architecture, computes
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
@@ -373,12 +376,12 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
     sends_sets = issubclass(method.upload, SyntheticSet)
-    required = [run_folder.MODEL, SUMMARY]
+    required = [MODEL, SUMMARY]
     if run.rows or (run.summary or {}).get("rounds") != 0:
         required.append(METRICS)
     if counted and (sends_sets or method.produces_synthetic_data(counted)):
         required.append(TENSORS)
-    checks = {run_folder.MODEL: _model_problems}
+    checks = {MODEL: _model_problems}
     if counted and (sends_sets or method.plans_images):
         checks[TENSORS] = _images_problems
     if counted and type(method).artefacts is not Method.artefacts:
@@ -391,7 +394,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
         if (folder / name).is_file():
             try:
                 problems += check(charges, *read_tensors(folder / name))
-            except (OSError, ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
                 problems.append(f"{name} cannot be read: {one_line(error)}")
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
@@ -399,9 +402,23 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
 
 
 def _model_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:
-    """Returns a problem for each tensor in the model file that does not fit the run's architecture."""
-    expected = _shapes(charges.run.context.architecture.state_dict())
-    return differences(run_folder.MODEL, expected, _shapes(tensors))
+    """Returns the problems with the file of the model.
+
+    The tensors and the metadata must fit the run's architecture, and the outputs in the metadata
+    must be those of the model.
+    """
+    run = charges.run
+    network = copy.deepcopy(run.context.architecture)
+    problems = differences(MODEL, _shapes(network.state_dict()), _shapes(tensors))
+    if problems:
+        return problems
+    restore(network, tensors)
+    architecture = Architecture(run.spec, run.settings.model, run.settings)
+    expected = {**architecture.to_metadata(), "logits": metadata["logits"]}
+    problems = differences(f"{MODEL}: metadata", expected, metadata)
+    if not computes(network, run.spec, metadata["logits"]):
+        problems.append(f"{MODEL} states other outputs than the model computes")
+    return problems
 
 
 def _matrices_problems(

@@ -88,7 +88,7 @@ def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec)
     if not isinstance(network, nn.Module):
         if not Path(network).exists():
             return feature_map(str(network), spec.image_shape)
-        network = load_model(network, spec=spec)
+        network = load_model(network)
     if not hasattr(network, "embed"):
         raise SettingError(None, "network", "must have a function `embed` that returns features")
     embed: Embed = network.eval().embed  # type: ignore[assignment]

@@ -30,7 +30,7 @@ from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, Ensem
 from fedsynth.models import registry
 from fedsynth.models.flat import require_finite
 from fedsynth.results import saved_model
-from fedsynth.results.run_folder import MODEL
+from fedsynth.results.file_names import MODEL
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
 from fedsynth.validation import check_choice
 
@@ -227,11 +227,19 @@ def _teacher(
     if str(named) == NO_TEACHER:
         return None, True
     place = Path(named)
-    if place.resolve() in (folder.resolve(), model_of_set.resolve()):
-        return _fitting(saved_model.load_model(folder), str(folder), spec), True
-    model = _fitting(saved_model.load_model(place, spec=spec), str(place), spec)
-    _refuse_other_images(place, spec)
-    return model, False
+    covered = place.resolve() in (folder.resolve(), model_of_set.resolve())
+    if covered:
+        place = folder  # whose hashes are checked
+    model, architecture = saved_model.model_in(place)
+    model = _fitting(model, str(place), spec)
+    other = architecture.spec
+    if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
+        reason = (
+            f"must have the class names and normalisation constants of data set {spec.name}, but "
+            f"{place} was trained for {other.name}"
+        )
+        raise SettingError(None, "teacher", reason)  # its labels would be wrong
+    return model, covered
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -248,26 +256,6 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         reason = f"must map {spec.image_shape} images to {spec.classes} logits, but {name} does not"
         raise SettingError(None, "teacher", reason)
     return model
-
-
-def _refuse_other_images(place: Path, spec: DatasetSpec) -> None:
-    """Refuses a teacher that was trained for images with other classes or another normalisation.
-
-    The labels of such a teacher would be wrong.
-
-    Args:
-        place: the file or folder of the teacher.
-        spec: the specification of the synthetic set.
-    """
-    other = saved_model.images_of_model(place)
-    if other is None:
-        return
-    if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
-        reason = (
-            f"must have the class names and normalisation constants of data set {spec.name}, but "
-            f"{place} was trained for {other.name}"
-        )
-        raise SettingError(None, "teacher", reason)
 
 
 def real_images(

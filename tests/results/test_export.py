@@ -395,19 +395,17 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     settings = fs.RunSettings(fs.FedAvg(), rounds=1, model=fs.ModelSettings("linear"))
     result = fs.simulate(settings, data=(data, data), output=tmp_path, quiet=True)
     with pytest.raises(errors.OutputError, match=r"no privacy guarantee.*unprotected=True"):
-        fs.export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec)
-    file = fs.export_onnx(str(result.folder), tmp_path / "model.onnx", spec=spec, unprotected=True)
+        fs.export_onnx(str(result.folder), tmp_path / "model.onnx")
+    file = fs.export_onnx(str(result.folder), tmp_path / "model.onnx", unprotected=True)
     expected = result.model(normalise(data.images, spec)).detach().numpy()
     values = vectors.astype(np.float32).reshape(200, 1, 1, 6)
     assert np.abs(values).max() > BOUNDS[1]
     assert logits(file, values) == pytest.approx(expected, abs=1e-4)
-    with pytest.raises(errors.OutputError, match="used custom images"):
-        fs.load_model(folder_of(result))
-    loaded = fs.load_model(folder_of(result), spec=spec)
+    loaded = fs.load_model(folder_of(result))
     assert np.array_equal(loaded(normalise(data.images, spec)).detach(), expected)
     (folder_of(result) / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(errors.OutputError, match="cannot be used"):
-        fs.load_model(folder_of(result), spec=spec)
+        fs.load_model(folder_of(result))
 
 
 def test_models_without_onnx_form_are_refused(

@@ -28,7 +28,7 @@ from fedsynth.methods.shared.client_training import training_digest
 from fedsynth.models.registry import own_model
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash
-from fedsynth.results import checkpoint, run_folder
+from fedsynth.results import checkpoint, saved_model
 from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.verification import verify_run
@@ -101,7 +101,6 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
         lambda: folder.write_config(""),
         lambda: folder.append_metrics(Disclosed({"round": 1})),
         lambda: folder.write_partition(np.ones((2, 3), dtype=np.int64)),
-        lambda: folder.write_model({"w": torch.zeros(2)}),
         lambda: folder.write_synthetic(
             [(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long(), None)], SPEC
         ),
@@ -140,7 +139,7 @@ def test_report_is_written_despite_failed_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
-    monkeypatch.setattr(run_folder, "save_tensors", full)
+    monkeypatch.setattr(saved_model, "save_tensors", full)
     with pytest.raises(OutputError, match="No space left on device"):
         simulate(resolve(TINY), output=tmp_path)
     (folder,) = tmp_path.iterdir()

@@ -197,13 +197,15 @@ def row(folder: Path, number: int, path: str, value: Any) -> None:
 
 
 @tampering
-def tensors(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    """Changes the tensors of a file, with matching hashes."""
+def tensors(
+    folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], Any], **stated: str
+) -> None:
+    """Changes the tensors and the metadata of a file, with matching hashes."""
     with safe_open(folder / name, framework="pt") as file:
         facts = file.metadata()
     loaded = load_file(folder / name)
     change(loaded)
-    save_file(loaded, folder / name, metadata=facts)
+    save_file(loaded, folder / name, metadata={**facts, **stated})
     fit_hashes(folder)
 
 
@@ -386,6 +388,11 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     ),
     (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
     (tensors(MODEL, lambda t: t.update({min(t): torch.zeros(3)})), "model.safetensors."),
+    (
+        tensors(MODEL, lambda t: t[min(t)][:1].add_(9)),
+        "states other outputs than the model computes",
+    ),
+    (tensors(MODEL, len, n_k="312"), "model.safetensors: metadata.n_k is"),
     (all_of(write(MODEL, "x"), fit_hashes), "model.safetensors cannot be read"),
     (tensors(IMAGES, lambda t: t.update(n_k=torch.tensor([312]))), "synthetic.safetensors.n_k is"),
     (tensors(IMAGES, lambda t: t["client"].fill_(312)), "clients or classes that do not exist"),

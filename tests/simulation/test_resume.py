@@ -300,7 +300,7 @@ def test_runs_killed_at_start_or_finish_are_charged_once(tmp_path: Path) -> None
     """The checkpoint is removed last: without it all rounds would be repeated and charged again."""
     settings = sections("feddm", privacy=PRIVATE)
     uninterrupted = verified(run(settings, tmp_path / "whole"))
-    for moment in ("write_private_start", "write_model", "finish"):
+    for moment in ("write_private_start", "write_artefacts", "finish"):
         kill = partial(kill_at, RunFolder, moment, after=moment != "finish")
         run_and_kill(settings, tmp_path / moment, kill)
         result = resume(settings, tmp_path / moment)

@@ -79,8 +79,9 @@ def test_exported_models_give_the_logits_of_the_run(
     )
     with pytest.raises(errors.OutputError, match="must be a model file"):
         fs.load_model(bare)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "plain")
     with pytest.raises(errors.OutputError, match="does not state the architecture"):
-        fs.load_model(f"{run.folder}/model.safetensors")
+        fs.load_model(tmp_path / "plain")
     shutil.copytree(share, tmp_path / "copy")
     changed(share / "model.safetensors", tmp_path / "copy" / "model.safetensors", shift=1)
     with pytest.raises(errors.DataFilesCorruptError, match="was changed"):
