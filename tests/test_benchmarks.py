@@ -136,14 +136,9 @@ def test_quick_scripts_write_their_rows(name: str, line: str, rows: int) -> None
     file = BENCHMARKS / "results" / f"{name}_quick.jsonl"
     file.unlink(missing_ok=True)
     script, *arguments = shlex.split(line)
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *arguments, "--quick"],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr
+    env = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--quick"]
+    subprocess.run(command, env=env, check=True, timeout=120)
     assert len(file.read_text(encoding="utf-8").splitlines()) == rows
     file.unlink()
 

@@ -161,9 +161,8 @@ def attacks_of(value: Any) -> dict[str, Attack]:
     return NUMBER_ATTACKS
 
 
-def attacked_messages(exchanged: RecordedExchange) -> Iterator[tuple[str, str, Message]]:
-    """Yields (field, attack, message) of all attacks on an exchange."""
-    honest: Any = exchanged.replies[ATTACKER]
+def attacked_messages(honest: Any) -> Iterator[tuple[str, str, Message]]:
+    """Yields (field, attack, message) of all attacks on a message."""
     for f in fields(honest):
         value = getattr(honest, f.name)
         empty = isinstance(value, Tensor | Mapping) and not len(value)
@@ -181,7 +180,7 @@ def test_fields_of_uploads_are_checked(name: str) -> None:
     """Checks messages as objects, and as bytes if possible."""
     attacks = 0
     for exchanged in exchanges(name):
-        for field, attack, message in attacked_messages(exchanged):
+        for field, attack, message in attacked_messages(exchanged.replies[ATTACKER]):
             reason = exchanged.rejection(message)
             assert reason.startswith(field), f"{field} {attack}: {reason}"
             assert len(reason) < 400
@@ -319,27 +318,15 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, attacked: bool) -> Any:
         if ATTACKER not in messages or context.round in rounds:
             return Replies(messages)
         rounds.add(context.round)
-        upload = messages.pop(ATTACKER)
+        attacks = attacked_messages(messages.pop(ATTACKER))
         if not attacked:
             return Replies(messages, lost={ATTACKER: "dropped"})
-        return Replies({**messages, ATTACKER: with_nan(upload)})
+        with_nan = next(message for _, attack, message in attacks if attack == "NaN")
+        return Replies({**messages, ATTACKER: with_nan})
 
     with monkeypatch.context() as patch:
         patch.setattr(InProcess, "step", step)
         return simulate(settings_of(TINY[name]))
-
-
-def with_nan(message: Any) -> Any:
-    changed: dict[str, Any] = {}
-    for f in fields(message):
-        value = getattr(message, f.name)
-        if isinstance(value, float):
-            changed[f.name] = float("nan")
-        elif isinstance(value, Mapping):
-            changed[f.name] = {key: tensor * float("nan") for key, tensor in value.items()}
-        elif isinstance(value, Tensor) and value.numel():
-            changed[f.name] = value.to(torch.float32) * float("nan")
-    return replace(message, **changed)
 
 
 @pytest.mark.parametrize(
@@ -363,13 +350,7 @@ def test_run_with_attacker_equals_run_without_it(
 
 @pytest.mark.parametrize(
     ("quorum", "attackers", "reached"),
-    [
-        (0.5, 2, True),
-        (0.75, 2, False),
-        (0.0, 3, True),
-        (1.0, 1, False),
-        (0.5, 4, False),  # only the round ends
-    ],
+    [(0.5, 2, True), (0.75, 2, False), (0.0, 3, True), (1.0, 1, False), (0.5, 4, False)],
 )
 def test_round_below_quorum_keeps_state(quorum: float, attackers: int, reached: bool) -> None:
     exchanged = exchanges("fedavg")[-1]
