@@ -262,15 +262,20 @@ def warnings_of(run: RunSettings, device: torch.device = CPU) -> list[str]:
     )
 
 
-def shifted_by_position(rows: Rows, bits: float = 2**-20) -> Rows:
+def shifted_by_position(rows: Rows) -> Rows:
     """Imitates kernels that sum every other row in a different order."""
 
     def shifted(*args: Any, **kwargs: Any) -> Tensor:
         result = rows(*args, **kwargs).clone()
-        result[1::2] *= 1 + bits
+        result[1::2] *= 1 + 2**-20
         return result
 
     return shifted
+
+
+def with_changed_bit(rows: Tensor) -> Tensor:
+    rows[5] = torch.nextafter(rows[5], torch.full_like(rows[5], 9.0))
+    return rows
 
 
 def shift_rows(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -334,12 +339,9 @@ def test_single_bit_differences_are_detected(
     assert not warnings_of(run)
     original = ExampleGradients.__call__
 
-    def shifted(*args: Any) -> Any:
-        rows = original(*args)
-        rows[5] = torch.nextafter(rows[5], torch.full_like(rows[5], 9.0))
-        return rows
-
-    monkeypatch.setattr(ExampleGradients, "__call__", shifted)
+    monkeypatch.setattr(
+        ExampleGradients, "__call__", lambda *args: with_changed_bit(original(*args))
+    )
     assert len(warnings_of(run)) == 1
 
 
@@ -367,13 +369,9 @@ def test_common_models_cause_no_warning(
 def test_fedstats_is_tried_with_server_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trials of the initial weights only would miss errors, since products with T = I are exact."""
 
-    def shifted(
-        first_factor: torch.Tensor, rows: torch.Tensor, second_factor: torch.Tensor
-    ) -> torch.Tensor:
-        product = two_sided(first_factor, rows, second_factor)
-        if not torch.equal(first_factor, torch.eye(len(first_factor))):
-            product[5] = torch.nextafter(product[5], torch.full_like(product[5], 9.0))
-        return product
+    def shifted(first: Tensor, rows: Tensor, second: Tensor) -> Tensor:
+        product = two_sided(first, rows, second)
+        return product if torch.equal(first, torch.eye(len(first))) else with_changed_bit(product)
 
     monkeypatch.setattr(feature_linear, "two_sided", shifted)
     assert len(warnings_of(trial_settings("fedstats", "mnist"))) == 1

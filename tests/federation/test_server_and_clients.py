@@ -13,7 +13,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fedsynth as fs
 from fedsynth.core.client import PrivateClientView
@@ -174,18 +174,10 @@ def test_requests_of_wrong_type_are_rejected() -> None:
         """A message of no method."""
 
     for name in METHODS:
-        method = method_class(name)()
-        client = client_of(0, method)
-        declared = {MAIN: method.downlink, FIRST: method.first_downlink}
-        wrong = (
-            fs.ModelParameters({}, 1.0)
-            if method.downlink is not fs.ModelParameters
-            else Unrelated()
-        )
+        client = client_of(0, method_class(name)())
         for phase in PHASES:
-            if type(wrong) is not declared[phase]:
-                with pytest.raises((TypeError, MessageError), match=rf"{name} (must send|has no)"):
-                    step_together([client], phase, wrong, context())
+            with pytest.raises((TypeError, MessageError), match=rf"{name} (must send|has no)"):
+                step_together([client], phase, Unrelated(), context())
         assert client.memory == {}
 
 
@@ -212,14 +204,15 @@ def test_invalid_requests_are_refused_by_reply() -> None:
     """The remote server receives a refusal instead of an exception, and no data are read."""
     privacy = {"noise_multiplier": 1.0, "max_request_norm": 1.0}
     ctx = context(privacy=fs.PrivacySettings(**privacy), sizes=None)
-    client = client_of(2, fs.FedAvg(), **privacy)
-    for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
-        replies = step_together([client], MAIN, request(ctx, value), ctx)
-        assert replies.messages == {}
-        (refusal,) = replies.refusals
-        assert (refusal.client, refusal.kind) == (2, REQUEST)
-        assert reason in refusal.reason
-        assert step_alone(client, MAIN, request(ctx, value), ctx) == refusal
+    for method, phase in ((fs.FedAvg(), MAIN), (fs.FedFM(), FIRST)):
+        client = client_of(2, method, **privacy)
+        for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
+            replies = step_together([client], phase, request(ctx, value), ctx)
+            assert replies.messages == {}
+            (refusal,) = replies.refusals
+            assert (refusal.client, refusal.kind) == (2, REQUEST)
+            assert reason in refusal.reason
+            assert step_alone(client, phase, request(ctx, value), ctx) == refusal
 
 
 def test_size_is_sent_only_without_privacy() -> None:
@@ -237,24 +230,18 @@ def test_invalid_noise_multipliers_of_server_are_rejected(sigma: Any) -> None:
         client_of(0, fs.FedAvg(), server_sigma=sigma, epsilon=8.0)
 
 
-class ConstantModel(nn.Module):
-    """Predicts class 0 for all images."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.eye(10)[0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.bias.expand(len(x), 10)
+def constant(label: int) -> dict[str, Tensor]:
+    """Returns the parameters of a linear model that predicts this class for all images."""
+    return {"classifier.weight": torch.zeros(10, 64), "classifier.bias": torch.eye(10)[label]}
 
 
 def test_models_are_tested_on_splits_of_clients() -> None:
     """Every tenth label is 0. A personal model has its client's parameters."""
     bounds = ((0, 0), (120, 131), (121, 125), (130, 150))
     splits = [torch.arange(*bound) for bound in bounds]
-    ctx = replace(context(), architecture=ConstantModel())
+    ctx = context()
     clients = runtimes(fs.FedAvg(), splits)
-    models = {"global": ConstantModel().state_dict(), "one": {"bias": torch.eye(10)[1]}}
+    models = {"global": constant(0), "one": constant(1)}
     evaluations = evaluate_together(clients, models, ctx)
     assert [e.client for e in evaluations] == [0, 1, 2, 3]
     assert [e.size for e in evaluations] == [30, 40 + 11, 20 + 4, 30 + 20]
@@ -264,8 +251,8 @@ def test_models_are_tested_on_splits_of_clients() -> None:
     assert [client.evaluate(models, ctx) for client in clients] == evaluations
     assert [e.tested for e in evaluate_together(runtimes(fs.FedAvg()), models, ctx)] == [0] * 4
     personal = runtimes(fs.Solo(), [torch.arange(120, 131)] * 4)
-    personal[1].memory = {"bias": torch.eye(10)[5]}
-    evaluations = evaluate_together(personal, {"global": ConstantModel().state_dict()}, ctx)
+    personal[1].memory = constant(5)
+    evaluations = evaluate_together(personal, {"global": constant(0)}, ctx)
     assert [e.right["global"] for e in evaluations] == [2, 1, 2, 2]
 
 

@@ -39,7 +39,6 @@ from fedsynth.features.feature_map import LANES, FeatureMap
 from fedsynth.features.registry import feature_map, register_features
 from fedsynth.federation import in_process
 from fedsynth.methods import method_class
-from fedsynth.methods.fedaf import FedAF
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedstats import FedStats
@@ -550,22 +549,6 @@ def test_numbers_of_requests_are_checked() -> None:
             check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
     with pytest.raises(RequestRefusedError, match=r"weight .*not finite"):
         check_numbers(ModelParameters({}, float("nan")).numbers(), None)
-
-
-def test_first_phase_requests_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    first_request = FedAF.first_request
-
-    def hostile(self: FedAF, state: Any, context: Any) -> Any:
-        request: Any = first_request(self, state, context)
-        next(tensor for _, tensor in request.arrays()).fill_(float("inf"))
-        return request
-
-    monkeypatch.setattr(FedAF, "first_request", hostile)
-    monkeypatch.setattr(FedAF, "first_step", None)  # no client answers
-    method = {"knowledge_from": "first-phase"}
-    sections = {"run": {"method": "fedaf", "rounds": 1}, "privacy": {"noise_multiplier": 3.0}}
-    with pytest.raises(RequestRefusedError, match="not finite"):
-        simulate(resolve({**sections, "method": method}))
 
 
 @pytest.mark.parametrize(
