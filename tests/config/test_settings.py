@@ -31,6 +31,7 @@ from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.results.report_facts import headline
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import check_fields, field_types, from_mapping, in_range, to_toml
+from tests.quick_runs import quick_sections
 
 
 @pytest.mark.parametrize("dataset", ["digits", "mnist", "cifar100"])
@@ -215,18 +216,11 @@ def test_setting_errors_can_be_moved() -> None:
     assert str(SettingError(None, "columns", "must be odd")) == "columns must be odd"
 
 
-FEW = {"iterations": 2, "ipc": 1, "server_epochs": 2}
-FAST = {"fedavg": {"local_epochs": 1}, "feddm": FEW, "fedaf": FEW}
-
-
-def tiny(method: str = "fedavg", rounds: int = 3, **sections: Any) -> fs.RunSettings:
-    base = {
-        "run": {"method": method, "rounds": rounds, "participation": 0.5},
-        "partition": {"clients": 4},
-        "model": {"width": 4, "depth": 2},
-        "method": FAST[method],
-    }
-    return fs.resolve({**base, **sections})
+def tiny(method: str = "fedavg", /, run: Any = (), **sections: Any) -> fs.RunSettings:
+    """Returns the settings of a quick run with half of four clients a round."""
+    half = {"rounds": 3, "participation": 0.5, **dict(run)}
+    sections = {"partition": {"clients": 4}, **sections}
+    return fs.resolve(quick_sections(method, run=half, **sections))
 
 
 def test_rounds_sample_four_of_twenty_by_seed() -> None:
@@ -258,7 +252,7 @@ def test_most_rounds_match_counted_rounds() -> None:
 def test_plan_matches_composition_per_client(tmp_path: Path) -> None:
     """The reference composes the spent and the planned rows of each client."""
     terms = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}
-    settings = tiny(rounds=6, privacy=terms)
+    settings = tiny(run={"rounds": 6}, privacy=terms)
     spent = Release(1, "images", "m", "c", 3.0, 1.0, 1.0, "full", 4, 7)
     for client, count in (("client-001", 1), ("client-002", 5), ("client-003", 1)):
         path = tmp_path / f"{client}.jsonl"
@@ -289,11 +283,8 @@ def test_planning_draws_each_round_once(monkeypatch: pytest.MonkeyPatch) -> None
     drawn: list[int] = []
     draw = Participation._drawn
     monkeypatch.setattr(Participation, "_drawn", lambda *args: drawn.append(args[1]) or draw(*args))
-    settings = tiny(
-        run={"method": "fedavg", "rounds": 40, "participation": 0.1, "seed": 987},
-        partition={"clients": 200},
-        privacy={"epsilon": 8.0},
-    )
+    run_section = {"rounds": 40, "participation": 0.1, "seed": 987}
+    settings = tiny(run=run_section, partition={"clients": 200}, privacy={"epsilon": 8.0})
     run = plan_of(settings)
     assert list(headline(run))
     assert len(list(map(run.planned_epsilon, run.shown_rounds))) == 40
@@ -308,7 +299,7 @@ def test_unwritable_ledger_prevents_all_charges(
     method: str, privacy: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     privacy = {"noise_multiplier": 3.0, "ledger": tmp_path, **privacy}
-    settings = tiny(method, run={"method": method, "rounds": 1}, privacy=privacy)
+    settings = tiny(method, run={"rounds": 1, "participation": 1.0}, privacy=privacy)
     fs.simulate(settings)
     original = {path: path.read_bytes() for path in tmp_path.glob("*.jsonl")}
     check = Ledger.check_writable
@@ -325,7 +316,7 @@ def test_unwritable_ledger_prevents_all_charges(
 
 
 def test_epsilon_counts_rounds_of_each_client(tmp_path: Path) -> None:
-    settings = tiny("feddm", rounds=4, privacy={"epsilon": 5.0})
+    settings = tiny("feddm", run={"rounds": 4}, privacy={"epsilon": 5.0})
     result = fs.simulate(settings, output=tmp_path)
     rounds = [len(Participation(0, 4, 0.5).rounds_of(k, 4)) for k in range(4)]
     assert len(set(rounds)) > 1

@@ -30,7 +30,7 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedfm import AnchorState
 from fedsynth.models.on_features import Embedding, Root
 from fedsynth.models.registry import ModelSettings, build_model
-from tests.digits import CPU, SPEC, convnet, digits, round_context
+from tests.digits import CPU, SPEC, convnet, digits
 from tests.message_examples import message_types, random_message
 
 
@@ -279,6 +279,7 @@ def full_context() -> RoundContext:
 def test_context_survives_pickling() -> None:
     """Networks, proxy images, privacy settings and notes reach another process."""
     context = full_context()
+    assert [replace(context, participants=p).active for p in (None, ())] == [(0, 1, 2), ()]
     context.note("before")
     unpickled = pickle.loads(pickle.dumps(context))
     for field in fields(RoundContext):
@@ -306,12 +307,6 @@ def test_load_copies_the_architecture_of_the_client() -> None:
     assert not any(torch.equal(weights[n], v) for n, v in parameters.items() if v.dim() > 1)
     with pytest.raises(RuntimeError):
         context.load(parameters)  # the server's architecture has no such parameters
-
-
-def test_all_clients_are_active_by_default() -> None:
-    context = round_context(clients=3)
-    assert context.active == (0, 1, 2)
-    assert replace(context, participants=()).active == ()
 
 
 PIXELS = replace(feature_map("pixels", SPEC.image_shape), blocks=((8, 8),))

@@ -159,13 +159,6 @@ def test_best_guess_matches_optimal_test() -> None:
     assert audit.best_guess([row(1.0)], "replace-one") == pytest.approx(norm.cdf(1.0))
 
 
-def test_epsilon_by_round_is_cumulative() -> None:
-    rows = [row(2.0, 0.05, 50, n) for n in (0, 1, 4)]
-    spent = accounting.epsilon_by_round(rows, DELTA)
-    assert list(spent) == [0, 1, 4]
-    assert spent == {n: epsilon(rows[: i + 1], DELTA) for i, n in enumerate((0, 1, 4))}
-
-
 @pytest.mark.parametrize(
     ("target", "q", "steps", "adjacency", "expected"),
     [
