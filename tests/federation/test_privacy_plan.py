@@ -52,14 +52,9 @@ LEAK = replace(SPENT, noise_multiplier=0.0, unaccounted="shown as it is")
 
 def settings(method: str = "fedaf", clients: int = 3, **privacy: Any) -> RunSettings:
     steps = {"iterations": 2} if method in ("feddm", "fedaf") else {"local_epochs": 3, "batch": 64}
-    base = {
-        "run": {"method": method, "rounds": 3, "device": "cpu"},
-        "partition": {"clients": clients},
-        "model": {"width": 4, "depth": 2},
-        "method": {**steps, **privacy.pop("own", {})},
-        "privacy": privacy or {"noise_multiplier": 3.0},
-    }
-    return resolve(base)
+    more = {"run": {"rounds": 3}, "method": {**steps, **privacy.pop("own", {})}}
+    more["privacy"] = privacy or {"noise_multiplier": 3.0}
+    return resolve(quick_sections(method, partition={"clients": clients}, **more))
 
 
 def context(run: RunSettings) -> RoundContext:
