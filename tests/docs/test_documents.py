@@ -320,34 +320,10 @@ def test_public_names_and_docstrings_avoid_deny_list(generate: ModuleType) -> No
         for option in (opt for parameter in command.params for opt in parameter.opts):
             assert denied_name(option.strip("-").replace("-", "_")) is None, option
     listed = {*DENIED["exceptions"]["names"], *DENIED["exceptions"]["docstrings"]}
-    assert not reasons.keys() - listed, [reasons[key] for key in reasons.keys() - listed]
-
-
-BAD = '''"""Whether a thing is there."""
-
-LEAST = 3
-
-class Told:
-    """What the clients know."""
-
-    made: int
-
-    def found(self, others): ...
-
-    def _told(self, mine): ...
-
-def private_plans(): ...
-'''
-
-
-def test_denied_sample_is_rejected() -> None:
-    reasons = problems("sample.py", BAD)
-    assert set(reasons) == {
-        "Whether a thing is there.",
-        "What the clients know.",
-        *("LEAST", "Told", "made", "found", "others", "private_plans"),
-    }
-    assert "release_plans" in reasons["private_plans"]
-    for name in ("given_norm", "num_clients", "DatasetSpec", "__init__"):
-        assert denied_name(name) is None
-    assert denied_name("found_again")
+    assert reasons.keys() == listed, [reasons[key] for key in reasons.keys() - listed]
+    for text in (
+        '"""Whether it is."""',
+        'class C:\n    """What a client knows."""',
+        "def f(least): ...",
+    ):
+        assert len(problems("sample.py", text)) == 1

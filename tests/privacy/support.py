@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -19,35 +21,25 @@ HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float
 NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
 
 
+SUMS = Release(1, "sums", "test", "rows", 1.0, 2.0, 1.0, "full", steps=1, dimension=12)
+
+
 def release(**values: Any) -> Release:
     """Returns a row of a ledger; its sampler follows from its rate."""
-    fields = {
-        "round": 1,
-        "quantity": "sums",
-        "mechanism": "test",
-        "clipped": "rows",
-        "noise_multiplier": 1.0,
-        "sensitivity": 2.0,
-        "sample_rate": 1.0,
-        "steps": 1,
-        "dimension": 12,
-        **values,
-    }
-    return Release(sampler="full" if fields["sample_rate"] == 1 else "poisson", **fields)
+    sampler = "full" if values.get("sample_rate", 1) == 1 else "poisson"
+    return replace(SUMS, sampler=sampler, **values)
 
 
-def plan(**values: Any) -> ReleasePlan:
-    """Returns the plan of one release of sums."""
-    fields = {
-        **dict.fromkeys(("name", "quantity", "mechanism", "clipped"), "sums"),
-        "clip": 2.0,
-        "sample_rate": 1.0,
-        "steps": 1,
-        "dimension": 18,
-        "groups": 3,
-        **values,
-    }
-    return ReleasePlan(**fields)
+# The plan of one release of sums.
+plan = partial(
+    ReleasePlan,
+    **dict.fromkeys(("name", "quantity", "mechanism", "clipped"), "sums"),
+    clip=2.0,
+    sample_rate=1.0,
+    steps=1,
+    dimension=18,
+    groups=3,
+)
 
 
 def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
@@ -64,31 +56,26 @@ def series(
     )
 
 
-def facts(**values: Any) -> ReportFacts:
-    """Returns the public facts of a private run of two rounds."""
-    fields = {
-        "method": "feddm",
-        "mechanism": "residual",
-        "delta": 1e-5,
-        "max_records": 1000,
-        "planned_rounds": 2,
-        "rounds_done": 2,
-        **values,
-    }
-    return ReportFacts(**fields)
-
-
-def audit(**values: Any) -> dict[str, Any]:
-    """Returns the audit section of a report."""
-    fields = {
-        "command": "fedsynth privacy audit --method feddm --canaries 1000",
-        "method": "feddm",
-        "mechanism": "residual",
-        "canaries": 1000,
-        "guesses": 400,
-        "correct": 260,
-        "confidence": 0.999,
-        "delta": 1e-5,
-    }
-    bound = epsilon_lower_bound(260, 400, 1000, 1e-5, 0.999)
-    return {**fields, "epsilon_lower_bound": bound, **values}
+# The public facts of a private run of two rounds.
+facts = partial(
+    ReportFacts,
+    method="feddm",
+    mechanism="residual",
+    delta=1e-5,
+    max_records=1000,
+    planned_rounds=2,
+    rounds_done=2,
+)
+# The audit section of a report.
+audit = partial(
+    dict[str, Any],
+    command="fedsynth privacy audit --method feddm --canaries 1000",
+    method="feddm",
+    mechanism="residual",
+    canaries=1000,
+    guesses=400,
+    correct=260,
+    confidence=0.999,
+    delta=1e-5,
+    epsilon_lower_bound=epsilon_lower_bound(260, 400, 1000, 1e-5, 0.999),
+)
