@@ -178,20 +178,6 @@ def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------------------------- manifests
-def test_manifests_set_label_site_and_user(tmp_path: Path) -> None:
-    for name in ("a.png", "b.png", "deep/down/c.png"):
-        write_image(tmp_path / name, 1)
-    (tmp_path / "manifest.csv").write_text(
-        "user;path;site;label\nMüller;b.png;north;ill\nOtt;a.png;south;well\n"
-        "Müller;deep/down/c.png;north;well\n"
-    )
-    for path in (tmp_path, tmp_path / "manifest.csv"):
-        loaded = load_folder(path)
-        assert loaded.train.labels.tolist() == [1, 0, 1]  # a, b, c
-        assert loaded.train.groups.tolist() == [1, 0, 0]
-        assert loaded.names == ("north", "south")
-
-
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -238,12 +224,13 @@ def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], n
     rows = [(f"KÖLN/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
     for path, _ in rows:
         write_image(tmp_path / unicodedata.normalize("NFD", path), 1)
-    header = "Image,Label,Patient\n"
-    text = header + "".join(f"{path},{label},P{label}\n" for path, label in rows)
+    header = "Image,Label,Patient,Site\n"
+    text = header + "".join(f"{path},{label},P{label},S{path[-5]}\n" for path, label in rows)
     (tmp_path / name).write_bytes(encode(text))
     loaded = load_folder(tmp_path)
     assert loaded.train.groups.tolist() == [0, 0, 1, 1]
     assert loaded.train.labels.tolist() == [0, 0, 1, 1]
+    assert name == "users.csv" or loaded.names == ("S1", "S2")
 
 
 # -------------------------------------------------------------------------------- declarations

@@ -113,14 +113,6 @@ def test_extreme_alphas_tend_to_iid_or_one_client_per_class(kind: str) -> None:
         assert (counts.max(axis=0) > 95).all()
 
 
-def test_balance_mask_skips_full_clients() -> None:
-    # A client with N/K examples gets none of later classes, so its surplus is of one class.
-    for seed in range(20):
-        counts = counts_of([500] * 10, clients=8, alpha=0.3, seed=seed)
-        previous = np.cumsum(counts, axis=1) - counts
-        assert not counts[previous >= 5000 / 8].any()
-
-
 @pytest.mark.parametrize("kind", ["classes", "missing"])
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 1000))
@@ -247,28 +239,21 @@ def test_quantity_matches_niid_bench() -> None:
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
-def test_clients_dominate_one_class_before_a_second(alpha: float) -> None:
-    """EMNIST's 26 letters over 20 clients: the dominant clients of the first 20 letters differ, and
-    so do those of the last six."""
+@pytest.mark.parametrize(("clients", "classes"), [(20, 26), (10, 4)])
+def test_clients_dominate_one_class_before_a_second(
+    clients: int, classes: int, alpha: float
+) -> None:
+    """Ten clients form groups of 4, 4 and 2, which have 400, 400 and 200 of 1000 examples."""
     for seed in range(5):
-        rule: dict[str, Any] = {"clients": 20, "alpha": alpha, "seed": seed}
-        counts = counts_of([1000] * 26, kind="dirichlet-dominant", **rule)
-        largest = counts.argmax(axis=0).tolist()
-        assert sorted(largest[:20]) == list(range(20))
-        assert len(set(largest[20:])) == 6
-        plain = counts_of([1000] * 26, kind="dirichlet-plain", **rule)
-        assert len(set(plain.argmax(axis=0).tolist()[:20])) < 20  # some client dominates nothing
-
-
-def test_more_clients_than_classes_form_groups() -> None:
-    """Ten clients, four classes: groups of 4, 4 and 2 have 400, 400 and 200 of 1000 per class."""
-    counts = counts_of([1000] * 4, kind="dirichlet-dominant", clients=10, alpha=0.1)
-    for group, share in ((slice(0, 4), 400), (slice(4, 8), 400), (slice(8, 10), 200)):
-        assert counts[group].sum(axis=0).tolist() == [share] * 4
-    assert sorted(counts[:4].argmax(axis=0).tolist()) == [0, 1, 2, 3]
-    assert sorted(counts[4:8].argmax(axis=0).tolist()) == [0, 1, 2, 3]
-    last = counts[8:].argmax(axis=0).tolist()
-    assert sorted(last[:2]) == sorted(last[2:]) == [0, 1]
+        rule: dict[str, Any] = {"clients": clients, "alpha": alpha, "seed": seed}
+        counts = counts_of([1000] * classes, kind="dirichlet-dominant", **rule)
+        for first in range(0, clients, classes):
+            group = counts[first : first + classes]
+            members = len(group)
+            assert (group.sum(axis=0) == 1000 * members / clients).all()
+            dominant = group.argmax(axis=0).tolist()
+            for part in (dominant[c : c + members] for c in range(0, classes, members)):
+                assert len(set(part)) == len(part)
 
 
 def test_dominated_dirichlet_matches_fedkf_redraws() -> None:

@@ -248,15 +248,6 @@ def test_blocks_are_matrices_of_channels_by_cells() -> None:
 # --------------------------------------------------------- random-process images and dictionary
 
 
-def test_images_are_reproducible_and_blocks_differ() -> None:
-    rng_state = torch.random.get_rng_state()
-    drawn = images(random_images.AT_ONCE + 3, GREY)
-    assert torch.equal(drawn[: random_images.AT_ONCE], images(random_images.AT_ONCE, GREY))
-    assert not torch.equal(drawn[-3:], drawn[:3])
-    assert not torch.equal(drawn, images(random_images.AT_ONCE + 3, GREY, seed=2))
-    assert torch.equal(rng_state, torch.random.get_rng_state())
-
-
 @pytest.mark.parametrize("shape", [(3, 20, 48), (5, 9, 8), (1, 4, 4)], ids=str)
 def test_pixels_are_between_0_and_1_for_any_shape(shape: Shape) -> None:
     x = images(6, shape)

@@ -13,7 +13,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -363,13 +363,6 @@ def test_rounds_without_counted_clients_change_nothing(kind: Any) -> None:
 def test_local_steps_are_equal_for_all_clients() -> None:
     settings = {**LOCAL, "local_steps": 3}
     assert [u.norm for u in client_uploads(fs.FedNova(**settings), context(), group())] == [3.0] * 5
-    one_step = fs.FedAvg(**{**LOCAL, "local_steps": 1, "batch": 40})
-    clients, net = group(1), context().load(LINEAR.state_dict())
-    (uploaded,) = vectors(client_uploads(one_step, context(clients=1), clients))
-    x, y = clients.images(BLOCKS[0]), clients.labels(BLOCKS[0])
-    nn.functional.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
-    expected = torch.cat([(p - 0.2 * p.grad).flatten() for p in net.parameters()])
-    torch.testing.assert_close(uploaded, expected.detach(), atol=1e-6, rtol=1e-5)
     control = {name: torch.ones_like(value) for name, value in LINEAR.state_dict().items()}
     empty = ExactClientView((0,), DATA, [torch.arange(0)])
     scaffold = fs.Scaffold(**settings)
@@ -443,6 +436,7 @@ def expected_aggregate(rule: str, rows: Array, center: Array, percent: int) -> A
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.integers(0, 9), st.integers(0, 49))
+@example(100, 0, 7)  # of 0.07 · 100, which is 7.000000000000001, the ceiling would be 8
 def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     uploads, start = random_uploads(network, count, seed), network.state_dict()
@@ -465,15 +459,6 @@ def test_robust_rules_equal_numpy(count: int, seed: int, percent: int) -> None:
             actual = flat(aggregated[0].parameters, names)
             np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
         assert int(aggregated[0].parameters["1.num_batches_tracked"]) == 10 * ((count - 1) // 2 + 1)
-
-
-def test_exact_share_of_clients_is_not_rounded_up() -> None:
-    """0.07 · 100 is 7.000000000000001, of which the ceiling would be 8."""
-    rows = torch.arange(100.0).square()
-    uploads = {k: fs.ModelParameters({"weight": row.view(1, 1)}, 1.0) for k, row in enumerate(rows)}
-    context = context_with("trimmed", nn.Linear(1, 1), clients=100, share=0.07)
-    aggregated = robust.robust_uploads(uploads, {"weight": torch.zeros(1, 1)}, context)
-    assert float(aggregated[0].parameters["weight"]) == pytest.approx(float(rows[7:93].mean()))
 
 
 def test_rules_apply_to_all_parts_of_uploads() -> None:

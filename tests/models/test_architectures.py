@@ -237,24 +237,21 @@ def test_unsupported_networks_have_no_vjp(shape: Shape, norm: str) -> None:
     assert random_network(shape, 4, 3, norm).embed_vjp(random_tensor(2, *shape)) is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [(nn.BatchNorm2d, (7, 4, 5, 5)), (nn.BatchNorm1d, (7, 4))]
-)
-def test_groups_are_normalised_separately(kind: Any, shape: tuple[int, ...]) -> None:
-    """Compares torch's batch norm per interleaved group, for images and vectors."""
-    layer, draws = kind(4), torch.Generator().manual_seed(0)
+def test_groups_are_normalised_separately() -> None:
+    """Compares torch's batch norm of vectors per interleaved group."""
+    layer, draws = nn.BatchNorm1d(4), torch.Generator().manual_seed(0)
     for p in layer.parameters():
         p.data.normal_(generator=draws)
     group = torch.tensor([0, 1, 0, 2, 1, 0, 2])
     grouped = with_grouped_statistics(nn.Sequential(layer))
     SharedStatistics.of(grouped).assign(group, 3)
-    x = (torch.randn(shape, generator=draws) * 3 + 10).requires_grad_()
-    expected = torch.empty(shape)
+    x = (torch.randn(7, 4, generator=draws) * 3 + 10).requires_grad_()
+    expected = torch.empty(7, 4)
     for g in range(3):
         expected[group == g] = layer(x[group == g])
     actual = grouped(x)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    v = torch.randn(shape, generator=draws)
+    v = torch.randn(7, 4, generator=draws)
     gradients = [torch.autograd.grad(output, x, v) for output in (actual, expected)]
     torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
 

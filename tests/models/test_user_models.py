@@ -24,7 +24,7 @@ from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import normalise
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.accuracy import correct
-from fedsynth.features import feature_map, register_features
+from fedsynth.features import feature_map
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.flat import flatten
 from fedsynth.models.layers import check_embedding, has_batch_norm
@@ -287,14 +287,12 @@ def test_local_training_is_softmax_regression(kind: type[fs.TrainsLocally], ridg
 
 def test_maps_of_equal_names_do_not_share_vectors() -> None:
     """A cache by name and dimension would give the second map the first map's vectors."""
-    records = torch.arange(4)
-    for shift in (0.5, 0.25):
-        function = lambda x, shift=shift: x.flatten(1) - shift  # noqa: E731
-        shifted = replace(PIXELS, name="own-shifted", function=function)
-        register_features("own-shifted", lambda shape, shifted=shifted: shifted)  # type: ignore[misc]
-        registered = feature_map("own-shifted", SPEC.image_shape)
+    records, shifts = torch.arange(4), (0.5, 0.25)
+    functions = [lambda x, shift=shift: x.flatten(1) - shift for shift in shifts]
+    maps = [replace(PIXELS, name="own-shifted", function=function) for function in functions]
+    for features, shift in zip(maps, shifts, strict=True):
         expected = IMAGES.images[:4].flatten(1) / 255 - shift
-        torch.testing.assert_close(feature_table(IMAGES, registered, records)(records), expected)
+        torch.testing.assert_close(feature_table(IMAGES, features, records)(records), expected)
 
 
 # These methods refuse a linear model, since its embedding is not learned.

@@ -140,17 +140,6 @@ def distance(u: Tensor, v: Tensor, client: Tensor, kind: Any, directions: Tensor
     return losses.collaborative_distance(u, v, client, distance=kind, directions_PC=directions)
 
 
-def test_point_distance_is_the_expectation_over_directions() -> None:
-    u = torch.randn(1, 10, generator=GENERATOR).double().requires_grad_()
-    v = torch.randn(1, 10, generator=GENERATOR).double()
-    directions = next(unit_directions(200_000, 10, GENERATOR)).double()
-    point = distance(u, v, torch.zeros(1), "point", directions)
-    mean = (directions @ (u - v)[0]).abs().mean()
-    assert point.item() == pytest.approx(mean.item(), rel=0.01)
-    a, b = torch.autograd.grad(point, u)[0], torch.autograd.grad(mean, u)[0]
-    assert (a - b).norm() < 0.02 * a.norm()
-
-
 def test_rows_distance_equals_sorting_per_client() -> None:
     rng = np.random.default_rng(1)
     u, v, client = rng.normal(size=(5, 4)), rng.normal(size=(5, 4)), np.array([0, 0, 0, 1, 1])

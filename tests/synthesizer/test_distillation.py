@@ -35,21 +35,7 @@ def logits(*rows: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(rows, device=device).log()
 
 
-def test_fedkf_eqs_2_to_6(device: torch.device) -> None:
-    p = logits((0.5, 0.5), (0.9, 0.1), device=device)  # mean (0.7, 0.3)
-    q = logits((0.25, 0.75), (0.9, 0.1), device=device)
-    f = torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, 0.5]], device=device)
-    entropy = -(0.7 * math.log(0.7) + 0.3 * math.log(0.3)) / math.log(2)
-    certain = -(math.log(0.5) + math.log(0.9)) / 2
-    kl = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
-    for actual, expected in (
-        (losses.one_hot_loss(p), certain),  # Eq. 2
-        (losses.information_entropy_loss(p), -entropy),  # Eq. 3, over log C
-        (losses.activation_loss(f), -(3.0 + 3.5) / 6),  # Eq. 4, of the mean
-        (losses.generator_loss(f, p, 0.2, 0.1), -entropy + 0.2 * certain - 0.1 * 6.5 / 6),  # Eq. 5
-        (losses.distillation_loss(p, q), kl),  # Eq. 6: KL(teacher ‖ student)
-    ):
-        assert float(actual) == pytest.approx(expected)
+def test_entropy_loss_of_one_class_has_a_finite_gradient() -> None:
     one_class = torch.eye(10)[:1].mul(1000).requires_grad_()
     loss = losses.information_entropy_loss(one_class)
     assert loss.item() == pytest.approx(0.0)

@@ -29,8 +29,7 @@ from fedsynth.synthesizer.condensation.augmentation import SiameseAugmentation
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
 from fedsynth.synthesizer.condensation.sets import BatchIndices
-from tests.digits import CPU, convnet, digits, private_clients, round_context
-from tests.methods.tiny_problem import TwoLayers
+from tests.digits import CPU, convnet, digits, round_context
 from tests.privacy.support import series
 from tests.quick_runs import quick_sections
 
@@ -86,23 +85,6 @@ def private_matcher(
     width = WIDTH if mechanism is ResidualMatcher else IPC * 64
     noisy = noisy_series(1, sigma, clip, width, sample_rate=rate)
     return mechanism(group(torch.arange(N)), noisy, divisor)  # type: ignore[no-any-return]
-
-
-def test_eq_9_for_a_linear_network_equals_numpy(device: torch.device) -> None:
-    """With h(x) = A x and z(x) = B h + b, the gradient of Σ_c L_c has a closed form."""
-    rng, net = np.random.default_rng(2), TwoLayers().double()
-    S, X = rng.normal(size=(2, 4, 4)), [rng.normal(size=(7, 4)), rng.normal(size=(2, 4))]
-    A, B, b = (p.detach().numpy().copy() for p in net.parameters())
-    features = NetworkFeatures(net.to(device), 0.7)
-    h = np.stack([A @ x.mean(axis=0) for x in X])
-    real = torch.tensor(np.concatenate([h, 0.7 * (h @ B.T + b)], axis=1), device=device)
-    images = torch.tensor(S, device=device).view(2, 4, 1, 2, 2)
-    gradient = matching.matching_gradient(features, images, real)
-    expected = np.zeros_like(S)
-    for c in range(2):
-        difference = A @ (S[c].mean(axis=0) - X[c].mean(axis=0))
-        expected[c] = 2 * (A.T @ difference + 0.49 * A.T @ B.T @ B @ difference) / 4
-    np.testing.assert_allclose(gradient.cpu().numpy().reshape(2, 4, 4), expected, atol=1e-10)
 
 
 def test_mean_of_per_example_gradients_is_the_batch_gradient(device: torch.device) -> None:
@@ -186,15 +168,6 @@ def test_batches_are_drawn_without_replacement_by_default() -> None:
     assert 0 <= draws.min() <= draws.max() < 5
     # drawn with replacement, not the class repeated
     assert any(len(set(row.tolist())) < 5 for row in draws)
-
-
-def test_reduced_precision_changes_the_gradient_little(device: torch.device) -> None:
-    S, matcher = synthetic(device=device), exact_matcher(device=device)
-    full = matcher.gradient(0, features_of(device), S)
-    half = matcher.gradient(0, features_of(device, precision=torch.bfloat16), S)
-    assert half.dtype == torch.float32
-    assert not torch.equal(full, half)
-    assert (full - half).norm() < 0.03 * full.norm()
 
 
 @pytest.mark.parametrize("images", [1, 8, 256])
@@ -327,18 +300,6 @@ def test_records_are_read_once_per_release(monkeypatch: pytest.MonkeyPatch) -> N
     for t in range(6):
         assert torch.equal(repeated[t], first[t % 3])
     assert not torch.equal(first[0], first[1])  # different noise in each release
-
-
-def test_classes_of_small_counts_are_stored_but_not_sent() -> None:
-    """Half of the classes are missing; the next round starts from all."""
-    method = FedDM(ipc=IPC, iterations=4, networks=2, min_examples=10)
-    ctx = round_context(PrivacySettings(noise_multiplier=0.01, mechanism="features"), nominal=60.0)
-    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
-    clients = private_clients(method, ctx, digits(np.arange(200) % 5))
-    ((upload, memory),) = method.client_step(message, clients, [{}], ctx)
-    assert dict(upload.arrays())["labels"].tolist() == [c for c in range(5) for _ in range(IPC)]
-    assert memory["images"].shape == (10 * IPC, 1, 8, 8)
-    assert torch.isfinite(memory["images"]).all()
 
 
 def test_charges_are_m_sums_and_one_count() -> None:
