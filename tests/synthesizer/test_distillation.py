@@ -156,15 +156,14 @@ def test_stratification_eqs_2_to_11(device: torch.device) -> None:
     np.testing.assert_allclose(actual, votes / votes.sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("pairs", [64, 20])  # all models together, or two and one
 def test_pair_losses_equal_separate_loops(
-    batched: bool, pairs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    pairs: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stratification, "PAIRS", pairs)
     clients = [model.requires_grad_(False) for model in models(device)]
     sizes = {"steps": 4, "batch": 5, "latent": 6, "width": 4}
-    actual = stratification.pair_losses(clients, SPEC, 7, device, **sizes, batched=batched)
+    actual = stratification.pair_losses(clients, SPEC, 7, device, **sizes)
     draws = torch_generator(7, "stratification noise", device=device)
     z = torch.randn(5, 6, generator=draws, device=device)
     for k, model in enumerate(clients):

@@ -13,7 +13,7 @@ from math import ceil
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from fedsynth.data.images import pixel_constants
@@ -37,7 +37,6 @@ def pair_losses(
     learning_rate: float = 1e-2,
     latent: int = 100,
     width: int = 64,
-    batched: bool | None = None,
     loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
 ) -> Tensor:
     """Trains a generator for each pair of a model and a class, and returns the losses of all steps.
@@ -60,14 +59,10 @@ def pair_losses(
         learning_rate: the learning rate of Adam. The paper has one rate for all generators, 1e-3.
             With ten times this rate, the losses fall further within 30 steps. The rate was chosen
             by test accuracy (docs/results.md).
-        batched: whether the passes of all generators run as one. If None, they do on a GPU. On a
-            CPU, grouped convolutions take several times as long as a loop.
         loop: a function (name, number of steps, objects that change) -> 0, 1, …, such as
             `RoundContext.server_loop`, which saves checkpoints.
     """
     classes = spec.classes
-    if batched is None:
-        batched = device.type == "cuda"
     at_once = max(1, PAIRS // classes)
     losses_TCM = torch.zeros(steps, classes, len(models), device=device)
     y = torch.arange(classes, device=device).repeat_interleave(batch)
@@ -82,7 +77,7 @@ def pair_losses(
         z = torch.randn(batch, latent, generator=draws, device=device)
         for step in range(steps):
             with torch.enable_grad():
-                pixels = _pixels(generator, stacked, z, batched)
+                pixels = _pixels(generator, stacked, z)
                 images = ((pixels - mean) / std).reshape(m, classes * batch, *spec.image_shape)
                 losses = []
                 for model, x in zip(models[members], images, strict=True):
@@ -102,19 +97,17 @@ def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
     return stacked
 
 
-def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor, batched: bool) -> Tensor:
+def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tensor:
     """Returns the images of all generators, [P, N, C, H, W].
 
-    The parameters of the generators are stacked.
+    The parameters of the generators are stacked. The generators take turns, because one pass of
+    all of them, with grouped convolutions, takes several times as long on a CPU.
     """
-
-    def pixels(parameters: dict[str, Tensor]) -> Tensor:
-        return functional_call(generator, parameters, (z,))
-
-    if batched:
-        return vmap(pixels)(stacked)
-    generators = zip(*[value.unbind() for value in stacked.values()], strict=True)
-    return torch.stack([pixels(dict(zip(stacked, values, strict=True))) for values in generators])
+    images = []
+    for values in zip(*map(Tensor.unbind, stacked.values()), strict=True):
+        parameters = dict(zip(stacked, values, strict=True))
+        images.append(functional_call(generator, parameters, (z,)))
+    return torch.stack(images)
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
