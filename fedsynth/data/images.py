@@ -288,8 +288,8 @@ def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str
             f"the {what} of {spec.name} must be among {', '.join(names) or 'none'}, got "
             f"{unknown[0][:100]!r}"
         )
-    positions = {name: position for position, name in enumerate(names)}
-    return np.array([positions[text] for text in texts], np.int64)
+    positions = dict(zip(names, range(len(names)), strict=True))
+    return np.array(list(map(positions.__getitem__, texts)), np.int64)
 
 
 def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:

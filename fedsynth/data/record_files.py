@@ -108,8 +108,8 @@ class Part:
                     f"the column {one_line(name)!r} is missing from {self.place}, which has "
                     f"{one_line(', '.join(self.readers))}. Name another column with {option}"
                 )
-        folded = {name.casefold(): name for name in self.readers}
-        usual = [folded[name] for name in _USUAL_NAMES[role].split() if name in folded]
+        folded = dict(zip(map(str.casefold, self.readers), self.readers, strict=True))
+        usual = list(filter(None, map(folded.get, _USUAL_NAMES[role].split())))
         return names or usual[:1]
 
     def read(self, name: str) -> Array:

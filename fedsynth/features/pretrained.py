@@ -184,16 +184,13 @@ def _fill(network: nn.Module, name: str, file: str) -> None:
     Raises:
         SettingError: the file cannot be read, or belongs to another network.
     """
-    state = read_weights(file)
-    expected = network.state_dict()
-    missing = sorted(set(expected) - set(state))
+    try:
+        missing = network.load_state_dict(read_weights(file), strict=False).missing_keys
+    except RuntimeError as error:
+        raise _wrong_weights(f"{file} is not a file of {name}: {one_line(error)}") from None
     if missing:
         reason = f"{file} has no {one_line(missing[0], 80)}, so it is not a file of {name}"
         raise _wrong_weights(reason)
-    try:
-        network.load_state_dict({key: state[key] for key in expected})
-    except RuntimeError as error:
-        raise _wrong_weights(f"{file} is not a file of {name}: {one_line(error)}") from None
 
 
 def read_weights(file: str) -> dict[str, Tensor]:

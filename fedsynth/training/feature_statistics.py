@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from functools import lru_cache
 
@@ -101,17 +101,13 @@ def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterato
 
     `layers` maps the name of each submodule to the layer that changes its output.
     """
-    handles = [
-        network.get_submodule(name).register_forward_hook(
-            lambda module, inputs, out, layer=layer: layer(out)
-        )
-        for name, layer in layers.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hook = network.get_submodule(name).register_forward_hook(
+                lambda module, inputs, out, layer=layer: layer(out)
+            )
+            hooks.enter_context(hook)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @lru_cache(maxsize=4)  # a server calls it for each client's upload

@@ -27,6 +27,7 @@ from torch.func import functional_call, vmap
 
 from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.on_features import is_softmax_regression, regression_gradients
+from fedsynth.models.registry import parameter_count
 from fedsynth.training import sgd
 
 FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
@@ -92,11 +93,7 @@ def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
         batch: number of images in a batch.
         scalars: number of values in an image.
     """
-    return 4 * (
-        COPIES * sum(p.numel() for p in model.parameters())
-        + 3 * batch * scalars
-        + 8 * BLOCK * batch
-    )
+    return 4 * (COPIES * parameter_count(model) + 3 * batch * scalars + 8 * BLOCK * batch)
 
 
 def train_together(
@@ -253,7 +250,7 @@ def _gradients(
         x_ABD = x_MD.unflatten(0, x_ABCHW.shape[:2])
         return regression_gradients(flat_AP, x_ABD, labels_AB, share_AB, classes)
     named = dict(network.named_parameters())
-    sizes = [p.numel() for p in named.values()]
+    sizes = list(map(Tensor.numel, named.values()))
 
     def logits(flat_P: Tensor, x_BCHW: Tensor) -> Tensor:
         weights = {}

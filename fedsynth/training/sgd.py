@@ -50,7 +50,7 @@ def recorded(
     """
     device = state[0].device
     index = torch.zeros(batch, dtype=torch.int64, device=device)
-    initial = [tensor.clone() for tensor in state]
+    initial = list(map(torch.clone, state))
     try:
         replay = _record(partial(step, index), device)
     except RuntimeError as error:
@@ -288,7 +288,7 @@ def fetched(
         chunk = parts[first : first + at_once]
         indices = torch.cat(list(chunk))
         x, y = images(indices), labels(indices)
-        sizes = [len(part) for part in chunk]
+        sizes = list(map(len, chunk))
         yield from zip(x.split(sizes), y.split(sizes), strict=True)
         first += len(chunk)
         at_once = max(1, FETCHED // max(1, x[: sizes[0]].numel()))

@@ -100,8 +100,9 @@ def robust_mean(
     mean: dict[str, Tensor] = {}
     if context.robust == "clip":
         floats = {name for name, value in models[0].items() if value.is_floating_point()}
-        trained = {name for name, _ in context.architecture.named_parameters()}
-        mean = _clipped_mean(models, floats & trained if center else floats, center)
+        if center:
+            floats.intersection_update(trainable(context))
+        mean = _clipped_mean(models, floats, center)
     for name in models[0].keys() - mean.keys():
         values = [model[name] for model in models]
         if values[0].is_floating_point():
@@ -228,7 +229,7 @@ def _weighted_mean(models: Sequence[Tensors], weights: Sequence[float]) -> dict[
 
 def trainable(context: RoundContext) -> list[str]:
     """Returns the names of the model's parameters, without buffers."""
-    return [name for name, _ in context.architecture.named_parameters()]
+    return list(dict(context.architecture.named_parameters()))
 
 
 def update_cache(

@@ -168,6 +168,5 @@ def generated_facts(tallies: Tensor) -> dict[str, float]:
         tallies: the tallies of at least one epoch, [epochs, C, C].
     """
     epochs = list(map(describe, tallies))
-    tenth = ceil(len(epochs) / 10)
-    last = [{"student": epoch["student"]} for epoch in epochs[-tenth:]]
-    return {**average_facts(epochs), **average_facts(last)}
+    last = average_facts(epochs[-ceil(len(epochs) / 10) :])
+    return {**average_facts(epochs), "student": last["student"]}
