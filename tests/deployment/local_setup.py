@@ -49,11 +49,8 @@ class StoppedError(Exception):
 
 @dataclass
 class Link:
-    """Carries messages to nodes in this process, whose numbers are 100 and up.
-
-    `change` maps (node, request, answer) to the answer that arrives, or None; `seen` has the three
-    of each message.
-    """
+    """Carries messages to nodes in this process. `change` maps (node, request, answer) to the answer
+    that arrives, or None; `seen` has the three of each message."""
 
     nodes_: dict[int, Node]
     change: Callable[[int, Frame, bytes], bytes | str | None] = lambda node, request, answer: answer
@@ -149,13 +146,11 @@ def same_model(served: NetworkedRun, simulation: Any) -> None:
 
 
 def ask(node: Node, run: str, kind: str, payload: bytes = b"", **facts: Any) -> Frame:
-    """Returns a node's answer to a request."""
     sent = Frame(kind, {"number": 1, **facts}, payload).to_bytes()
     return Frame.from_bytes(node.answer(run, sent))
 
 
 def join(node: Node, proposal: Proposal, last_round: int = 0) -> Frame:
-    """Returns a node's answer to a server's proposal."""
     return ask(node, proposal.run, "join", proposal=proposal.to_json(), last_round=last_round)
 
 

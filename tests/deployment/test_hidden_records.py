@@ -75,8 +75,6 @@ def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
 
 
 class HostileModel(Mlp):
-    """A model that fails on hostile images."""
-
     dense = False
 
     def embed(self, x: Tensor) -> Tensor:
@@ -176,7 +174,6 @@ def scans(folder: Path) -> Path:
 
 
 def add_invalid_files(folder: Path) -> None:
-    """Adds a file of each invalid kind."""
     for name, content in (("w.png", b"no image"), ("x.jpg", b"\xff\xd8\xff"), ("x.dcm", b"DICM")):
         (folder / "a" / name).write_bytes(content)
     (folder / "a" / "y.png").touch()

@@ -30,6 +30,7 @@ from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import SecureSum
 from fedsynth.federation.server import Server
+from fedsynth.privacy import epsilon
 from fedsynth.privacy import randomness as grid
 from fedsynth.privacy.report.pages import render_markdown
 from tests.deployment import local_setup
@@ -156,7 +157,6 @@ def test_server_holds_only_masked_vectors_and_the_sum(
 
 
 def check_total(seen: Any, number: int, phase: str, clients: Sequence[int]) -> None:
-    """Compares an exchange's sum with that of these clients' uploads."""
     for name, total in seen.totals[number, phase].message.arrays():
         parts = [getattr(seen.uploads[number, phase, k], name).double() for k in clients]
         torch.testing.assert_close(total, torch.stack(parts).sum(0), rtol=1e-15, atol=1e-12)
@@ -259,8 +259,6 @@ def test_quorums_below_the_threshold_are_refused(setup: Setup) -> None:
 
 @dataclass
 class FakeServer:
-    """The test as the server of a secure sum."""
-
     nodes: list[Any]
     proposal: Proposal
     facts: dict[str, Any]
@@ -406,10 +404,14 @@ def test_restarted_server_gets_a_fresh_sum_that_is_charged(
     folder = kill(setup, settings, link, CLIENTS + 1, kind="unmask")
     first = {key: words for key, words in seen.plain.items() if key[0] == 2}
     assert len(first) == CLIENTS
-    setup.serve(settings, setup.link(*link.nodes_.values()), resume=folder)
+    served = setup.serve(settings, setup.link(*link.nodes_.values()), resume=folder)
     for key, words in first.items():
         assert not np.isin(seen.plain[key], words).any()
     assert len(setup.ledger(0)) == 3 * 2
+    heads: Any = served.report["ledger_heads"]
+    assert {(head["rows_before"], head["rows"]) for head in heads.values()} == {(0, 3 * 2)}
+    assert served.record.rows[-1]["epsilon"] == epsilon(setup.ledger(0), 1e-5)
+    setup.verified_reports()
 
 
 @pytest.mark.parametrize("method", METHODS)
