@@ -1,5 +1,4 @@
-"""Runs the command line in this process, on the digits, with settings that take a fraction of a
-second."""
+"""Runs the command line in this process, on the digits, with settings of a fraction of a second."""
 
 from __future__ import annotations
 

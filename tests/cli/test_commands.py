@@ -1,6 +1,5 @@
-"""Commands, the installed script, runs on a user's images, and runs that end early. Each user error is
-one line on stderr, with the setting's key in a config file, and exit code 2, without a run folder,
-blocking on a pipe or reading a device."""
+"""Commands, the installed script, runs on a user's images, and user errors: one line on stderr, and
+exit code 2, without a run folder, blocking on a pipe or reading a device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measures of classifiers, generated images and clients' splits, FID and KID, against NumPy and
-SciPy."""
+"""Measures of classifiers, generated images and clients, FID and KID, against NumPy and SciPy."""
 
 from __future__ import annotations
 

@@ -113,6 +113,9 @@ def test_final_models_of_one_training_share_run() -> None:
     other = preset("fedkf:table8").select(dataset="emnist-letters", method="fedkf (oca)")[0]
     assert run_hash(preset("fedkf:table8").settings(other)) == run_hash(table.settings(oca))
     assert run_hash(table.settings(aca, 1)) != run_hash(table.settings(aca, 0))
+    changes = ({}, {"run": {"precision": "bf16"}}, {"method": {"lr": 0.3}})  # the first is of speed
+    marks = [run_hash(jobs_of(table, [aca], [0], changes=change)[0].settings) for change in changes]
+    assert marks[0] == marks[1] != marks[2]
     methods = [cell.method for cell in table.select(alpha=0.1, method="fedkf")]
     assert methods == [f"{name} ({end})" for name in ("fedkf-", "fedkf") for end in ("aca", "oca")]
     assert presets.main_cell(preset("fedprox:synthetic")).method == "fedprox"
@@ -254,14 +257,6 @@ def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) ->
     (outcome,) = runner.run(jobs[:1])
     assert (outcome.status, "another process" in outcome.text) == ("failed", True)
     folder.release()
-
-
-def test_run_hash_ignores_speed_settings(jobs: list[Job]) -> None:
-    changes = {**SHORT, "method": {"local_epochs": 2, "mu": 0.3}}
-    changed = jobs_of(TABLE, CELLS, [0], changes=changes)
-    fast = jobs_of(TABLE, CELLS, [0], changes=SHORT, speed={"run": {"precision": "bf16"}})
-    hashes = [run_hash(sequence[1].settings) for sequence in (jobs, changed, fast)]
-    assert hashes[0] == hashes[2] != hashes[1]
 
 
 def test_invalid_row_lines_are_rejected(tmp_path: Path) -> None:

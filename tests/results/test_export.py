@@ -1,5 +1,4 @@
-"""Tests of exported runs: sets of images with the listed files only, in the library datasets and
-the format Croissant, and ONNX files."""
+"""Tests of exported sets (also in the library datasets and the format Croissant) and ONNX files."""
 
 from __future__ import annotations
 

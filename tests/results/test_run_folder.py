@@ -1,6 +1,4 @@
-"""Tests of run folders: incomplete runs are recognised, invalid input leaves no folder, and the
-files match the run. Tests of checkpoints of long loops within a round, and of their use by other
-runs."""
+"""Tests of run folders, of checkpoints of long loops, and of their use by other runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests of sweeps (the runs of a grid, resumption, concurrency and tables), and of curves and the
-page of several runs."""
+"""Tests of sweeps, curves, and the page of several runs."""
 
 from __future__ import annotations
 
@@ -82,8 +81,6 @@ SweepFactory = Callable[..., Sweep]
 
 @pytest.fixture
 def make_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFactory:
-    """Returns a factory of sweeps whose runs are imitations: `make_sweep(text, seconds, fails)`."""
-
     def make(text: str, seconds: float = 0.0, fails: int = -1) -> Sweep:
         script = tmp_path / "fake.py"
         script.write_text(FAKE.replace("SECONDS", str(seconds)).replace("FAILS", str(fails)))

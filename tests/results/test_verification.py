@@ -1,6 +1,5 @@
-"""Tests of the verification of unchanged run folders, and of reports of unfinished runs. A private
-run's metrics, summary and logs contain declared values only. Loggers write with the real
-libraries, without a network, and are skipped where one is not installed."""
+"""Tests of the verification of unchanged run folders, of reports of unfinished runs, of the values
+that a private run may show, and of loggers (with the real libraries, where they are installed)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Tests of the round loop: reproducibility, accounting, refusals, failing figures and clients, and
-memory. If the device's memory is exhausted, smaller groups repeat a step with equal results, and no
-charge covers two attempts that drew noise."""
+memory."""
 
 from __future__ import annotations
 
@@ -234,8 +233,7 @@ def test_methods_continue_with_the_remaining_clients(name: str) -> None:
 
 
 def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
-    """If no round has a quorum, the run ends with the first model (test_malicious_uploads.py tests
-    the rounds)."""
+    """test_malicious_uploads.py tests the rounds."""
     result = fs.simulate(failing_case("fedfm", quorum=0.75))
     counted = [row for row in result.metrics if "not_counted" not in row]
     assert 0 < len(counted) < ROUNDS
@@ -347,7 +345,6 @@ SHORT_STEPS: dict[str, dict[str, Any]] = {
 
 
 def live_tensors() -> tuple[int, int]:
-    """Returns the number of live tensors and their bytes."""
     gc.collect()
     kinds = (torch.Tensor, torch.nn.Parameter)
     tensors = [t for t in gc.get_objects() if type(t) in kinds and t.layout is torch.strided]
@@ -356,8 +353,6 @@ def live_tensors() -> tuple[int, int]:
 
 
 class MemoryRecorder(fs.Observer):
-    """Records live tensors, bytes of Python objects and open files after some rounds."""
-
     def __init__(self, *rounds: int) -> None:
         self.rounds, self.records = rounds, list[Any]()
 
