@@ -386,8 +386,9 @@ def test_invalid_proposals_are_refused(setup: Setup) -> None:
         ),
         "spec": ({}, {**spec, "classes": "10"}, {**spec, "more": 1}),
     }
-    changed = [{**valid, key: value} for key, values in invalid.items() for value in values]
-    for stated in (None, [], {}, *changed):
+    proposals: list[Any] = [None, [], {}]
+    proposals += [{**valid, key: odd} for key, values in invalid.items() for odd in values]
+    for stated in proposals:
         run = str(stated.get("run", "")) if isinstance(stated, dict) else ""
         assert ask(setup.node(0), run, "join", proposal=stated).kind == "error", stated
     assert not (setup.folder / "owner-0").exists()
