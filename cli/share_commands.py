@@ -117,21 +117,18 @@ def explaining(cls: type) -> list[type]:
 StudentFile = Annotated[Path, options.path_option("The file to write the student to.")]
 
 
-def split_names(text: str) -> list[str]:
-    """Returns the names in a comma-separated list."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 @options.takes_settings(
     "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
     set_option=False,
 )  # fmt: skip
 def distill(
     chosen: options.Sections,
-    models: Annotated[str, typer.Option(help="Model files, separated by commas.")],
-    arch: Annotated[str, typer.Option(help="The architecture of all or each model.")] = "convnet",
-    student: Annotated[str | None, typer.Option(help="Default: the first architecture.")] = None,
-    dataset: Annotated[str, typer.Option(help="The data set of the models.")] = "mnist",
+    models: Annotated[
+        list[Path], options.path_argument("Run folders or model files.", metavar="MODEL")
+    ],
+    student: Annotated[
+        str | None, typer.Option(help="The student's architecture. Default: the first model's.")
+    ] = None,
     method: Annotated[str, typer.Option(help="The method: fedhydra or dense.")] = "fedhydra",
     settings: options.Set = None,
     evaluate: Annotated[bool, options.flag("--evaluate", "Also test on the data set.")] = False,
@@ -139,8 +136,7 @@ def distill(
 ) -> None:
     """Distil trained models into one model, in one shot and without data.
 
-    Example: `fedsynth distill --models a.safetensors,b.safetensors --arch lenet5,cnn1 --student
-    resnet18 --dataset mnist`.
+    Example: `fedsynth distill runs/A runs/B --student resnet18`.
     """
     from fedsynth.simulation.student import distil_files
 
@@ -148,18 +144,8 @@ def distill(
     if len(sections) > 1:
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
     sections["run"] = {**chosen["run"], "method": method}
-    sections["data"] = {**chosen["data"], "dataset": dataset}
-    sections["model"] = chosen["model"]
-    architectures = split_names(arch)
-    lines = distil_files(
-        list(map(expand_home, split_names(models))),
-        architectures,
-        student or next(iter(architectures), ""),
-        sections,
-        evaluate=evaluate,
-        output=output,
-    )
-    print(*lines, sep="\n")
+    sections |= {"data": chosen["data"], "model": chosen["model"]}
+    print(*distil_files(models, student, sections, evaluate=evaluate, output=output), sep="\n")
 
 
 data_app = typer.Typer(help="Describe the public facts about your images.", no_args_is_help=True)

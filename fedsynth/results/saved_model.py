@@ -256,19 +256,6 @@ def computes(network: nn.Module, spec: DatasetSpec, logits: str) -> bool:
     return expected.shape == actual.shape and torch.allclose(expected, actual, 0.0, atol)
 
 
-def restored(network: nn.Module, file: Path) -> nn.Module:
-    """Loads the weights in a file into a network, and returns the network.
-
-    Raises:
-        OutputError: the file cannot be read, or its weights do not fit the network.
-    """
-    try:
-        restore(network, _read(file)[0])
-    except ValueError as error:
-        raise OutputError(f"{file} cannot be used: {one_line(error)}") from None
-    return network
-
-
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         return read_tensors(file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,14 +13,13 @@ from torch import nn
 
 from fedsynth.config.resolve import resolve
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.files import save_tensors
 from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_test
-from fedsynth.data.registry import DatasetSpec, dataset_spec
+from fedsynth.data.registry import DatasetSpec, is_known
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import FedsynthError, OutputError, SettingError, writing
+from fedsynth.errors import FedsynthError, OutputError, SettingError
 from fedsynth.evaluation.accuracy import accuracy
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
@@ -231,15 +229,29 @@ def _teacher(
     if covered:
         place = folder  # whose hashes are checked
     model, architecture = saved_model.model_in(place)
-    model = _fitting(model, str(place), spec)
-    other = architecture.spec
-    if (other.class_names, other.mean, other.std) != (spec.class_names, spec.mean, spec.std):
-        reason = (
-            f"must have the class names and normalisation constants of data set {spec.name}, but "
-            f"{place} was trained for {other.name}"
-        )
-        raise SettingError(None, "teacher", reason)  # its labels would be wrong
+    _require_same_images("teacher", spec, place, architecture.spec)
     return model, covered
+
+
+def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: DatasetSpec) -> None:
+    """Refuses a model that was trained for other images, classes or another normalisation.
+
+    The labels of such a model would be wrong.
+
+    Args:
+        key: the name of the argument that names the model.
+        spec: the specification of the images.
+        place: the file or folder of the model.
+        other: the specification of the images for which the model was trained.
+    """
+    if (other.image_shape, other.class_names, other.mean, other.std) != (
+        spec.image_shape, spec.class_names, spec.mean, spec.std
+    ):  # fmt: skip
+        reason = (
+            f"must have the image shape, class names and normalisation constants of {spec.name}, "
+            f"but {place} was trained for {other.name}"
+        )
+        raise SettingError(None, key, reason)
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -336,56 +348,54 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
 
 def distil_files(
     files: Sequence[Path],
-    architectures: Sequence[str],
-    student: str,
+    student: str | None,
     sections: Mapping[str, Mapping[str, Any]],
     *,
     evaluate: bool,
     output: Path,
 ) -> Iterator[str]:
-    """Distils several models from files into one student network, and writes the student to a file.
+    """Distils several models into one student network, and writes the student to a file.
 
     Yields lines of text that report the progress.
 
     Args:
-        files: the files of the models.
-        architectures: one architecture for all models, or one for each model.
-        student: the architecture of the student.
+        files: the models: files and folders as for `load_model`.
+        student: the architecture of the student. None uses that of the first model.
         sections: the sections "run", "data", "model" and "method" of settings, as for `resolve`.
-            The settings of the model, such as its width, apply to all architectures.
+            The settings of the model are those of the student.
         evaluate: True tests the models and the student on the data set.
         output: the file to which the student is written.
 
     Raises:
-        SettingError: the method needs data, or the numbers of files and architectures differ.
-        OutputError: a file does not contain a model of the given architecture, the student cannot
-            be written, or its training has diverged.
+        SettingError: the method needs data, or the models were trained for different images.
+        OutputError: a model cannot be used, the student cannot be written, or its training has
+            diverged.
     """
-    if not files:
-        raise SettingError(None, "files", "must name at least one model file")
-    if len(architectures) not in (1, len(files)):
-        reason = f"must be one name, or one for each of the {len(files)} files"
-        raise SettingError(None, "architectures", reason)
+    networks, architectures = zip(*map(saved_model.model_in, files), strict=True)
+    first = architectures[0]
+    spec = first.spec
+    for file, architecture in zip(files, architectures, strict=True):
+        _require_same_images("files", spec, file, architecture.spec)
     one_shot = {
         "run": {**sections["run"], "rounds": 1},
         "partition": {"clients": len(files)},
-        "model": {**sections["model"], "name": student},
+        "data": {**sections["data"], "dataset": spec.name},
+        "model": {**sections["model"], "name": student or first.model.name},
     }
-    settings = resolve({**sections, **one_shot})
-    method, spec, device = settings.method, dataset_spec(settings.dataset), settings.device
+    own_data = None if is_known(spec.name) else spec.name
+    settings = resolve({**sections, **one_shot}, own_data=own_data)
+    method, device = settings.method, resolve_device(settings.device)
     if not isinstance(method, DataFreeEnsembleDistillation):
         reason = "cannot distil without data. Use fedhydra or dense"
         raise SettingError("run", "method", reason, value=method.name)
     notes: list[str] = []
-    context = replace(public_context(settings, spec, resolve_device(device)), note=notes.append)
-    networks = []
-    for file, name in zip(files, itertools.cycle(architectures), strict=False):
-        architecture = registry.ModelSettings(name, **sections["model"])
-        network = registry.build_network(architecture, spec, settings.seed)
-        networks.append(saved_model.restored(network, file).to(context.device).eval())
-    context = replace(context, client_architectures=tuple(networks))
+    context = replace(
+        public_context(settings, spec, device),
+        note=notes.append,
+        client_architectures=tuple(network.to(device) for network in networks),
+    )
     uploads = {k: ModelParameters(model.state_dict(), 1.0) for k, model in enumerate(networks)}
-    network = context.architecture.to(context.device)
+    network = context.architecture.to(device)
     state = method.server_step(EnsembleState(network.state_dict()), uploads, context)
     yield from notes
     facts = method.facts(state, context)
@@ -394,10 +404,8 @@ def distil_files(
     network.load_state_dict(dict(state.parameters))
     require_finite(network)
     if evaluate:
-        test = load_dataset(settings.dataset, settings.data_root)[1].to(context.device)
+        test = load_dataset(spec.name, settings.data_root)[1].to(device)
         for name, model in zip([*map(str, files), "student"], [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
-    with writing(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors(network.state_dict(), output, {})
+    saved_model.write_model(output, network, saved_model.Architecture(spec, settings.model))
     yield f"student: {output}"

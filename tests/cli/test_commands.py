@@ -17,16 +17,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import fedsynth as library
 from fedsynth.cli.application import PACKAGE, OptionError
 from fedsynth.cli.runs_commands import seconds_of
+from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.context import choose_speed
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import METHODS, method_class
-from fedsynth.models.registry import ModelSettings, build_model
+from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
 from tests.fuzz.mutations import CommandFailedError, command, time_limit
@@ -131,29 +134,31 @@ def test_fidelity_compares_set_with_real_images(share: Path, fedsynth: Call) -> 
 
 
 DISTILL = (
-    "distill --dataset digits --width 4 --depth 2 --set server_epochs=2 --set generator_steps=2 "
+    "distill --width 4 --depth 2 --set server_epochs=2 --set generator_steps=2 "
     "--set generator_width=4 --set generator_batch=8"
 )
 
 
-def write_model(path: Path, name: str, seed: int) -> Path:
-    model = build_model(ModelSettings(name, width=4, depth=2), (1, 8, 8), 10, seed)
-    save_file(model.state_dict(), path)
+def made_model(path: Path, name: str, seed: int, data: str = "digits") -> Path:
+    architecture = Architecture(dataset_spec(data), ModelSettings(name, width=4, depth=2))
+    write_model(path, architecture.network(seed), architecture)
     return path
 
 
 def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call) -> None:
-    first = write_model(tmp_path / "a.safetensors", "convnet", 1)
-    second = write_model(tmp_path / "b.safetensors", "resnet8", 2)
+    first = made_model(tmp_path / "a.safetensors", "convnet", 1)
+    second = made_model(tmp_path / "b.safetensors", "resnet8", 2)
     model_file = tmp_path / "out" / "student.safetensors"
     run = fedsynth(
-        f"{DISTILL} --models {first},{second} --arch convnet,resnet8 --student cnn1 --evaluate "
+        f"{DISTILL} {first} {second} --student cnn1 --evaluate "
         f"--method fedhydra --set stratification_steps=2 --output {model_file}"
     ).ok
     assert run.stdout.count("test accuracy") == 3
     assert "batch-norm loss ignores the models 0, 1" in run.stdout
-    student = build_model(ModelSettings("cnn1"), (1, 8, 8), 10, 0)
-    student.load_state_dict(load_file(model_file))
+    again = fedsynth(f"{DISTILL} {model_file} --output {tmp_path}/second.safetensors").ok
+    assert "batch-norm" not in again.stdout
+    student = library.load_model(tmp_path / "second.safetensors")
+    assert student.state_dict().keys() == library.load_model(model_file).state_dict().keys()
 
 
 def test_invalid_model_files_are_rejected(
@@ -161,15 +166,17 @@ def test_invalid_model_files_are_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken").write_bytes(b"nonsense")
-    state = load_file(write_model(Path("a"), "convnet", 1))
+    made_model(Path("other"), "linear", 1, "mnist")
+    state = load_file(made_model(Path("a"), "convnet", 1))
+    with safe_open("a", framework="pt") as file:
+        facts = file.metadata()
     values = {torch.float32: float("nan"), torch.complex64: 1, torch.int32: 1, torch.float64: 1e300}
     for dtype, value in values.items():
         weights = {key: torch.full_like(old, value, dtype=dtype) for key, old in state.items()}
-        save_file(weights, str(dtype).removeprefix("torch."))
+        save_file(weights, str(dtype).removeprefix("torch."), facts)
     for options, text in {
-        "a,a --arch convnet,convnet,convnet": "architectures must be one name",
-        "a --arch resnet8": "cannot be used",
-        "a --arch convent": "did you mean convnet",
+        "a other": "files must have the image shape",
+        "a --student convent": "did you mean convnet",
         "broken": "cannot be used",
         "float32": "must be finite",
         "complex64": "complex64",
@@ -177,7 +184,8 @@ def test_invalid_model_files_are_rejected(
         "float64": "must be finite",
         "a --set crop=2": "method.crop must be between 0 and 0.5",
     }.items():
-        fedsynth(f"{DISTILL} --models {options} --output s").assert_refused(text)
+        fedsynth(f"{DISTILL} {options} --output s").assert_refused(text)
+    fedsynth("distill a --method feddm").assert_refused("run.method=feddm cannot distil without")
 
 
 def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
@@ -421,8 +429,6 @@ LINES = (
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),
     ("server --insecure --port 99999", "'--port': Input should be less than or equal to"),
     ("sweep {tmp}/none.toml", "cannot read the config file {tmp}/none.toml"),
-    ("distill --models ,", "files must name at least one model file"),
-    ("distill --models a --method feddm", "run.method=feddm cannot distil without data"),
     ("reproduce", "name a table, such as feddm:table2. Use --list to show all tables"),
     ("reproduce feddm:table9", "unknown preset 'feddm:table9'; did you mean"),
     ("reproduce feddm:table2 --alpha 0.5", "no results for alpha 0.5. Use 0.1, 0.01"),
@@ -481,7 +487,7 @@ READ = tuple(line.strip() for line in """
     train --dp-sigma=3 --sign-key={}
     train --model={}:Net
     runs {}
-    distill --models={}
+    distill {}
     privacy report {}
     privacy verify {}
     privacy verify x --ledger={}
@@ -500,7 +506,6 @@ PATHS = (
     *READ,
     "train --output={}",
     "train --data-root={} --dataset=mnist",
-    "distill --models=x --output={}",
 )
 
 
