@@ -89,6 +89,7 @@ class Run:
         rows: the metrics of each round, from metrics.jsonl.
         hidden: the metrics of each round from the folder simulation_only, which only a private run
             has.
+        label: a short name of the run among the runs that are compared (`labels`).
     """
 
     folder: Path
@@ -96,6 +97,7 @@ class Run:
     settings: dict[str, Any]
     rows: Rows = ()
     hidden: Rows = ()
+    label: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Run:

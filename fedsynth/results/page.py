@@ -187,7 +187,7 @@ MAX_ROUNDS = 5  # the number of rounds of a run whose images are shown
 MAX_IMAGE_BYTES = 2**24
 MAX_CLASSES = 20  # the largest confusion matrix that is shown
 MAX_CLIENTS = 100  # the longest table with a row for each client
-Section = Callable[[Sequence[Run], Sequence[str], bool], Iterator[Markup]]
+Section = Callable[[Sequence[Run]], Iterator[Markup]]
 
 
 def _breakable(text: object) -> Markup:
@@ -212,13 +212,14 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         simulation_only: whether to show, for private runs, the values that only a simulation may
             show.
     """
-    names = finished.labels(runs)
-    if simulation_only:
-        runs = [replace(run, rows=_with_hidden(run)) for run in runs]
+    labelled = []
+    for run, label in zip(runs, finished.labels(runs), strict=True):
+        rows = _with_hidden(run) if simulation_only else run.rows
+        labelled.append(replace(run, label=label, rows=rows))
     builders: dict[str, Section] = {
         "Runs": _runs,
         "Learning curves": _curves,
-        "Who has what": _partitions,
+        "Who has what": partial(_partitions, simulation_only),
         "Synthetic images": _images,
         "Classification": _classification,
         "Fairness": partial(_by_round, ("local.amp", "local.wlp", "local.fm")),
@@ -228,9 +229,9 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
     }
     sections = {}
     for title, build in builders.items():
-        if parts := list(build(runs, names, simulation_only)):
+        if parts := list(build(labelled)):
             sections[title] = parts
-    title = f"fedsynth: {names[0]}" if len(runs) == 1 else f"fedsynth: {len(runs)} runs"
+    title = f"fedsynth: {labelled[0].label}" if len(runs) == 1 else f"fedsynth: {len(runs)} runs"
     warn = simulation_only and any(run.private for run in runs)
     return _page(title, sections, warn=warn)
 
@@ -254,30 +255,30 @@ def _with_hidden(run: Run) -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------ the sections
 
 
-def _runs(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
+def _runs(runs: Sequence[Run]) -> Iterator[Markup]:
     head, *figures = finished.overview(runs)
     rows = []
-    for run, name, row in zip(runs, names, figures, strict=True):
-        rows.append([name, *row, str(run.summary.get("dataset", NONE)), run.name])
+    for run, row in zip(runs, figures, strict=True):
+        rows.append([run.label, *row, str(run.summary.get("dataset", NONE)), run.name])
     yield _table("runs", ("run", *head, "data set", "folder"), rows)
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
-    metric = "test_accuracy"
-    if not any(value_at(row, metric) is not None for run in runs for row in run.rows):
-        metric = "private_test.test_accuracy" if simulation_only else "local.amp"
-    for axis in AXES:
-        yield from _curve(runs, names, metric, axis)
+def _curves(runs: Sequence[Run]) -> Iterator[Markup]:
+    for metric in ("test_accuracy", f"{PRIVATE_TEST}.test_accuracy", "local.amp"):
+        if any(curve(run, metric, "rounds") for run in runs):
+            for axis in AXES:
+                yield from _curve(runs, metric, axis)
+            return
 
 
-def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) -> Iterator[Markup]:
+def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
     """Yields a plot of a metric, with a line for each run that recorded this metric. Yields nothing
     if no run recorded the metric.
     """
     lines = []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for number, run in enumerate(runs):
         if points := curve(run, metric, axis):
-            lines.append(Line(name, points, colour=number))
+            lines.append(Line(run.label, points, colour=number))
     if lines:
         caption = f"{words_of(metric)} by {AXES[axis].label}"
         if len(lines) < len(runs):
@@ -285,36 +286,34 @@ def _curve(runs: Sequence[Run], names: Sequence[str], metric: str, axis: str) ->
         yield _PARTS.plot(curves_svg(lines, metric, axis), caption)
 
 
-def _partitions(
-    runs: Sequence[Run], names: Sequence[str], simulation_only: bool
-) -> Iterator[Markup]:
+def _partitions(simulation_only: bool, runs: Sequence[Run]) -> Iterator[Markup]:
     """Yields a plot of each run's partition: the number of examples by client and class.
 
     Runs whose class distribution must not be shown are left out.
     """
-    for run, name in zip(runs, names, strict=True):
+    for run in runs:
         if run.private and not simulation_only:
             text = "not shown, because the partition is an exact function of private data"
-            yield _PARTS.text(f"{name}: {text}")
-        elif picture := _image(run.folder / PARTITION, f"{name}: examples of each class", ""):
-            yield _PARTS.heading(name)
+            yield _PARTS.text(f"{run.label}: {text}")
+        elif picture := _image(run.folder / PARTITION, f"{run.label}: examples of each class", ""):
+            yield _PARTS.heading(run.label)
             yield picture
 
 
-def _images(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
+def _images(runs: Sequence[Run]) -> Iterator[Markup]:
     """Yields synthetic images from several rounds of each run: the first round, the last, and some
     between.
     """
-    for run, name in zip(runs, names, strict=True):
+    for run in runs:
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
         images: list[Markup] = []
         for path in (paths[int(position)] for position in positions):
             caption = re.sub("round-0*", "round ", path.stem)
-            alt = f"{name}: synthetic images of {caption}, a row for each class"
+            alt = f"{run.label}: synthetic images of {caption}, a row for each class"
             images += filter(None, [_image(path, alt, caption)])
         if images:
-            yield _PARTS.heading(name)
+            yield _PARTS.heading(run.label)
             yield _PARTS.images(images)
 
 
@@ -338,26 +337,24 @@ def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
     return [percent(_number(accuracy)), balanced, finished.auroc_text(values), *shares]
 
 
-def _classification(
-    runs: Sequence[Run], names: Sequence[str], simulation_only: bool
-) -> Iterator[Markup]:
+def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
     """Yields tables with the measures of each run on the test set, also by domain and by client,
     and the confusion matrices.
     """
     rows, clients = [], []
-    for run, name in zip(runs, names, strict=True):
+    for run in runs:
         last = run.rows[-1] if run.rows else {}
         measures = run.summary
-        if simulation_only and _mapping(last, PRIVATE_TEST):
+        if _mapping(last, PRIVATE_TEST):
             last = measures = {**_mapping(last, PRIVATE_TEST), LOCAL: last.get(LOCAL)}
-        rows.append([name, *_measured(measures, measures.get("test_accuracy"))])
+        rows.append([run.label, *_measured(measures, measures.get("test_accuracy"))])
         accuracies = _mapping(last, "domain_accuracy")
         for domain in accuracies:
             within = _mapping(_mapping(last, DOMAIN_MEASURES), domain)
-            rows.append([f"{name}, {domain}", *_measured(within, accuracies[domain])])
+            rows.append([f"{run.label}, {domain}", *_measured(within, accuracies[domain])])
         shares = _mapping(last, LOCAL).get("client_accuracy")
         for number, share in enumerate(shares if isinstance(shares, list) else ()):
-            clients.append([f"{name}, client {number}", percent(_number(share))])
+            clients.append([f"{run.label}, client {number}", percent(_number(share))])
     if any(cell != NONE for _, *cells in rows for cell in cells):
         yield _table("measures on the test set", ("run", *_MEASURES), rows)
     if any(finished.UNDEFINED in row for row in rows):
@@ -365,29 +362,27 @@ def _classification(
         yield _PARTS.text(text)
     if 0 < len(clients) <= MAX_CLIENTS:
         yield _table("accuracy by client", ("client", "accuracy on its own test split"), clients)
-    for run, name in zip(runs, names, strict=True):
-        yield from _confusion(run, name)
+    for run in runs:
+        yield from _confusion(run)
 
 
-def _confusion(run: Run, name: str) -> Iterator[Markup]:
+def _confusion(run: Run) -> Iterator[Markup]:
     """Yields the confusion matrix of a run with at most `MAX_CLASSES` classes, as a table."""
     matrix = run.summary.get("confusion_matrix") or []
     if 0 < len(matrix) <= MAX_CLASSES:
-        yield _PARTS.heading(f"{name}: true classes (rows) and predicted classes")
+        yield _PARTS.heading(f"{run.label}: true classes (rows) and predicted classes")
         rows = [[str(label), *map(str, counts)] for label, counts in enumerate(matrix)]
         if all(len(row) == len(matrix) + 1 for row in rows):
             yield _table("confusion matrix", ("class", *map(str, range(len(matrix)))), rows)
 
 
-def _by_round(
-    metrics: Sequence[str], runs: Sequence[Run], names: Sequence[str], simulation_only: bool
-) -> Iterator[Markup]:
+def _by_round(metrics: Sequence[str], runs: Sequence[Run]) -> Iterator[Markup]:
     """Yields plots of several metrics by round."""
     for metric in metrics:
-        yield from _curve(runs, names, metric, "rounds")
+        yield from _curve(runs, metric, "rounds")
 
 
-def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
+def _privacy(runs: Sequence[Run]) -> Iterator[Markup]:
     if not any(run.private for run in runs):
         text = "No run had differential privacy: the clients' uploads are not protected."
         yield _PARTS.text(text)
@@ -395,11 +390,11 @@ def _privacy(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -
     head = ("run", "guarantee", "δ", "unit", "that is", "factor on the odds", "worst client")
     rows = []
     lines = []
-    for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for number, run in enumerate(runs):
         row, points = _guarantee(run)
-        rows.append([name, *row, *[NONE] * (len(head) - 1 - len(row))])
+        rows.append([run.label, *row, *[NONE] * (len(head) - 1 - len(row))])
         if points:
-            lines.append(Line(name, points, colour=number))
+            lines.append(Line(run.label, points, colour=number))
     yield _table("privacy", head, rows)
     if lines:
         plot = line_plot(lines, x="round", y="ε")
@@ -436,14 +431,14 @@ def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
     return row, [(float(point["round"]), point["worst"]) for point in guarantee["epsilon_by_round"]]
 
 
-def _settings(runs: Sequence[Run], names: Sequence[str], simulation_only: bool) -> Iterator[Markup]:
+def _settings(runs: Sequence[Run]) -> Iterator[Markup]:
     """Yields a table with all settings of all runs. The settings in which the runs differ come
     first.
     """
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [[key, *(str(run.settings.get(key, NONE)) for run in runs)] for key in keys]
     rows.sort(key=lambda row: len(set(row[1:])) == 1)
-    yield _table("settings", ("setting", *names), rows)
+    yield _table("settings", ("setting", *(run.label for run in runs)), rows)
 
 
 # ------------------------------------------------------------------------------------------- parts
@@ -453,10 +448,12 @@ def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ma
     """Returns a table as a part of the page. Empty columns are left out. The first cell of each row
     is the heading of the row.
     """
-    columns = [0]
-    columns += [i for i in range(1, len(head)) if any(row[i] not in (NONE, "") for row in rows)]
-    cells = [[row[i] for i in columns] for row in rows]
-    table: Markup = _PARTS.table(label, [head[i] for i in columns], cells)
+    columns: list[tuple[str, ...]] = []
+    for column in zip(head, *rows, strict=True):
+        if not columns or not {NONE, ""}.issuperset(column[1:]):
+            columns.append(column)
+    shown_head, *shown_rows = zip(*columns, strict=True)
+    table: Markup = _PARTS.table(label, shown_head, shown_rows)
     return table
 
 
