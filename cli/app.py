@@ -77,7 +77,6 @@ def train(
     as_json: options.AsJson = False,
     dry_run: options.DryRun = False,
     download: options.Download = False,
-    sign_key: options.SignKey = None,
 ) -> None:
     """Simulate a federation on this machine, and write a run folder.
 
@@ -98,7 +97,7 @@ def train(
     if dry_run:
         _dry_run(sections, as_json)
     else:
-        _run(sections, output, download, as_json, sign_key, resume, log or [])
+        _run(sections, output, download, as_json, resume, log or [])
 
 
 @app.command()
@@ -151,22 +150,15 @@ def _run(
     output: Path,
     download: bool,
     as_json: bool,
-    sign_key: Path | None,
     resume: Path | None,
     log: Sequence[str],
 ) -> None:
     from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.config.resolve import resolve
-    from fedsynth.privacy.signing import read_private_key, sign_run
     from fedsynth.results.loggers import Several, make_loggers
     from fedsynth.simulation.simulate import simulate
 
     settings = resolve(sections)
-    if sign_key is not None and settings.privacy is None:
-        raise application.OptionError(
-            "--sign-key needs a private run, because other runs have no report"
-        )
-    key = None if sign_key is None else read_private_key(sign_key)  # an invalid one fails here
     application.keep_large_allocations()
     folder = output if resume is None else resume.parent
     loggers = make_loggers(log, folder, private=settings.privacy is not None, note=application.say)
@@ -178,8 +170,6 @@ def _run(
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume
         )
-    if key is not None and result.folder is not None:
-        application.say(f"signed: {sign_run(result.folder, key)}")
     show_result(result, as_json)
 
 

@@ -166,8 +166,7 @@ def from_preset(sections: Sections) -> str:
 OWN_CODE_OPTIONS = ("method", "model", "features", "encoder")
 # The parameters of `train` that may be combined with --resume.
 BESIDE_RESUME = (
-    "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json "
-    "sign_key log"
+    "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json log"
 )
 
 
@@ -282,13 +281,6 @@ Log = Annotated[
 AsJson = Annotated[bool, flag("--json", "Print the result as JSON on stdout.")]
 DryRun = Annotated[bool, flag("--dry-run", "Only print the run's privacy cost. Reads no data.")]
 Download = Annotated[bool, flag("--download", "Download the data set with torchvision.")]
-SignKey = Annotated[
-    Path | None,
-    path_option(
-        "Sign the run folder with this private Ed25519 key in PEM format.",
-        panel="Differential privacy",
-    ),
-]
 
 
 PACKAGE = Path(__file__).absolute().parent.parent

@@ -320,10 +320,10 @@ def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) ->
     private, public = tmp_path / "key.pem", tmp_path / "key.pub"
     private.write_bytes(signing.private_pem(key))
     public.write_bytes(signing.public_pem(key))
-    train(f"feddm --dp-sigma 3 --sign-key {public}").assert_refused("unencrypted private Ed25519")
-    train(f"feddm --sign-key {private}").assert_refused("needs a private run")
-    assert not (tmp_path / "out").exists()
-    folder = train(f"feddm --dp-sigma 3 --sign-key {private}").folder
+    folder = train("feddm --dp-sigma 3").folder
+    sign = f"privacy sign {folder} --key"
+    fedsynth(f"{sign} {public}").assert_refused("unencrypted private Ed25519")
+    assert fedsynth(f"{sign} {private}").ok
     verify = f"privacy verify {folder} --public-key {public}"
     verified = fedsynth(verify).ok
     assert "the signature is valid for this key" in verified.stdout
@@ -335,7 +335,7 @@ def test_signatures_are_verified(train: Call, fedsynth: Call, tmp_path: Path) ->
     rejected = fedsynth(verify)
     assert rejected.code == 1
     assert "mismatch: synthetic.png was changed after signing" in rejected.stdout
-    assert fedsynth(f"privacy sign {folder} --key {private}").ok
+    assert fedsynth(f"{sign} {private}").ok
     assert fedsynth(verify).ok
 
 
