@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,14 +124,10 @@ def report(
     print(output)
 
 
-COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()")
-
-
 def sweep(
     file: Annotated[Path, options.path_argument("The TOML file of the sweep.", metavar="FILE")],
     form: Annotated[str, typer.Option("--format", help="table, csv or markdown.")] = "table",
     output: Annotated[Path | None, options.path_option("Default: sweep.output in FILE.")] = None,
-    table: Annotated[Path | None, options.path_option("Write the table to this file.")] = None,
     only_table: Annotated[bool, options.flag("--only-table", "Only show the table.")] = False,
     dry_run: Annotated[bool, options.flag("--dry-run", "Check and list the runs.")] = False,
 ) -> None:
@@ -162,45 +156,14 @@ def sweep(
     failed = []
     if not only_table:
         with ended_by_signals():
-            failed = run_sweep(plan, train_command, say)
-    text = render(plan, sweep_rows(plan), form)
-    if table is None:
-        print(text, end="")
-    else:
-        table.write_text(text, "utf-8")
+            failed = run_sweep(plan, say)
+    print(render(plan, sweep_rows(plan), form), end="")
     if failed:
         raise typer.Exit(1)
 
 
-def train_command(config: Path, output: Path, interrupted: Path | None) -> list[str]:
-    """Returns the command line that executes or resumes one run of a sweep.
-
-    The command line uses this installation of fedsynth.
-    """
-    if interrupted is not None:
-        return [*COMMAND, "train", "--resume", str(interrupted)]
-    return [*COMMAND, "train", "--config", str(config), "--output", str(output)]
-
-
-UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 # Settings that affect the speed of a run. They affect the results only by rounding errors.
 SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.data_root")
-
-
-def seconds_of(text: str | None) -> float:
-    """Converts the text of a duration, such as "170m", "2.5h", "90s" or "90", to seconds.
-
-    Returns infinity if the text is None.
-
-    Raises:
-        OptionError: the text is not a duration.
-    """
-    if text is None:
-        return math.inf
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if match is None:
-        raise OptionError(f"--time-budget must be a duration such as 170m, 2h or 90s, got {text!r}")
-    return float(match[1]) * UNITS[match[2]]
 
 
 @options.takes_settings(*SPEED, set_option=False)
@@ -217,8 +180,8 @@ def reproduce(
     seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds for each cell.")] = 1,
     output: Annotated[Path, options.path_option("For the results.")] = Path("reproduction"),
     time_budget: Annotated[
-        str | None, typer.Option(help="Stop after this time (170m, 2h or seconds).")
-    ] = None,
+        float, typer.Option(min=0, help="Stop after this number of minutes.", show_default=False)
+    ] = math.inf,
     settings: options.Set = None,
     download: options.Download = False,
 ) -> None:
@@ -261,7 +224,7 @@ def reproduce(
         raise OptionError(f"no selected cell of {preset} can be run")
     keep_large_allocations()
     rows = Rows(output)
-    deadline = time.monotonic() + seconds_of(time_budget)
+    deadline = time.monotonic() + 60 * time_budget
     runner = Runner(rows, deadline, report=say, watch=make_observer, download=download)
     with ended_by_signals():
         outcomes = list(runner.run(jobs))

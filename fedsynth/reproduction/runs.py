@@ -28,6 +28,7 @@ from fedsynth.reproduction.presets import Cell, Changes, Preset, cell_words, ove
 from fedsynth.reproduction.rows import Rows, environment, round_summary, run_hash
 from fedsynth.results.file_names import METRICS
 from fedsynth.results.finished import finished_run, read_rows, unfinished_run
+from fedsynth.results.loggers import Several
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import flattened
 
@@ -101,38 +102,28 @@ def jobs_of(
     return jobs
 
 
-class BudgetObserver(Observer):
-    """Forwards events to another observer, and ends the run when the time budget is exhausted.
+@dataclass
+class Deadline(Observer):
+    """Ends a run when the time budget is exhausted.
 
     Args:
-        inner: the observer that receives the events.
-        deadline: the time at which the budget ends, as by `time.monotonic`.
+        time: the time at which the budget ends, as by `time.monotonic`.
         rounds: the number of rounds of the run.
     """
 
-    def __init__(self, inner: Observer, deadline: float, rounds: int) -> None:
-        self._inner = inner
-        self._deadline = deadline
-        self._rounds = rounds
-        self._stopped = False
-
-    def note(self, text: str) -> None:
-        if not self._stopped:  # the run's own advice on resuming does not apply here
-            self._inner.note(text)
+    time: float
+    rounds: int
 
     def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        self._inner.step(round, phase, completed, total)
         if phase in CHECKPOINTED:
-            self._stop_if_over()
+            self._check()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
-        self._inner.round_ended(row)
-        if row["round"] < self._rounds:
-            self._stop_if_over()
+        if row["round"] < self.rounds:
+            self._check()
 
-    def _stop_if_over(self) -> None:
-        if time.monotonic() >= self._deadline:
-            self._stopped = True
+    def _check(self) -> None:
+        if time.monotonic() >= self.time:
             raise OutOfTimeError
 
 
@@ -204,7 +195,7 @@ class Runner:
                 result = simulate(
                     settings,
                     output=folder,
-                    observer=BudgetObserver(inner, self.deadline, settings.rounds),
+                    observer=Several([inner, Deadline(self.deadline, settings.rounds)]),
                     download=self.download,
                     resume=unfinished_run(folder),
                     trained=self.rows.trained,

@@ -22,9 +22,6 @@ seed = [0, 1, 2]
 
 [grid.feddm]                 # values of settings that only one method has
 ipc = [1, 10]
-
-[methods.fedavg]             # settings for only one method
-lr = 0.1
 """
 
 from __future__ import annotations
@@ -33,9 +30,11 @@ import itertools
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -135,10 +134,9 @@ def read_sweep(file: Path) -> Sweep:
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
     grid = sections.pop("grid", {})
-    methods = sections.pop("methods", {})
     try:
         metrics = _choices("sweep.metrics", sweep.pop("metrics", ["test_accuracy"]))
-        cells = _cells(sections, grid, methods)
+        cells = _cells(sections, grid)
     except SweepError as error:
         raise SweepError(f"{file}: {error}") from None
     settings = from_mapping(SweepSettings, sweep)
@@ -146,21 +144,19 @@ def read_sweep(file: Path) -> Sweep:
     return Sweep(settings, output, tuple(map(str, metrics)), tuple(cells))
 
 
-def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
+def _cells(shared: Sections, grid: Values) -> list[Cell]:
     axes = _common_axes(grid)
     method_axes = {name: values for name, values in grid.items() if isinstance(values, Mapping)}
     default_method = shared.get("run", {}).get("method", DEFAULT_METHOD)
     names = list(map(str, axes.get("method", [default_method])))
-    for name, values in {**method_axes, **methods}.items():
-        if not isinstance(values, Mapping):
-            raise SweepError(f"methods.{name} must be a table, got {short_repr(values)}")
+    for name in method_axes:
         if name not in names:
             raise SweepError(f"no run has the method {name!r}. The methods are {', '.join(names)}")
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
     if len(points) > MAX_RUNS:
         raise SweepError(f"the grid has more than {MAX_RUNS:,} runs")
-    cells = [_cell(shared, methods.get(method, {}), *values) for method, *values in points]
+    cells = list(itertools.starmap(partial(_cell, shared), points))
     if len({cell.key for cell in cells}) < len(cells):
         raise SweepError("two runs of the grid have the same settings. Remove repeated values")
     return cells
@@ -168,16 +164,16 @@ def _cells(shared: Sections, grid: Values, methods: Values) -> list[Cell]:
 
 def _points(
     axes: Mapping[str, list[Any]], method_axes: Values, default_method: str
-) -> Iterator[tuple[str, Values, Values]]:
+) -> Iterator[tuple[Values, Values]]:
     """Yields all combinations of the values in the grid, one for each run.
 
-    Each item consists of the run's method, the values of the axes that all methods have, and the
-    values of the axes that only this method has.
+    Each item consists of the values of the axes that all methods have, and the values of the axes
+    that only the run's method has.
     """
     for values in _product(axes):
         method = str(values.get("method", default_method))
         for method_values in _product(method_axes.get(method, {})):
-            yield method, values, method_values
+            yield values, method_values
 
 
 def _common_axes(grid: Values) -> dict[str, list[Any]]:
@@ -197,17 +193,16 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
     return axes
 
 
-def _cell(shared: Sections, of_method: Values, values: Values, method_values: Values) -> Cell:
+def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
     """Returns one run of the sweep, after checking the run's settings.
 
-    Settings for one method override the common settings, and values of the grid override both.
+    Values of the grid override the common settings.
     """
     sections = {name: dict(section) for name, section in shared.items()}
-    sections.setdefault("method", {}).update(of_method)
     for name, value in values.items():
         section, key = setting_of(name)
         sections.setdefault(section, {})[key] = value
-    sections["method"].update(method_values)
+    sections.setdefault("method", {}).update(method_values)
     all_values = {**values, **method_values}
     try:
         settings = resolve(sections)
@@ -265,19 +260,14 @@ def _key(values: Values, settings: RunSettings) -> str:
 POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
 STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
 LOG = "log.txt"
-# A function that returns the command line of a run.
-#
-# Its arguments are the config file, the parent of the run folder, and the folder of the interrupted
-# run that is to be resumed, or None.
-Command = Callable[[Path, Path, Path | None], Sequence[str]]
+COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
 
 
-def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> list[Cell]:
+def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     """Executes all runs of a sweep that have not finished. Returns the runs that failed.
 
     Args:
         sweep: the sweep.
-        command: a function that returns the command line which executes or resumes one run.
         report: receives a line when a run begins or ends.
 
     Raises:
@@ -292,7 +282,7 @@ def run_sweep(sweep: Sweep, command: Command, report: Callable[[str], None]) -> 
         while waiting or running:
             for cell in _startable(sweep, waiting, running):
                 waiting.remove(cell)
-                running[cell] = _start(sweep, cell, command)
+                running[cell] = _start(sweep, cell)
                 report(f"begins: {cell.label}")
             time.sleep(POLL_SECONDS)
             for cell, process in list(running.items()):
@@ -331,15 +321,18 @@ def _ledger(cell: Cell) -> Path | None:
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
 
-def _start(sweep: Sweep, cell: Cell, command: Command) -> subprocess.Popen[bytes]:
+def _start(sweep: Sweep, cell: Cell) -> subprocess.Popen[bytes]:
     """Starts a run, or resumes it if it was interrupted."""
     folder = sweep.output / cell.key
     config = folder / "config.toml"
     folder.mkdir(parents=True, exist_ok=True)
     config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
+    arguments = ["--config", str(config), "--output", str(folder)]
+    if (interrupted := unfinished_run(folder)) is not None:
+        arguments = ["--resume", str(interrupted)]
     with open_regular(folder / LOG, writing=True, create=True) as log:
         return subprocess.Popen(
-            command(config, folder, unfinished_run(folder)),
+            [*COMMAND, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
