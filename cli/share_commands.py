@@ -8,8 +8,6 @@ them with real images, and train networks without private images.
 from __future__ import annotations
 
 import json
-import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,8 +24,6 @@ from fedsynth.cli.application import (
 from fedsynth.privacy.files import expand_home
 
 if TYPE_CHECKING:
-    from fedsynth.data.images import ImageData
-    from fedsynth.data.registry import DatasetSpec
     from fedsynth.simulation.student import Student
 
 ROBUST = "median, trimmed or clip (run.robust)"
@@ -58,7 +54,7 @@ def show_method(
     The description contains the settings with their defaults, the uploads and their privacy, and
     the reference.
     """
-    from dataclasses import fields
+    from dataclasses import fields, is_dataclass
 
     from fedsynth.core.messages import privacy_of_fields
     from fedsynth.methods import method_class
@@ -69,8 +65,9 @@ def show_method(
     for field in fields(cls):
         print(f"  {field.name} = {field.default}")
     print(f"\n{explanation(cls)}")
-    for base in explaining(cls):
-        print(f"\n`{base.__name__}`: {explanation(base)}")
+    for base in cls.__mro__[1:]:
+        if is_dataclass(base) and fields(base):
+            print(f"\n`{base.__name__}`: {explanation(base)}")
     uploads = {"uploads in a first exchange": cls.first_upload, "uploads": cls.upload}
     for title, message in uploads.items():
         if message is not None:
@@ -90,28 +87,6 @@ def explanation(cls: type) -> str:
 
     paragraphs = (getdoc(cls) or "").split("\n\n")
     return "\n\n".join(text for text in paragraphs if ">>> " not in text)
-
-
-def explaining(cls: type) -> list[type]:
-    """Returns the other classes whose docstrings explain settings of a method.
-
-    These classes are the base classes of the method, and the classes that the docstrings mention as
-    `Name`.
-    """
-    from dataclasses import fields, is_dataclass
-    from inspect import getdoc
-
-    classes = [cls]
-    for described in classes:  # the list grows in the loop
-        module = sys.modules[described.__module__]
-        mentioned = re.findall(r"`([A-Z]\w+)`", getdoc(described) or "")
-        candidates: list[Any] = [getattr(module, name, None) for name in mentioned]
-        candidates += described.__mro__[1:]
-        for candidate in candidates:
-            is_class = isinstance(candidate, type) and is_dataclass(candidate)
-            if is_class and fields(candidate) and candidate not in classes:
-                classes.append(candidate)
-    return classes[1:]
 
 
 StudentFile = Annotated[Path, options.path_option("The file to write the student to.")]
@@ -341,14 +316,14 @@ def student(
     from rich.progress import Progress
 
     from fedsynth.data.shared_set import load_synthetic
-    from fedsynth.simulation.student import network_for, require_place, student_of_set
+    from fedsynth.simulation.student import network_for, real_images, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings
 
     keep_large_allocations()
     spec = load_synthetic(share).spec
     require_place(output)
     data, run = options.with_own_code({"data": chosen["data"]})["data"], chosen["run"]
-    test = _test_images(spec, data, dataset, download)
+    test = real_images(spec, data, dataset, download=download, note=say)
     options.with_own_code({"model": {"features": features}})
     network = network_for(spec, **options.with_own_code({"model": chosen["model"]})["model"])
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
@@ -423,9 +398,11 @@ def fidelity(
     from dataclasses import asdict
 
     from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
+    from fedsynth.simulation.student import real_images
 
     data = options.with_own_code({"data": chosen["data"]})["data"]
-    test = _test_images(synthetic_set(folder).spec, data, dataset, download)
+    spec = synthetic_set(folder).spec
+    test = real_images(spec, data, dataset, download=download, note=say)
     if test is None:
         raise OptionError("name the real images with --test-data or --dataset")
     measured = fidelity_of_set(folder, test, features, weights)
@@ -439,18 +416,6 @@ def fidelity(
     )
     if "test_folder" in chosen["data"]:
         note("the guarantee does not cover these distances if the test images are private")
-
-
-def _test_images(
-    spec: DatasetSpec, data: dict[str, Any], dataset: str | None, download: bool
-) -> ImageData | None:
-    """Returns the real images that --test-data or --dataset names, or None."""
-    from fedsynth.config.resolve import take_encoder
-    from fedsynth.simulation.student import real_images
-
-    data = dict(data)
-    sources = {"encoder": take_encoder(data), "folder": data.pop("test_folder", None)}
-    return real_images(spec, dataset=dataset, download=download, note=say, **sources, **data)
 
 
 def _guarantee(result: Student) -> str:

@@ -7,11 +7,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from inspect import getdoc
 from typing import Any
 
-from fedsynth.cli.share_commands import ROBUST, explaining
+from fedsynth.cli.share_commands import ROBUST
 from fedsynth.core.messages import Message, privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS, method_class
@@ -98,7 +98,7 @@ def _python(cls: type[Method]) -> str:
 
 
 def _settings(cls: type[Method]) -> Iterator[list[str]]:
-    texts = [arguments(getdoc(source) or "") for source in (cls, *explaining(cls))]
+    texts = [arguments(getdoc(source) or "") for source in filter(is_dataclass, cls.__mro__)]
     for setting in fields(cls):
         name = setting.name
         descriptions = [text[name] for text in texts if name in text]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedsynth.config.resolve import resolve
+from fedsynth.config.resolve import resolve, take_encoder
 from fedsynth.core.messages import ModelParameters
 from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.data.images import ImageData
@@ -272,30 +272,23 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
 
 def real_images(
     spec: DatasetSpec,
-    *,
-    folder: str | Path | None = None,
-    skip_corrupt: bool = False,
-    skip_other: bool = False,
+    data: Mapping[str, Any],
     dataset: str | None = None,
-    data_root: Path | None = None,
+    *,
     download: bool = False,
-    encoder: EncoderSettings | None = None,
     note: Callable[[str], None] = lambda text: None,
-    **columns: str,
 ) -> ImageData | None:
     """Loads real test images for models that were trained on a synthetic set.
 
     Args:
         spec: the specification of the synthetic set. The test images must have its image size and
             classes.
-        folder: a folder of CLASS/files, whose images are resized, or a file for `load_file`.
-        skip_corrupt, skip_other: as in `load_folder`.
+        data: settings of the section "data". `test_folder` is a folder of CLASS/files, whose images
+            are resized, or a file for `load_file`. The encoder is that of the set, if the set
+            consists of vectors of an encoder.
         dataset: the name of a data set.
-        data_root: the folder of the data sets.
         download: True lets torchvision download the data set.
-        encoder: the encoder of the set, if the set consists of vectors of an encoder.
         note: a function that receives the names of skipped files.
-        columns: the names of the columns of a file, as in `FolderSettings`.
 
     Returns:
         The images, or None if neither a folder nor a data set is named.
@@ -306,16 +299,26 @@ def real_images(
         DataError: files are missing or damaged, or the classes of the folder differ from those of
             the synthetic set.
     """
-    if folder is not None and dataset is not None:
-        raise SettingError("data", "dataset", "must not be set together with data.test_folder")
+    data = dict(data)
+    encoder, root = take_encoder(data), data.pop("data_root", None)
+    folder = data.pop("test_folder", None)
     images = image_spec(spec)
     if folder is not None:
-        chosen = FolderSettings(str(folder), **columns).columns  # type: ignore[arg-type]
-        skips: dict[str, Any] = {"skip_corrupt": skip_corrupt, "skip_other": skip_other}
-        return _encoded(read_test(str(folder), images, note, chosen, **skips), spec, encoder)
+        if dataset is not None:
+            raise SettingError("data", "dataset", "must not be set together with data.test_folder")
+        chosen = FolderSettings(folder, **data)
+        test = read_test(
+            folder,
+            images,
+            note,
+            chosen.columns,
+            skip_corrupt=chosen.skip_corrupt,
+            skip_other=chosen.skip_other,
+        )
+        return _encoded(test, spec, encoder)
     if dataset is None:
         return None
-    loaded = load_dataset(dataset, data_root, download=download)[1]
+    loaded = load_dataset(dataset, root, download=download)[1]
     other = loaded.spec
     if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
         reason = "must have the same image shape and classes as the synthetic set"

@@ -159,7 +159,7 @@ def test_students_learn_from_the_set_and_are_saved(share: Path, tmp_path: Path) 
     trained = fs.student_of_set(
         share, fs.ModelSettings(width=8, depth=2), fs.StudentSettings(300, views=2)
     )
-    test = real_images(trained.synthetic.spec, dataset="digits")
+    test = real_images(trained.synthetic.spec, {}, "digits")
     assert test is not None
     assert test.spec.mean == trained.synthetic.spec.mean  # normalised as the student's images were
     assert trained.accuracy_on(test) > 0.6  # a tenth by chance
