@@ -54,17 +54,27 @@ def few() -> tuple[ImageData, ImageData]:
     return train.subset(range(120)), test.subset(range(20))
 
 
-def test_vectors_equal_timm_pipeline(weights: Path) -> None:
-    """The oracle is timm's transform, on an image of the network's input size."""
-    features = encoder_map(EncoderSettings(NAME, str(weights)), (3, 160, 160))
-    pixels = np.random.default_rng(0).integers(0, 256, (160, 160, 3), dtype=np.uint8)
-    network = timm_network(weights)
-    config = {**timm.data.resolve_model_data_config(network), "crop_pct": 1.0}
-    x = timm.data.create_transform(**config)(Image.fromarray(pixels))[None]
-    with torch.no_grad():
-        expected = F.normalize(network(x), dim=1)
-        vectors = features(torch.from_numpy(pixels).permute(2, 0, 1)[None])
-    torch.testing.assert_close(vectors, expected, atol=1e-4, rtol=1e-3)
+def test_vectors_equal_those_of_the_libraries(tmp_path: Path, weights: Path) -> None:
+    """The images have the networks' input size, so that they are only normalised."""
+    with forked_rng(0, "public weights"):
+        network = torchvision.models.get_model("shufflenet_v2_x0_5", weights=None).eval()
+    torch.save(network.state_dict(), tmp_path / "weights.pth")
+    network.fc = torch.nn.Identity()
+    preparation = torchvision.models.get_model_weights("shufflenet_v2_x0_5").DEFAULT.transforms()
+    of_timm = timm_network(weights)
+    config = timm.data.resolve_model_data_config(of_timm)
+    constants = (config["mean"], config["std"]), (preparation.mean, preparation.std)
+    for name, file, reference, side, (mean, std) in (
+        (NAME, weights, of_timm, 160, constants[0]),
+        ("torchvision:shufflenet_v2_x0_5", tmp_path / "weights.pth", network, 224, constants[1]),
+    ):
+        features = encoder_map(EncoderSettings(name, str(file)), (3, side, side))
+        draws = torch.Generator().manual_seed(0)
+        pixels = torch.randint(0, 256, (1, 3, side, side), generator=draws).to(torch.uint8)
+        with torch.no_grad():
+            h = reference(torchvision.transforms.functional.normalize(pixels / 255, mean, std))
+            expected = F.normalize(h, dim=1)
+            torch.testing.assert_close(features(pixels), expected, atol=1e-4, rtol=1e-3)
 
 
 def test_vectors_depend_on_one_image_and_keep_published_specs(weights: Path) -> None:
@@ -286,18 +296,3 @@ def test_public_images_centre_vectors(tmp_path: Path, weights: Path) -> None:
         vectors = centred(images[:9])
     expected = F.normalize(raw - raw[:6].mean(0), dim=1)
     assert float((vectors * expected).sum(1).min()) > 0.99
-
-
-def test_torchvision_weights_are_read_from_files(tmp_path: Path) -> None:
-    with forked_rng(0, "public weights"):
-        network = torchvision.models.get_model("shufflenet_v2_x0_5", weights=None).eval()
-    torch.save(network.state_dict(), tmp_path / "weights.pth")
-    settings = EncoderSettings("torchvision:shufflenet_v2_x0_5", str(tmp_path / "weights.pth"))
-    features = encoder_map(settings, (3, 224, 224))
-    preparation = torchvision.models.get_model_weights("shufflenet_v2_x0_5").DEFAULT.transforms()
-    pixels = torch.randint(0, 256, (1, 3, 224, 224), generator=torch.Generator().manual_seed(0))
-    network.fc = torch.nn.Identity()
-    x = torchvision.transforms.functional.normalize(pixels / 255, preparation.mean, preparation.std)
-    with torch.no_grad():
-        expected = F.normalize(network(x), dim=1)
-        torch.testing.assert_close(features(pixels.to(torch.uint8)), expected, atol=1e-4, rtol=1e-3)

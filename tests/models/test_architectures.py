@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,22 @@ def test_alexnet_has_convolutions_of_torchvision() -> None:
     with torch.no_grad():
         torch.testing.assert_close(net(x), layers(x))
     assert net.layer1(x)[0].numel() == net.largest_activation
+
+
+def test_small_networks_equal_plain_layers() -> None:
+    relu, flat = nn.ReLU(), nn.Flatten()
+    bodies: dict[str, Callable[[Any], tuple[nn.Module, ...]]] = {
+        "lenet5": lambda n: (
+            *(n.conv1, relu, n.pool1, n.conv2, relu, n.pool2),
+            *(flat, n.fc1, relu, n.fc2, relu),
+        ),
+        "cnn1": lambda n: (*n.features, flat, n.hidden, relu),
+        "resnet8": lambda n: (n.conv, n.norm, relu, n.stages, nn.AdaptiveAvgPool2d(1), flat),
+    }
+    for name, layers in bodies.items():
+        net, x = network(name, MNIST), random_tensor(3, *MNIST)
+        with torch.no_grad():
+            torch.testing.assert_close(net(x), nn.Sequential(*layers(net), net.classifier)(x))
 
 
 def test_classifier_of_embedding_gives_logits() -> None:
@@ -329,23 +346,3 @@ def test_channels_last_keeps_values(channels: int) -> None:
     assert torch.equal(torch.vmap(channels_last)(x[None]), x[None])
     (gradient,) = torch.autograd.grad((converted * x.detach()).sum(), x)
     assert torch.equal(gradient, x)
-
-
-@pytest.mark.parametrize(("name", "channels"), [("lenet5", 1), ("cnn1", 3)])
-def test_max_pool_networks_equal_the_usual_order(
-    name: str, channels: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    network = build_model(ModelSettings(name), (channels, 28, 28), 10, seed=0).double().train()
-    x = torch.randn(5, channels, 28, 28, generator=torch.Generator().manual_seed(1)).double()
-
-    def logits_and_gradients() -> list[Tensor]:
-        logits = network(x.requires_grad_())
-        loss = nn.functional.cross_entropy(logits, torch.arange(len(x)))
-        return [logits, *torch.autograd.grad(loss, [x, *network.parameters()])]
-
-    actual = logits_and_gradients()
-    monkeypatch.setattr("fedsynth.models.small.channels_last", lambda x_NCHW: x_NCHW)
-    for layer in network.modules():
-        if isinstance(layer, nn.MaxPool2d):
-            layer.register_forward_pre_hook(lambda _, inputs: (torch.relu(inputs[0]),))
-    torch.testing.assert_close(actual, logits_and_gradients())
