@@ -81,17 +81,9 @@ class GpuTensor(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["cpu_values"], None
 
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return CUDA
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return False
+    device = property(lambda self: CUDA)  # type: ignore[assignment]
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+    is_meta = property(lambda self: False)  # type: ignore[assignment]
 
     @property
     def data(self) -> Any:  # type: ignore[override]
