@@ -1,13 +1,16 @@
 """Documents: valid links and `fedsynth …` commands, wrapped prose and plain-text tutorials.
 Generated pages: each method, command, option, exported name and example is included. Public names,
-docstrings and options keep to the terms of docs/glossary.md."""
+docstrings and options keep to the terms of docs/glossary.md. Examples run as a user would run them,
+and all exports of `import fedsynth` have a short one in their docstring."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import doctest
 import importlib
 import re
+import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 import typer.main
@@ -23,6 +27,8 @@ import fedsynth
 from fedsynth.cli.app import app
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.methods import METHODS, method_class
+from fedsynth.privacy import BudgetExceededError, epsilon, read_ledger
+from fedsynth.seeding import forked_rng
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -327,3 +333,147 @@ def test_public_names_and_docstrings_avoid_deny_list(generate: ModuleType) -> No
         "def f(least): ...",
     ):
         assert len(problems("sample.py", text)) == 1
+
+
+# ----------------------------------------------------------------- examples, also of docstrings
+
+ACCURACY = r"accuracy ([\d.]+) %"
+
+
+def main_of(name: str) -> Any:
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]
+
+
+def test_short_examples_reach_accuracy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_of("custom_pipeline")() > 0.7  # about 0.88; chance is 0.1
+    assert "ε = 5.00" in capsys.readouterr().out
+    assert main_of("embeddings")(tmp_path)["FedStats"] > 0.9  # about 0.97; chance is 0.5
+    assert (tmp_path / "share" / "synthetic.safetensors").is_file()
+
+
+def test_library_page_programs_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The programs on plain tensors, each at most 25 lines, one after the other."""
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    section = page.split("## Condense your tensors")[1].split("\n## Custom")[0]
+    programs = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert len(programs) == 4
+    assert max(len(program.splitlines()) for program in programs) <= 25
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for program in programs:
+        exec(compile(program, "library.md", "exec"), names)
+    first, second, distance = map(float, re.findall(r"[\d.]+(?=\n)", capsys.readouterr().out))
+    assert 4.99 < first <= 5
+    assert 2.99 < second <= 3
+    assert distance > 0.3
+    assert "Privacy report" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_own_data_exhausts_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = main_of("own_data")
+    assert main(tmp_path / "runs", tmp_path / "ledgers") > 0.6  # about 1; chance is 0.33
+    first, second = map(float, re.findall(r"ε = ([\d.]+)", capsys.readouterr().out))
+    assert second > 1.9 * first
+    (folder,) = (tmp_path / "runs").iterdir()
+    paths = list((tmp_path / "ledgers").glob("*.jsonl"))
+    (ledger,) = {read_ledger(path).releases for path in paths}
+    assert 7.9 < epsilon(ledger, 1e-5) <= 8
+    with pytest.raises(BudgetExceededError, match="is exhausted"):
+        main(tmp_path / "runs", tmp_path / "ledgers")  # a second run on the same ledgers
+    assert {read_ledger(path).releases for path in paths} == {ledger}
+    report = (folder / "privacy_report.md").read_text()
+    assert "ONE PERSON OF ONE CLIENT" in report
+    # the exact number of records, except inside a hash
+    assert not re.search(r"(?<![\w.])570(?![\w.])", report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "figure", "minimum"),
+    [
+        ("feddm_private", ACCURACY, (70,)),  # about 90
+        ("fedaf", ACCURACY, (90, 70)),  # about 97 and with privacy 89
+        ("own_condensation", ACCURACY, (90, 70)),  # about 97 and with privacy 88
+        ("fedkf", r"AMP ([\d.]+) %", (75, 75, 25, 25)),  # about 90 without privacy
+        ("one_shot", rf"test {ACCURACY}", (10,) * 6),
+    ],
+)
+def test_example_scripts_print_accuracies(
+    name: str, figure: str, minimum: tuple[float, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Chance is 10 %."""
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    values = [float(value) for value in re.findall(figure, out)]
+    assert len(values) >= len(minimum)
+    assert all(value > lowest for value, lowest in zip(values, minimum, strict=False))
+    if name == "feddm_private":
+        assert 7.9 < float(out.split("ε = ")[1].split(",")[0]) <= 8.0
+    for line in re.findall(r"^    \d: (.*)", out, re.MULTILINE):  # each digit's weights of clients
+        assert sum(map(float, line.split())) == pytest.approx(1, abs=0.03)
+
+
+@pytest.mark.slow
+def test_longer_examples_reach_accuracy(tmp_path: Path) -> None:
+    """On the digits, shortened; Fashion-MNIST takes ten minutes."""
+    accuracy = main_of("own_method")()
+    assert list(accuracy) == ["FedAvg", "FedAdam", "FedAdam, ε = 8"]
+    values = [
+        *accuracy.values(),  # about 0.9, 0.92 and 0.85
+        *main_of("data_free_distillation")("digits", "convnet", 40, 120),  # student: about 0.8
+        *main_of("statistics_to_set")(tmp_path),  # student: about 0.5; chance is 0.1
+    ]
+    for value, lowest in zip(values, (0.85, 0.85, 0.7, 0.93, 0.5, 0.85, 0.25), strict=True):
+        assert value > lowest
+
+
+@pytest.mark.slow
+def test_surrogate_matches_objective_at_zero(tmp_path: Path) -> None:
+    """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), for means and objective
+    alike."""
+    script = runpy.run_path(str(ROOT / "examples" / "surrogate_1d.py"))
+    lines, w = script["main"](tmp_path / "picture.png"), script["W"]
+    x, y = script["make_data"]()
+    middle = len(w) // 2
+    for name in ("objective f", "surrogate, Eq. 9 (means)", "tangent at w = 0"):
+        assert float(lines[name][middle]) == pytest.approx(np.log(2), abs=1e-12)
+        slope = np.gradient(lines[name], w)[middle]
+        assert float(slope) == pytest.approx(float((x * (0.5 - y)).mean()), abs=1e-6)
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+MAX_LINES = 8  # lines of code in an example
+
+
+def with_examples() -> Iterator[doctest.DocTest]:
+    for path, text in modules():
+        if ">>>" in text:
+            name = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+            package = "" if name.startswith("fedsynth") else "fedsynth."
+            module = importlib.import_module(package + name)
+            yield from (test for test in doctest.DocTestFinder().find(module) if test.examples)
+
+
+DOCTESTS = {test.name: test for test in with_examples()}
+
+
+def test_all_exports_have_examples() -> None:
+    for name in {*dir(fedsynth)} - {"__version__"}:  # a string: it has no docstring
+        exported = getattr(fedsynth, name)
+        assert f"{exported.__module__}.{exported.__qualname__}" in DOCTESTS
+
+
+@pytest.mark.parametrize("name", DOCTESTS)
+def test_examples_run_and_are_short(name: str) -> None:
+    """Weights and draws of other libraries come from a fixed global seed."""
+    examples = DOCTESTS[name].examples
+    assert sum(len(example.source.splitlines()) for example in examples) <= MAX_LINES
+    assert any(example.want for example in examples)
+    output: list[str] = []
+    with forked_rng(0, "examples of docstrings"):
+        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS, verbose=False)
+        failed, attempted = runner.run(DOCTESTS[name], out=output.append)
+    assert attempted > 0
+    assert not failed, "".join(output)
