@@ -34,7 +34,6 @@ def sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[s
 
 
 def secure_sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str, dict[str, Any]]:
-    """Returns the settings of two rounds with secure sums."""
     method = {"aggregation": "secure", **more.pop("method", {})}
     if name == "fedsum":
         method["networks"] = 2
@@ -129,7 +128,6 @@ def noise_of(number: int) -> Callable[[], randomness.SecretGenerator]:
 def simulate_repeatably(
     settings: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None
 ) -> Any:
-    """Runs the same settings in one process, with repeatable noise."""
     numbers = itertools.cycle(range(settings["partition"]["clients"]))
     with monkeypatch.context() as patch:
         patch.setattr(randomness, "_fresh_generator", lambda: RepeatableNoise(next(numbers)))

@@ -238,8 +238,8 @@ def test_failed_clients_are_left_out_of_the_sum(
     assert len(setup.ledger(0)) == 2 * 8  # no step in round 7
 
 
-def test_quorums_below_the_threshold_are_refused(setup: Setup) -> None:
-    """The proposal and the run itself refuse them."""
+def test_thresholds_are_majorities_above_the_honest_clients_and_bound_quorums(setup: Setup) -> None:
+    """The proposal and the run itself refuse them; H + 1 of five are four."""
     settings = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
     message = r"quorum=0\.6 must be at least 0\.8, because a secure sum needs 4 of the 5 clients"
     too_low = {**settings, "method": {**settings["method"], "honest": 0}}
@@ -252,6 +252,16 @@ def test_quorums_below_the_threshold_are_refused(setup: Setup) -> None:
     with pytest.raises(SettingError, match=message):
         setup.serve(changed)
     assert not (setup.folder / "runs").exists()
+    context = public_context(accepted.settings, accepted.spec, torch.device("cpu"))
+    context = PrivacyPlan.checked(accepted.settings, context).in_context(context)
+
+    def terms(**changes: Any) -> SumTerms:
+        arguments = {"phase": "main", "context": context, "name": "ab" * 16, "agreed": "1"}
+        return sum_terms(accepted.settings.method, **{**arguments, **changes})
+
+    assert (terms().threshold, terms().clients) == (4, 5)
+    for other in ({"context": replace(context, round=2)}, {"name": "cd" * 16}, {"agreed": "2"}):
+        assert terms(**other).name != terms().name
 
 
 # --------------------------------------------------------------------------- the server's requests
@@ -358,22 +368,6 @@ def test_uploads_are_sent_only_in_sums(setup: Setup) -> None:
     other = Sealed(of={k: v for k, v in sealed[0].of.items() if k != 2})
     assert server.step(0, other).kind == "error"
     assert rows() == 2
-
-
-def test_threshold_is_a_majority_above_the_honest_clients() -> None:
-    """Regression: a threshold only above half; H + 1 of five are four."""
-    settings = sections("fedsum", 5, run={"quorum": 1.0}, method={"honest": 3}, privacy=PRIVATE)
-    run = new_proposal(settings)
-    context = public_context(run.settings, run.spec, torch.device("cpu"))
-    context = PrivacyPlan.checked(run.settings, context).in_context(context)
-
-    def terms(**changes: Any) -> SumTerms:
-        arguments = {"phase": "main", "context": context, "name": "ab" * 16, "agreed": "1"}
-        return sum_terms(run.settings.method, **{**arguments, **changes})
-
-    assert (terms().threshold, terms().clients) == (4, 5)
-    for other in ({"context": replace(context, round=2)}, {"name": "cd" * 16}, {"agreed": "2"}):
-        assert terms(**other).name != terms().name
 
 
 @pytest.mark.parametrize("signed", [True, False])

@@ -210,7 +210,6 @@ def start_sum(terms: SumTerms) -> tuple[SumServer, dict[int, SumClient], dict[in
 
 
 def masked_sum(terms: SumTerms) -> dict[int, SumClient]:
-    """Returns clients that have sent their masked vectors."""
     server, clients, sealed = start_sum(terms)
     for k, received in server.relay(sealed).items():
         mask(clients[k], np.zeros(terms.length, np.uint64), received)

@@ -210,7 +210,6 @@ def tensors(
 
 
 def ended_after(rounds: int) -> Tamper:
-    """Shortens the run in all files except the ledgers."""
     return all_of(
         first_lines("metrics.jsonl", rounds),
         changed("summary.json", "rounds", rounds),
@@ -248,7 +247,6 @@ def rewrite_ledger(folder: Path) -> None:
 
 
 def matrix(change: Callable[[Any], Any]) -> Tamper:
-    """Changes the confusion matrix."""
     key = "confusion_matrix"
     return edit_json("summary.json", lambda s: s.update({key: change(np.array(s[key])).tolist()}))
 

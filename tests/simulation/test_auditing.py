@@ -249,11 +249,7 @@ PAPER = quick_sections("feddm", privacy={**NOISE, "mechanism": "paper"})
 def test_runs_that_cannot_be_audited_are_refused() -> None:
     honest = settings_of("residual", 2.0)
     cases: list[tuple[RunSettings, dict[str, Any], str]] = [
-        (
-            replace(honest, privacy=None),
-            {},
-            "privacy.noise_multiplier or privacy.epsilon must be set",
-        ),
+        (replace(honest, privacy=None), {}, "noise_multiplier or privacy.epsilon must be set"),
         (honest, {"canaries": 1}, "canaries must be at least 2"),
         (honest, {"guesses": 7}, "must be even"),
         (honest, {"guesses": 1002}, "must be even"),

@@ -63,7 +63,6 @@ def run(settings: fs.RunSettings, **more: Any) -> fs.RunResult:
 
 
 def data_statements(folder: Path) -> str:
-    """Returns a report's verdict, scope and public items."""
     report = json.loads((folder / "privacy_report.json").read_text())
     return json.dumps([report[key] for key in ("verdict", "scope", "public_items")])
 

@@ -250,7 +250,6 @@ def fields_of(message: Message) -> dict[str, Any]:
 
 
 def ledger_rows(report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the rows of all ledgers, in an order independent of the charges' order."""
     rows = [{key: row[key] for key in LEDGER_KEYS} for row in report["ledger"]]
     return sorted(rows, key=lambda row: json.dumps(row, sort_keys=True))
 

@@ -180,7 +180,6 @@ def kill_at(owner: Any, name: str, moment: int = 1, *, after: bool = False) -> N
 
 
 def record_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Checkpoints loops at every step and returns the list of steps."""
     monkeypatch.setattr(checkpoints, "STEP_SECONDS", 0.0)
     offer = LoopCheckpoints.offer
     offered: list[tuple[str, int]] = []

@@ -40,7 +40,6 @@ from tests.simulation import test_recorded_numbers as recorded
 
 
 def settings_of(method: str, /, **sections: Any) -> fs.RunSettings:
-    """Returns the settings of two rounds, with splits for tests of the clients' models."""
     partition = {"local_test": 0.2, **sections.pop("partition", {})}
     return fs.resolve(quick_sections(method, partition=partition, **sections))
 
@@ -438,7 +437,6 @@ def exhaust(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> list[int]:
 
 
 def equal_results(expected: fs.RunResult, actual: fs.RunResult) -> bool:
-    """Returns whether models and uploads agree up to rounding."""
     first, second = ({**recorded.numbers(result), "rows": []} for result in (expected, actual))
     return not list(recorded.differences("", first, second, *recorded.SAME_MACHINE))
 

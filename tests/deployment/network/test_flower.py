@@ -156,7 +156,6 @@ class Federation:
         return max((step[0] for step in json.loads(newest.read_text())["steps"]), default=0)
 
     def server_process(self) -> int | None:
-        """Returns the process id of the newest run's ServerApp."""
         processes = []
         for command in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -194,7 +193,6 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]
 
 
 def same_model(folder: Path, settings: Any) -> None:
-    """Compares the run's model with that of a simulation."""
     simulation = simulate(resolve(settings))
     tensors = load_file(folder / "model.safetensors")
     expected = dict(simulation.model.state_dict())
