@@ -144,18 +144,14 @@ def test_generator_gradient_survives_bright_pixels() -> None:
 FEDDM = {"method": "feddm", "rounds": 2}
 
 
-@pytest.fixture
-def able_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor with AMX and a C++ compiler, or without both."""
-    able = getattr(request, "param", True)
+def use_machine(able: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imitates a processor with AMX and a C++ compiler, or without both."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: able)
-    monkeypatch.setattr(
-        "fedsynth.federation.context.shutil.which", lambda name: name if able else None
-    )
+    monkeypatch.setattr("fedsynth.federation.context.shutil.which", lambda _: able or None)
 
 
 @pytest.mark.parametrize(
-    ("run", "sections", "able_machine", "expected"),
+    ("run", "sections", "able", "expected"),
     [
         (FEDDM, {}, True, ("bf16", "on")),
         (FEDDM, {}, False, ("fp32", "off")),
@@ -167,19 +163,20 @@ def able_machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         ({**FEDDM, "precision": "fp32"}, {}, True, ("fp32", "on")),
         ({**FEDDM, "compile": "off"}, {}, True, ("bf16", "off")),
     ],
-    indirect=["able_machine"],
 )
-@pytest.mark.usefixtures("able_machine")
 def test_only_wide_condensation_is_accelerated(
-    run: dict[str, Any], sections: dict[str, Any], expected: tuple[str, str]
+    run: Any, sections: Any, able: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    use_machine(able, monkeypatch)
     defaults = {"model": {"width": 128}, "method": {"iterations": 1000}}
     settings = choose_speed(fs.resolve({"run": run, **defaults, **sections}), torch.device("cpu"))
     assert (settings.precision, settings.compile) == expected
 
 
-@pytest.mark.usefixtures("able_machine")
-def test_choice_is_printed_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_choice_is_printed_and_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_machine(True, monkeypatch)
     model = {"width": 64, "depth": 1}
     result = fs.simulate(fs.resolve(quick_sections("feddm", model=model)), output=tmp_path)
     assert "speed: run.precision=bf16, run.compile=off" in capsys.readouterr().err

@@ -297,18 +297,6 @@ def test_context_survives_pickling() -> None:
         torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-def test_load_copies_the_architecture_of_the_client() -> None:
-    context = full_context()
-    parameters = {n: torch.ones_like(v) for n, v in RESNET.state_dict().items()}
-    loaded = context.load(parameters, 1)
-    assert type(loaded) is type(context.architecture_of(1))
-    assert all(torch.equal(v, parameters[n]) for n, v in loaded.state_dict().items())
-    weights = context.architecture_of(1).state_dict()
-    assert not any(torch.equal(weights[n], v) for n, v in parameters.items() if v.dim() > 1)
-    with pytest.raises(RuntimeError):
-        context.load(parameters)  # the server's architecture has no such parameters
-
-
 PIXELS = replace(feature_map("pixels", SPEC.image_shape), blocks=((8, 8),))
 
 

@@ -32,10 +32,6 @@ from fedsynth.privacy.plans import FIRST, MAIN, PHASES
 from tests.digits import CPU, SPEC, digits
 
 
-class WideSums(FeatureSums):
-    """A subclass of the declared message."""
-
-
 def in_round(number: int = 2) -> fs.RoundContext:
     return replace(context(), round=number)
 
@@ -94,7 +90,8 @@ def test_messages_of_wrong_type_are_rejected(
     server.request(phase, in_round())
     state, tensors = server.state, (torch.ones(10, 64), torch.ones(10))
     replies = sums(0) if phase == FIRST else models(0)
-    for reply in (WideSums(*tensors), ModelAndSums({}, 1.0, *tensors)):
+    wide_sums = type("WideSums", (FeatureSums,), {})
+    for reply in (wide_sums(*tensors), ModelAndSums({}, 1.0, *tensors)):
         message = rf"fedfm must send messages of type \w+, got {type(reply).__name__}"
         with pytest.raises(TypeError, match=message):
             server.receive(phase, {**replies, 1: reply}, in_round())
@@ -167,15 +164,12 @@ def request(ctx: fs.RoundContext, value: float | None = None) -> fs.ModelParamet
 
 def test_requests_of_wrong_type_are_rejected() -> None:
     """Covers all methods, with clients without data."""
-
-    class Unrelated(fs.Message):
-        """A message of no method."""
-
+    unrelated = type("Unrelated", (fs.Message,), {})()
     for name in METHODS:
         client = client_of(0, method_class(name)())
         for phase in PHASES:
             with pytest.raises((TypeError, MessageError), match=rf"{name} (must send|has no)"):
-                step_together([client], phase, Unrelated(), context())
+                step_together([client], phase, unrelated, context())
         assert client.memory == {}
 
 
