@@ -41,7 +41,7 @@ from fedsynth.errors import (
     FedsynthError,
     one_line,
 )
-from fedsynth.privacy.files import open_regular
+from fedsynth.privacy.files import open_regular, read_regular
 
 Array = npt.NDArray[Any]
 # The columns of a file by name. Each function reads one column, [N, …].
@@ -427,10 +427,11 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
 
 def _read_csv(path: Path) -> Any:
     csv = _optional("pyarrow.csv", "tables")
-    with BufferedReader(open_regular(path, max_bytes=MAX_ARRAY_BYTES)) as file:
-        header = file.peek(2**16).partition(b"\n")[0].decode("utf-8", "replace")
-        delimiter = max(DELIMITERS, key=header.count)
-        return csv.read_csv(file, parse_options=csv.ParseOptions(delimiter=delimiter))
+    content = read_regular(path, MAX_ARRAY_BYTES)
+    header = content[: 2**16].partition(b"\n")[0].decode("utf-8", "replace")
+    options = csv.ParseOptions(delimiter=max(DELIMITERS, key=header.count))
+    # from memory, as pyarrow's threads may read on from a Python file that an error has closed
+    return csv.read_csv(_optional("pyarrow", "tables").BufferReader(content), parse_options=options)
 
 
 def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
