@@ -106,31 +106,27 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
     """
     content = read_regular(path, MAX_CIFAR_BYTES)
     try:
-        labels, pixels = _labels_and_pixels(content, label_key)
+        x, labels = _rows_and_labels(content, label_key)
     except Exception as error:  # a damaged pickle may raise anything
         raise DataFilesCorruptError(
             f"{path} cannot be read as a CIFAR batch: {one_line(error)}"
         ) from None
-    if len(pixels) != len(labels) * 3072:
-        raise DataFilesCorruptError(
-            f"{path} must have 3,072 bytes for each image, and a list {label_key!r} with an integer "
-            f"for each image, got {len(pixels):,} bytes and {len(labels):,} labels"
-        )
-    return np.frombuffer(pixels, np.uint8).reshape(-1, 3, 32, 32), np.array(labels, np.int64)
+    return x.reshape(-1, 3, 32, 32), np.array(labels, np.int64)
 
 
 MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
 _LIST_PARTS = ("MARK", "APPEND", "APPENDS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME")
 
 
-def _labels_and_pixels(content: bytes, label_key: str) -> tuple[list[int], bytes]:
-    """Returns the integers in the list after `label_key` in a pickle, and the pickle's longest text.
+def _rows_and_labels(content: bytes, label_key: str) -> tuple[Bytes, list[int]]:
+    """Finds the longest text in a pickle, as rows of 3,072 bytes, and the integers in the list
+    after `label_key`.
 
     Text counts as bytes, because older protocols store bytes as text in latin-1.
 
     Raises:
-        ValueError: an instruction is truncated or malformed, or the pickle does not contain an
-            array of bytes in the order of its rows.
+        ValueError: an instruction is truncated or malformed, the pickle has no array of bytes, or
+            the number of rows is not that of the integers.
     """
     labels: list[int] = []
     texts = [b""]
@@ -148,6 +144,12 @@ def _labels_and_pixels(content: bytes, label_key: str) -> tuple[list[int], bytes
             in_list = name == "EMPTY_LIST" and texts[-1] == label_key.encode()
         by_columns |= (previous, name) == ("BUILD", "NEWTRUE")  # of an array's state
         previous = name
-    if b"u1" not in texts or b"F" in texts or by_columns:
-        raise ValueError("the images must be an array of bytes, stored image by image")
-    return labels, max(texts, key=len)
+    pixels = np.frombuffer(max(texts, key=len), np.uint8)
+    if b"u1" not in texts or len(pixels) != 3072 * len(labels):
+        raise ValueError(
+            f"it must have an array of 3,072 bytes for each image and a list {label_key!r} with an "
+            f"integer for each image, got {len(pixels):,} bytes and {len(labels):,} labels"
+        )
+    if by_columns or b"F" in texts:  # protocol 5 names the order
+        return pixels.reshape(3072, -1).T, labels
+    return pixels.reshape(-1, 3072), labels
