@@ -332,12 +332,11 @@ def require_all_classes(data: ImageData) -> None:
         )
 
 
-def normalise(images_NCHW: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch.float32) -> Tensor:
+def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts stored images to model inputs, (x − mean)/std for each channel.
 
-    x is the pixel divided by 255, or the scaled value if the data set has bounds. The result has
-    the shape and device of the images and the type `dtype`. The computation is in float32, whatever
-    `dtype` is.
+    x is the pixel divided by 255, or the scaled value if the data set has bounds. The result is
+    float32, with the shape and device of the images.
 
     Raises:
         DataError: the images do not have the type of `stored_dtype`, or their number of channels is
@@ -347,8 +346,8 @@ def normalise(images_NCHW: Tensor, spec: DatasetSpec, dtype: torch.dtype = torch
     _check_channels(images_NCHW, spec, _text(kind), images_NCHW.dtype == kind)
     mean, std = pixel_constants(spec, images_NCHW.device)
     if kind == torch.uint8:
-        return images_NCHW.float().div_(255).sub_(mean).div_(std).to(dtype)
-    return images_NCHW.sub(mean).div_(std).to(dtype)
+        return images_NCHW.float().div_(255).sub_(mean).div_(std)
+    return images_NCHW.sub(mean).div_(std)
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
+from torch.nn import functional as F
 
 from fedsynth.errors import writing
 
@@ -162,13 +163,10 @@ def _grid(images_NCHW: Tensor, columns: int) -> Tensor:
     count, _, height, width = images_NCHW.shape
     columns = min(columns, count)
     rows = math.ceil(count / columns)
-    size = rows * (height + 1) + 1, columns * (width + 1) + 1
-    grid = images_NCHW.new_full((3, *size), GREY)
-    for number, image in enumerate(images_NCHW):
-        row, column = divmod(number, columns)
-        y, x = row * (height + 1) + 1, column * (width + 1) + 1
-        grid[:, y : y + height, x : x + width] = image
-    return grid
+    cells = images_NCHW.new_full((rows * columns, 3, height + 1, width + 1), GREY)
+    cells[:count, :, 1:, 1:] = images_NCHW
+    grid = cells.unflatten(0, (rows, columns)).permute(2, 0, 3, 1, 4)
+    return F.pad(grid.flatten(1, 2).flatten(2), (0, 1, 0, 1), value=GREY)
 
 
 def _shortened(name: str) -> str:

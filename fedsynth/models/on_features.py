@@ -27,7 +27,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,16 +38,9 @@ from fedsynth.features.feature_map import LANES, FeatureMap, filled_up, two_side
 from fedsynth.models.layers import EmbeddingNetwork, check_embedding
 from fedsynth.models.small import Linear
 
-
-class Root(NamedTuple):
-    """The matrices that whiten one block of features.
-
-    The block is a matrix Z [channels, cells]. Whitening replaces Z by the matrix product
-    channels·Z·cells.
-    """
-
-    channels: Tensor
-    cells: Tensor
+# The matrices that whiten a block of features, for its channels and for its cells. The block is a
+# matrix Z [channels, cells], and whitening replaces Z by the matrix product channels·Z·cells.
+Root = tuple[Tensor, Tensor]
 
 
 class FeatureLinear(EmbeddingNetwork):
@@ -127,7 +119,7 @@ class Embedding:
         names = root_names(features.blocks)
         for channels, cells in zip(names[::2], names[1::2], strict=True):
             if channels in parameters:
-                roots.append(Root(parameters[channels], parameters[cells]))
+                roots.append((parameters[channels], parameters[cells]))
         return cls(parameters["centre"], features.radius, tuple(roots))
 
     def __call__(self, features_Nd: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from fedsynth.errors import MessageError
 from fedsynth.features import feature_map
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedfm import AnchorState
-from fedsynth.models.on_features import Embedding, Root
+from fedsynth.models.on_features import Embedding
 from fedsynth.models.registry import ModelSettings, build_model
 from tests.digits import CPU, SPEC, convnet, digits
 from tests.message_examples import message_types, random_message
@@ -307,16 +307,16 @@ def data(n: int = 700) -> ImageData:
 
 def embedding(seed: int) -> Embedding:
     draws = torch.Generator().manual_seed(seed)
-    root = Root(torch.randn(8, 8, generator=draws), torch.randn(8, 8, generator=draws))
+    root = torch.randn(8, 8, generator=draws), torch.randn(8, 8, generator=draws)
     return Embedding(torch.rand(64, generator=draws), 3.0, (root,))
 
 
 def numpy_embedding(images: ImageData, embedding: Embedding) -> np.ndarray:
     """Computes clip₁(A·(Φ − m)·B/R), where Φ are an image's pixels less ½."""
-    (root,) = embedding.roots
+    ((channels, cells),) = embedding.roots
     phi = images.images[:, 0].double().numpy() / 255 - 0.5
     about = phi - embedding.centre.double().numpy().reshape(8, 8)
-    turned = root.channels.double().numpy() @ about @ root.cells.double().numpy()
+    turned = channels.double().numpy() @ about @ cells.double().numpy()
     z = turned.reshape(len(phi), 64) / embedding.radius
     actual: np.ndarray = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
     return actual

@@ -189,15 +189,13 @@ def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
     torch.testing.assert_close(x, (level / 255 - mean) / std)
 
 
-def test_normalise_keeps_input_and_returns_requested_dtype() -> None:
+def test_normalise_keeps_its_input() -> None:
     data = random_digits()
     original = data.images.clone()
     for value, level in ((100.0, 255), (-100.0, 0)):
         assert denormalise(torch.full((1, 1, 8, 8), value), DIGITS).unique().tolist() == [level]
-    x = normalise(data.images, DIGITS, torch.bfloat16)
-    assert x.dtype == torch.bfloat16
+    assert normalise(data.images, DIGITS).dtype == torch.float32
     assert torch.equal(data.images, original)
-    torch.testing.assert_close(x, normalise(data.images, DIGITS).bfloat16())
     spec = replace(DIGITS, mean=(0.123,))  # its constants are not those of a test before
     with torch.inference_mode():
         normalise(data.images, spec)

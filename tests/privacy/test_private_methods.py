@@ -43,7 +43,7 @@ from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedstats import FedStats
 from fedsynth.methods.statistics.class_moments import step_rows
-from fedsynth.models.on_features import OnFeatures, Root, embedded
+from fedsynth.models.on_features import OnFeatures, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
@@ -254,9 +254,10 @@ def feature_row_functions() -> Iterator[tuple[str, Rows]]:
     draws = torch.Generator().manual_seed(1)
     weight = 1e6 * torch.randn(10, mapping.dimension, generator=draws)
     linear, hidden = OnFeatures(mapping, MNIST), OnFeatures(mapping, MNIST, hidden=33)
-    roots = [
-        Root(*(1e4 * torch.randn(n, n, generator=draws) for n in block)) for block in mapping.blocks
-    ]
+    roots = []
+    for block in mapping.blocks:
+        channels, cells = (1e4 * torch.randn(n, n, generator=draws) for n in block)
+        roots.append((channels, cells))
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         z = embedded(mapping(x), torch.zeros(mapping.dimension), mapping.radius)

@@ -138,18 +138,11 @@ def start_images(
         start = averaged_start(clients, segments, ipc, average, context.seed)
     else:
         start = real_start(clients, segments, ipc, context.seed)
-    if not restart:
-        restore_images(start, segments, memories)
-    return start
-
-
-def restore_images(start_SICHW: Tensor, segments: ClientClassPairs, memories: Memories) -> None:
-    """Replaces, in place, the start images of clients by the images that they made in their last
-    round."""
     for position, memory in enumerate(memories):
-        if "images" in memory:
+        if "images" in memory and not restart:
             indices = segments.of(position)
-            start_SICHW[indices] = memory["images"].view(len(indices), *start_SICHW.shape[1:])
+            start[indices] = memory["images"].view(len(indices), *start.shape[1:])
+    return start
 
 
 def _class_pools(
