@@ -81,33 +81,32 @@ class OfficialFiles:
         splits: tuple[str, str],
         first: int = 0,
         sizes: tuple[int, int] = (20, 10),
-        classes: int = 10,
     ) -> list[Bytes]:
         raw = self.root / folder / "raw"
         raw.mkdir(parents=True)
         written = []
         for split, n in zip(splits, sizes, strict=True):
             images = RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8)
-            labels = (np.arange(n) % classes + first).astype(np.uint8)
+            labels = (np.arange(n) % 10 + first).astype(np.uint8)
             for kind, content in (("images-idx3", idx(images)), ("labels-idx1", idx(labels))):
                 (raw / f"{split}-{kind}-ubyte").write_bytes(content)
             written += [images, labels]
         return written
 
-    def write_cifar10(self, per_batch: int = 4) -> Bytes:
+    def write_cifar10(self) -> Bytes:
         folder = self.root / "cifar-10-batches-py"
         folder.mkdir()
-        data = RNG.integers(0, 256, (6, per_batch, 3072), dtype=np.uint8)
+        data = RNG.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
         for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-            batch = {b"labels": [(i + k) % 10 for k in range(per_batch)], b"data": data[i]}
+            batch = {b"labels": [(i + k) % 10 for k in range(4)], b"data": data[i]}
             (folder / name).write_bytes(pickle.dumps(batch, 2))
         return data
 
-    def write_svhn(self, labels: Any = (10, 1, 9, 10)) -> Bytes:
+    def write_svhn(self) -> Bytes:
         """Writes both files and registers their checksums as the published ones."""
-        x = RNG.integers(0, 256, (32, 32, 3, len(labels)), dtype=np.uint8)
+        x = RNG.integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
         for name in ("train_32x32.mat", "test_32x32.mat"):
-            savemat(self.root / name, {"X": x, "y": np.array(labels, np.uint8)[:, None]})
+            savemat(self.root / name, {"X": x, "y": np.array([[10], [1], [9], [10]], np.uint8)})
             self.patch.setitem(
                 array_files.SVHN_MD5, name, hashlib.md5((self.root / name).read_bytes()).hexdigest()
             )

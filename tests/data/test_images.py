@@ -45,18 +45,6 @@ def random_digits(n: int = 20) -> ImageData:
     return from_arrays(images, np.arange(n) % 10, DIGITS)
 
 
-@pytest.mark.parametrize("label_type", [np.uint8, np.int16, np.uint64])
-def test_from_arrays_accepts_numpy_and_torch(label_type: npt.DTypeLike) -> None:
-    grey = RNG.integers(0, 256, (5, 8, 8), dtype=np.uint8)
-    labels = np.array([0, 9, 3, 3, 1])
-    data = from_arrays(grey, labels.astype(label_type), DIGITS)
-    assert (data.images.dtype, data.labels.dtype) == (torch.uint8, torch.int64)
-    assert np.array_equal(data.images[:, 0].numpy(), grey)
-    assert np.array_equal(data.labels.numpy(), labels)
-    same = from_arrays(torch.from_numpy(grey).unsqueeze(1), torch.from_numpy(labels).int(), DIGITS)
-    assert torch.equal(data.images, same.images)
-
-
 def test_from_arrays_rounds_floats_to_nearest_level() -> None:
     levels = torch.arange(256, dtype=torch.float64).view(4, 1, 8, 8)
     for nudge in (-0.4, 0.0, 0.4):

@@ -314,17 +314,6 @@ def vectors(uploads: list[Any]) -> list[Tensor]:
     return [torch.cat([value.flatten() for value in u.parameters.values()]) for u in uploads]
 
 
-@pytest.mark.parametrize("kind", PLAIN)
-def test_clients_that_train_in_turn_upload_what_they_upload_alone(kind: Any) -> None:
-    """One network trains for all; no client may start from the weights of another."""
-    method, network = kind(**LOCAL), convnet()
-    together = client_uploads(method, context(network=network), group())
-    for number, upload in enumerate(together):
-        (alone,) = client_uploads(method, context(network=network), group().select(number))
-        for (name, tensor), (_, other) in zip(upload.arrays(), alone.arrays(), strict=True):
-            assert torch.equal(tensor, other), name
-
-
 def test_dense_networks_train_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (*PLAIN, fs.FedGKD):
         spy = Mock(wraps=train_together)
