@@ -461,18 +461,6 @@ class Method:
         """
         return {}
 
-    def client_metrics(self, memory: Memory, context: RoundContext) -> Mapping[str, Any]:
-        """Computes one client's contribution to the metrics of a round, from the client's memory.
-
-        With differential privacy it may read only values that were computed from the server's
-        messages and from public noise (post-processing).
-        """
-        return {}
-
-    def aggregate_metrics(self, facts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Combines the `client_metrics` of a round's clients into metrics of the round."""
-        return {}
-
     def artefacts(self, state: State) -> Tensors:
         """Returns the server's matrices that are saved in the run folder, by name.
 

@@ -417,11 +417,6 @@ class ClientRuntime:
         self.pending = None
         self.memory = memory
 
-    def facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns metrics that the method computes from the client's memory."""
-        self.require_terms()
-        return self.method.client_metrics(self.memory, context)
-
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the client's personal model, given the `parameters` of the server's model."""
         return self.method.personal_parameters(parameters, self.memory)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -275,9 +274,6 @@ class InProcess:
             if failure is not None and phase in (MAIN, failure.phase):
                 kinds[number] = failure.kind
         return kinds
-
-    def facts(self, context: RoundContext, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
-        return [self.clients[number].facts(context) for number in numbers]
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext

@@ -91,14 +91,12 @@ class SecureSum:
     """The sum of the uploads of some clients. No party sees the single uploads.
 
     Args:
-        message: a message whose fields are the sums.
+        message: a message whose fields are the sums, float64. It has the size of a masked upload.
         clients: the indices of the clients whose uploads were summed, ascending.
-        placeholder: a message in place of each single upload, which no party has seen.
     """
 
     message: Message
     clients: tuple[int, ...]
-    placeholder: Message
 
 
 @dataclass(frozen=True)
@@ -187,14 +185,6 @@ class Exchange(Protocol):
             context: the context of the round, with all clients that were scheduled for the round.
             clients: the indices of the clients that have not failed in this round, ascending.
         """
-
-    def facts(self, context: RoundContext, clients: Sequence[int]) -> Sequence[Mapping[str, Any]]:
-        """Returns the metrics that these clients compute from their memory.
-
-        `Method.client_metrics` defines the metrics. Clients that do not answer are left out. Only
-        simulations support this.
-        """
-        return ()
 
     def histories(self) -> Sequence[History]:
         """Returns the current contents of the clients' ledgers, in the order of the clients.

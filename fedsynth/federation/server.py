@@ -189,11 +189,6 @@ class RoundResult:
     rejected: Mapping[int, str] = field(default_factory=dict)
     no_quorum: NoQuorum | None = None
 
-    @property
-    def present(self) -> tuple[int, ...]:
-        """The indices of the clients that did not fail in the round, in ascending order."""
-        return tuple(sorted(self.sent.keys() - self.lost.keys() - self.rejected.keys()))
-
 
 def negotiate_terms(
     settings: RunSettings,
@@ -289,7 +284,7 @@ def run_round(
         for client, reason in {**replies.rejected, **invalid}.items():
             rejected[client] = f"{prefix}{reason}"
         if replies.total is not None:
-            usable = dict.fromkeys(replies.total.clients, replies.total.placeholder)
+            usable = dict.fromkeys(replies.total.clients, replies.total.message)
         for client, message in usable.items():
             sent[client] = (*sent[client], message)
         if len(usable) < needed:

@@ -267,19 +267,14 @@ class RunRecord:
             UnaccountedReleaseError: the method returned a metric that it did not declare.
         """
         number = context.round
-        method, exchange = self.settings.method, self.measure.exchange
+        method = self.settings.method
         checked = disclosed.without_reserved
-
-        def client_facts() -> Mapping[str, Any]:
-            return checked(method.aggregate_metrics(exchange.facts(context, played.present)))
-
         row: dict[str, Any] = {"round": number, **checked(method.planned_facts(context))}
         row |= self.figures("metrics of the server", lambda: checked(method.facts(state, context)))
-        row |= self.figures("metrics of the clients", client_facts)
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row |= self.measure.row(state, context, self.figures)
         if self.plan is not None:
-            histories = exchange.histories()
+            histories = self.measure.exchange.histories()
             if self.plan.guaranteed(histories):
                 row["epsilon"] = self.plan.epsilon(histories)
         row |= {"upload_floats": 0, "client_upload_bytes": []}

@@ -165,7 +165,6 @@ def test_fedkf_minus_halves_the_downlink() -> None:
 
 
 def test_private_generator_is_independent_of_the_data() -> None:
-    """So its facts may be in a round's row."""
     memories = []
     ctx = context(2, privacy=PrivacySettings(noise_multiplier=1.0, sample_rate=0.5), sizes=None)
     state = AveragingState(convnet().state_dict(), overall=convnet(seed=5).state_dict())
@@ -174,7 +173,6 @@ def test_private_generator_is_independent_of_the_data() -> None:
         ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), group, [{}], ctx)
         memories.append(memory)
     first, second = memories
-    assert FAST.client_metrics(first, ctx) == FAST.client_metrics(second, ctx)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 

@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedsynth.config.checks import fewest
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message, public
+from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import Array
 from fedsynth.deployment.secure_aggregation import primitives
@@ -388,25 +388,6 @@ class UploadLayout:
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
         return self.kind(**tensors)
-
-
-@dataclass(frozen=True)
-class MaskedUpload(Message):
-    """A placeholder for an upload that the server has seen only with masks.
-
-    The object contains the length of the vector, from which the server computes the data volume of
-    a round.
-    """
-
-    length: int = public("the settings determine the size of an upload")
-
-    @property
-    def nbytes(self) -> int:
-        return 8 * self.length
-
-    @property
-    def floats(self) -> int:
-        return self.length
 
 
 def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLayout:

@@ -37,7 +37,6 @@ from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
     NAME_DIGITS,
-    MaskedUpload,
     SumTerms,
     sum_terms,
     upload_layout,
@@ -255,7 +254,7 @@ class SecureStep:
         encoded = self.server.sum(self._answers(frames.UNMASK, questions, primitives.Shares, long))
         counted = tuple(active[position] for position in present.clients)
         total = self._layout.decode(encoded, len(counted), self.context.device)
-        return SecureSum(total, counted, MaskedUpload(self._layout.length))
+        return SecureSum(total, counted)
 
     def _answers(
         self,
