@@ -32,7 +32,7 @@ from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import is_real
 from fedsynth.privacy.report.figures import faults_as
 
-WIRE_FORMAT = "2"
+WIRE_FORMAT = "3"
 LARGEST = 2**63  # bound on integers
 LENGTH_BYTES = 8  # size of a safetensors header's length field, little-endian
 LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes many times its length
@@ -120,24 +120,19 @@ class Packed:
         >>> ModelParameters.from_bytes(sent).weight
         5.0
         """
-        numbers: dict[str, float] = {}
-        keys: dict[str, list[str]] = {}
-        none: list[str] = []
+        values: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
-            if value is None:
-                none.append(f.name)
-            elif isinstance(value, Mapping):
-                keys[f.name] = list(value)
-            elif isinstance(value, int | float) and math.isfinite(value):
-                numbers[f.name] = value
+            if isinstance(value, Mapping):
+                values[f.name] = list(value)
+            elif value is None or (isinstance(value, int | float) and math.isfinite(value)):
+                values[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(
                     f"{type(self).__name__}.{f.name} must be a finite number, a tensor, a mapping "
                     f"or None, got {value!r:.80}"
                 )
-        header = {"type": type(self).__name__, "numbers": numbers, "keys": keys, "none": none}
-        header["fedsynth_message"] = WIRE_FORMAT
+        header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         # one entry, because safetensors writes several entries in random order
         return safetensors.torch.save(tensors, {"header": json.dumps(header)})
@@ -153,22 +148,16 @@ class Packed:
         tensors, header = _unpacked(sent)
         if header.type != cls.__name__:
             raise MessageError(f"expected a {cls.__name__} message, got {header.type!r:.80}")
-        numbers, keys, none = header.numbers, header.keys, header.none
         values: dict[str, Any] = {}
         hints = get_type_hints(cls)
         for f in fields(cls):
-            if f.default is None and f.name in none:
-                none.remove(f.name)
-                values[f.name] = None
-                continue
-            value = _pop_field(f"{cls.__name__}.{f.name}", f.name, numbers, keys, tensors)
+            what = f"{cls.__name__}.{f.name}"
+            value = _pop_field(what, f.name, header.values, tensors)
             if not _allows(hints[f.name], value):
                 kind_name = type(value).__name__
-                raise MessageError(
-                    f"the received field {cls.__name__}.{f.name} has the wrong type {kind_name}"
-                )
+                raise MessageError(f"the received field {what} has the wrong type {kind_name}")
             values[f.name] = value
-        unused = sorted([*tensors, *numbers, *keys, *none])
+        unused = sorted([*tensors, *header.values])
         if unused:
             raise MessageError(f"a {cls.__name__} must not have the entry {unused[0]!r:.80}")
         return cls(**values)
@@ -203,15 +192,18 @@ class Message(Packed):
 
 
 class _Header(BaseModel):
-    """The JSON header in the metadata of a packed dataclass."""
+    """The JSON header in the metadata of a packed dataclass.
+
+    Attributes:
+        values: the value of each field that is not a tensor: a number, None, or the list of the
+            keys of a mapping.
+    """
 
     model_config = ConfigDict(strict=True)
 
-    fedsynth_message: Literal["2"]
+    fedsynth_message: Literal["3"]
     type: str
-    numbers: dict[str, Any]
-    keys: dict[str, list[str]]
-    none: list[str]
+    values: dict[str, Any]
 
 
 def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
@@ -240,30 +232,23 @@ def _allows(hint: Any, value: object) -> bool:
     return hint is Any or isinstance(value, get_origin(hint) or hint)
 
 
-def _pop_field(
-    what: str,
-    name: str,
-    numbers: dict[str, Any],
-    keys: dict[str, list[str]],
-    tensors: dict[str, Tensor],
-) -> Any:
+def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
     """Removes a field's value from the received parts of a message and returns the value."""
-    if name in numbers:
-        number = numbers.pop(name)
-        if not is_real(number) or (type(number) is int and abs(number) > LARGEST):
-            raise MessageError(f"{what} must be a finite number, got {short_repr(number)}")
-        return number
-    if name in keys:
-        listed = keys.pop(name)
-        if len(set(listed)) != len(listed):
-            raise MessageError(f"the received field {what} must list each key exactly once")
-        missing = [key for key in listed if f"{name}.{key}" not in tensors]
-        if missing:
-            raise MessageError(f"the received {what} lacks a tensor for the key {missing[0]!r:.80}")
-        return {key: tensors.pop(f"{name}.{key}") for key in listed}
     if name in tensors:
         return tensors.pop(name)
-    raise MessageError(f"the field {what} is missing in a received message")
+    if name not in values:
+        raise MessageError(f"the field {what} is missing in a received message")
+    value = values.pop(name)
+    if isinstance(value, list):
+        if value != list(dict.fromkeys(map(str, value))):
+            raise MessageError(f"the received field {what} must list each key exactly once")
+        missing = [key for key in value if f"{name}.{key}" not in tensors]
+        if missing:
+            raise MessageError(f"the received {what} lacks a tensor for the key {missing[0]!r:.80}")
+        return {key: tensors.pop(f"{name}.{key}") for key in value}
+    if value is None or (is_real(value) and (type(value) is float or abs(value) <= LARGEST)):
+        return value
+    raise MessageError(f"{what} must be a finite number, got {short_repr(value)}")
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:

@@ -326,8 +326,8 @@ def damaged_message(sent: bytes, rng: random.Random) -> bytes:
         text = json_bytes(altered_json(header, rng), rng)
     else:
         metadata = json.loads(header["__metadata__"]["header"])
-        if target == 2 and metadata["numbers"]:
-            metadata["numbers"][rng.choice(list(metadata["numbers"]))] = rng.choice(NUMBERS)
+        if target == 2 and metadata["values"]:
+            metadata["values"][rng.choice(list(metadata["values"]))] = rng.choice(NUMBERS)
             changed = json.dumps(metadata)
         else:
             changed = json_bytes(altered_json(metadata, rng), rng).decode(errors="replace")
