@@ -332,7 +332,7 @@ class NodeExchange(protocol.Exchange):
             kind, verb = protocol.REQUEST, "refuses"
             if answer.facts.get("kind") == protocol.BUDGET and self._settings.privacy is not None:
                 kind, verb = protocol.BUDGET, "declines"
-            self._refusals.append(protocol.Refusal(number, reason, kind))
+            self._refusals.append(protocol.Refusal(reason, kind))
             self._lost[number] = f"{verb}: {reason}"
         return answers
 

@@ -22,9 +22,8 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
-from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import ClientEvaluation, ClientInfo, Refusal, RunTerms
+from fedsynth.federation.protocol import ClientInfo, Refusal, RunTerms
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
@@ -127,18 +126,6 @@ def record_open_round(ledger: Ledger, method: str, number: int) -> None:
             unaccounted="a run on the same data without differential privacy",
         )
     )
-
-
-class RefusedError(Exception):
-    """Raised if a client refuses a request of the server.
-
-    Attributes:
-        refusal: the answer of the client.
-    """
-
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.reason)
-        self.refusal = refusal
 
 
 @dataclass(frozen=True, eq=False)
@@ -338,11 +325,8 @@ class ClientRuntime:
             elif self.ledger is not None:
                 self.ledger.check_writable()
         except BudgetExceededError as error:
-            return self._refusal(error)
+            return Refusal(str(error), spent=error.spent)
         return None
-
-    def _refusal(self, error: BudgetExceededError) -> Refusal:
-        return Refusal(self.number, str(error), spent=error.spent)
 
     def begin(self, context: RoundContext) -> None:
         """Records a round without differential privacy in the ledger, before anything is released.
@@ -363,17 +347,13 @@ class ClientRuntime:
         charge.
 
         Raises:
-            RefusedError: the client's cap would be exceeded (`ClientBudget.charge`).
+            BudgetExceededError: the client's cap would be exceeded (`ClientBudget.charge`).
             RequestRefusedError: the client has not received the run terms.
         """
         if self.budget is None:
             raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
         if self._granted is None or not self.may_try_again(phase, context):
-            try:
-                allowance = self.budget.charge(context, phase)
-            except BudgetExceededError as error:
-                raise RefusedError(self._refusal(error)) from None
-            self._granted = (context.round, phase, allowance)
+            self._granted = (context.round, phase, self.budget.charge(context, phase))
         return self._granted[2]
 
     def may_try_again(self, phase: str, context: RoundContext) -> bool:
@@ -420,16 +400,3 @@ class ClientRuntime:
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the client's personal model, given the `parameters` of the server's model."""
         return self.method.personal_parameters(parameters, self.memory)
-
-    def evaluate(
-        self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
-    ) -> ClientEvaluation:
-        """Counts the correct predictions of models on the client's test split."""
-        self.begin(context)
-        held_out = self.data.held_out
-        right = dict.fromkeys(models, 0)
-        if len(held_out):
-            for name, parameters in models.items():
-                model = context.load(self.personal(parameters))
-                right[name] = int(correct(model, self.data.resident, among=held_out).sum())
-        return ClientEvaluation(self.number, self.data.size, len(held_out), right)

@@ -25,8 +25,8 @@ from fedsynth.core.uploads import check_numbers
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation import protocol
-from fedsynth.federation.client_runtime import ClientRuntime, RefusedError
-from fedsynth.privacy.errors import RequestRefusedError
+from fedsynth.federation.client_runtime import ClientRuntime
+from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import USER
@@ -38,8 +38,8 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
     In a private run, this charges each client for the exchange.
 
     Raises:
-        RefusedError: a client's cap would be exceeded, because another run has charged its ledger
-            since `prepare`. Clients that were charged before this client remain charged.
+        BudgetExceededError: a client's cap would be exceeded, because another run has charged its
+            ledger since `prepare`. Clients that were charged before this client remain charged.
         RequestRefusedError: a client has not received the run terms.
         ValueError: the clients' records are not in one data set in memory.
     """
@@ -96,11 +96,9 @@ def step_together(
         step = method.first_step if phase == FIRST else method.client_step
         results = step(message, group, memories, context)
     except RequestRefusedError as error:
-        return protocol.Replies(
-            refusals=(protocol.Refusal(clients[0].number, str(error), protocol.REQUEST),)
-        )
-    except RefusedError as error:
-        return protocol.Replies(refusals=(error.refusal,))
+        return protocol.Replies(refusals=(protocol.Refusal(str(error), protocol.REQUEST),))
+    except BudgetExceededError as error:
+        return protocol.Replies(refusals=(protocol.Refusal(str(error), spent=error.spent),))
     replies: dict[int, Message] = {}
     if method.personal:  # check the models that stay with clients, all before any memory is updated
         for client, (_, memory) in zip(clients, results, strict=True):
@@ -124,26 +122,31 @@ def step_alone(
 def evaluate_together(
     clients: Sequence[ClientRuntime], models: Mapping[str, Tensors], context: RoundContext
 ) -> list[protocol.ClientEvaluation]:
-    """Evaluates models on the test split of each client, like `ClientRuntime.evaluate`.
+    """Counts the correct predictions of models on the test split of each client.
 
-    If the clients have no personal models, the test splits of all clients are evaluated together.
+    The splits of all clients are classified together, unless each client has a personal model.
     """
-    held_out = [client.data.held_out for client in clients]
-    sizes = list(map(len, held_out))
-    if clients[0].method.personal or not any(sizes):
-        return [client.evaluate(models, context) for client in clients]
-    resident = clients[0].data.resident
-    indices = torch.cat(held_out).to(resident.labels.device)
-    results = []
-    for client, size in zip(clients, sizes, strict=True):
+    right: dict[int, dict[str, int]] = {}
+    for client in clients:
         client.begin(context)
-        results.append(protocol.ClientEvaluation(client.number, client.data.size, size, {}))
-    for name, model in models.items():
-        is_correct = correct(context.load(model), resident, among=indices).cpu()
-        for position, of_client in enumerate(is_correct.split(sizes)):
-            counts = {**results[position].right, name: int(of_client.sum())}
-            results[position] = replace(results[position], right=counts)
-    return results
+        right[client.number] = dict.fromkeys(models, 0)
+    tested = [client for client in clients if len(client.data.held_out)]
+    at_once = len(clients)
+    if clients[0].method.personal:
+        at_once = 1
+    resident = clients[0].data.resident
+    for name, parameters in models.items():
+        for start in range(0, len(tested), at_once):
+            group = tested[start : start + at_once]
+            splits = [client.data.held_out for client in group]
+            model = context.load(group[0].personal(parameters))
+            is_correct = correct(model, resident, among=torch.cat(splits)).cpu()
+            for client, part in zip(group, is_correct.split(list(map(len, splits))), strict=True):
+                right[client.number][name] = int(part.sum())
+    return [
+        protocol.ClientEvaluation(k.number, k.data.size, len(k.data.held_out), right[k.number])
+        for k in clients
+    ]
 
 
 def _report_group(

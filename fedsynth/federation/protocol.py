@@ -73,14 +73,12 @@ class Refusal:
     """The answer of a client that refuses a request.
 
     Args:
-        client: the index of the client.
         reason: a sentence that explains the refusal to a person.
         kind: `BUDGET`, which ends the run without an error, or `REQUEST`, which is an error.
         spent: the client's name, its current ε, and its ε after one more round. None if the budget
             is not the reason, or if the client is in another process.
     """
 
-    client: int
     reason: str
     kind: str = BUDGET
     spent: tuple[str, float, float] | None = None

@@ -202,7 +202,7 @@ def test_invalid_requests_are_refused_by_reply() -> None:
             replies = step_together([client], phase, request(ctx, value), ctx)
             assert replies.messages == {}
             (refusal,) = replies.refusals
-            assert (refusal.client, refusal.kind) == (2, REQUEST)
+            assert refusal.kind == REQUEST
             assert reason in refusal.reason
             assert step_alone(client, phase, request(ctx, value), ctx) == refusal
 
@@ -240,7 +240,6 @@ def test_models_are_tested_on_splits_of_clients() -> None:
     assert [e.tested for e in evaluations] == [0, 11, 4, 20]
     assert [e.right["global"] for e in evaluations] == [0, 2, 0, 2]
     assert [e.right["one"] for e in evaluations] == [0, 1, 1, 2]
-    assert [client.evaluate(models, ctx) for client in clients] == evaluations
     assert [e.tested for e in evaluate_together(runtimes(fs.FedAvg()), models, ctx)] == [0] * 4
     personal = runtimes(fs.Solo(), [torch.arange(120, 131)] * 4)
     personal[1].memory = constant(5)
@@ -267,7 +266,7 @@ def test_client_with_exhausted_budget_refuses() -> None:
     assert [client.prepare(ctx) is None for client in clients] == [True, False, True]
     replies = step_together(clients, MAIN, request(ctx), ctx)
     (refusal,) = replies.refusals
-    assert (refusal.client, refusal.kind) == (1, BUDGET)
+    assert refusal.kind == BUDGET
     assert "client-1" in refusal.reason
     assert [len(ledger.releases) for ledger in ledgers[:3]] == [1, 1, 0]
     assert replies.messages == {}
