@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedsynth.privacy.errors import SigningError
 from fedsynth.privacy.files import file_hash, plain_files, read_regular
-from fedsynth.privacy.report.figures import Signature, schema_problems
-from fedsynth.privacy.report.file import read_json, read_report
+from fedsynth.privacy.report.figures import Signature
+from fedsynth.privacy.report.file import read_part, read_report
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -111,7 +111,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     removed since.
 
     Raises:
-        PrivacyError: signature.json cannot be read or is not JSON.
+        PrivacyError: signature.json cannot be read or is damaged.
         OSError: a file of the folder cannot be read or is not a regular file.
     """
     from cryptography.exceptions import InvalidSignature
@@ -119,18 +119,15 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
     path = folder / SIGNATURE
     if not path.exists():
         return [f"{SIGNATURE} is missing, so the run is not signed"]
-    content = read_json(path, "signature")
-    problems = schema_problems(content, Signature)
-    if problems:
-        return [f"{SIGNATURE}: {problem}" for problem in problems]
-    if content["public_key"] != base64.b64encode(key.public_bytes_raw()).decode():
+    stated = read_part(path, "signature", Signature)
+    if stated.public_key != base64.b64encode(key.public_bytes_raw()).decode():
         return [f"{SIGNATURE} was made with another key than the given public key"]
     try:
-        signature = base64.b64decode(content["signature"], validate=True)
-        key.verify(signature, _message(content["files"]))
+        key.verify(base64.b64decode(stated.signature, validate=True), _message(stated.files))
     except (ValueError, InvalidSignature):
         return [f"{SIGNATURE} is not a signature of these files with this key"]
-    signed, current = content["files"], file_hashes(folder)
+    signed, current = stated.files, file_hashes(folder)
+    problems = []
     for name in {**signed, **current}:
         if name not in current:
             problems.append(f"{name} is missing, although it was signed")

@@ -421,18 +421,18 @@ class Signature(Part):
     signature: str
 
 
-def schema_problems(value: Any, shape: type[BaseModel] = Report) -> list[str]:
-    """Checks an untrusted value against a data model.
+def schema_problems(value: Any) -> list[str]:
+    """Checks an untrusted value against the data model of a report.
 
     Returns:
         One line for each key that is missing or unknown and for each value of the wrong type. If
-        there is none, the value has all keys of `shape` with the right types.
+        there is none, the value has all keys of `Report` with the right types.
     """
     try:
-        shape.model_validate(value)
+        Report.model_validate(value)
     except ValidationError as error:
         return faults(error)
-    return [f"{key} is missing" for key in shape.model_fields if key not in value]
+    return [f"{key} is missing" for key in Report.model_fields if key not in value]
 
 
 def faults(error: ValidationError) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from jinja2 import TemplateError
 
 from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
-from fedsynth.privacy.files import decode_json, read_regular
+from fedsynth.privacy.files import load_json
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import LedgerStart, Part, faults_as, schema_problems
@@ -71,6 +71,8 @@ def damage_as_error(message: str) -> Iterator[None]:
 def read_json(file: Path, what: str) -> dict[str, Any]:
     """Reads a JSON object from an untrusted file.
 
+    NaN, infinities, duplicate keys and halves of surrogate pairs are refused.
+
     Args:
         file: the path of the file.
         what: the kind of file, for error messages, such as "privacy report".
@@ -79,10 +81,14 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
         PrivacyError: the file cannot be read or does not contain a JSON object.
     """
     try:
-        content = read_regular(file)
+        value = load_json(file)
     except OSError as error:
         raise PrivacyError(f"cannot read the {what} {file}: {error.strerror}") from None
-    return parse_json(content, f"{file} is not a valid {what}")
+    except (ValueError, MemoryError) as error:
+        raise PrivacyError(f"{file} is not a valid {what}: {error}") from None
+    if not isinstance(value, dict):
+        raise PrivacyError(f"{file} is not a valid {what}: the content must be a JSON object")
+    return value
 
 
 def read_part(file: Path, kind: str, shape: type[P]) -> P:
@@ -98,27 +104,6 @@ def read_part(file: Path, kind: str, shape: type[P]) -> P:
     """
     with faults_as(PrivacyError, file.name):
         return shape.model_validate(read_json(file, kind))
-
-
-def parse_json(text: str | bytes, complaint: str) -> dict[str, Any]:
-    """Parses a JSON object from an untrusted text.
-
-    NaN, infinities, duplicate keys and halves of surrogate pairs are refused.
-
-    Args:
-        text: the text.
-        complaint: the beginning of the error's message.
-
-    Raises:
-        PrivacyError: the text is not such an object.
-    """
-    try:
-        value = decode_json(text)
-    except (ValueError, MemoryError) as error:
-        raise PrivacyError(f"{complaint}: {error}") from None
-    if not isinstance(value, dict):
-        raise PrivacyError(f"{complaint}: the content must be a JSON object")
-    return value
 
 
 @dataclass(frozen=True)
