@@ -68,7 +68,7 @@ def keys(
     clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[list[str] | None, typer.Option(help="The server's name. Repeatable.")] = None,
 ) -> None:
-    """Make a certificate authority (CA), the server's certificate, and a key for each client."""
+    """Make a key and a certificate for the server, and a key for each client."""
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
@@ -76,7 +76,7 @@ def keys(
 
     make_keys(folder, clients, host or ())
     print(f"give the server the files server.crt, server.key and client-*.pub in {folder}")
-    print("give each client the file ca.crt and only the key client-NNN with the client's number")
+    print("give each client the file server.crt and only the key client-NNN with its number")
 
 
 @options.takes_settings(*RUN)
@@ -125,7 +125,7 @@ def client(
     ledger: Annotated[Path, options.path_option("Your ledger folder, the same for all runs.")],
     data: Annotated[OptionalPath, options.path_option("Your images, as DIR/CLASS/*.png.")] = None,
     trial: Annotated[bool, options.flag("--trial", "Use part of a published data set.")] = False,
-    ca: Annotated[OptionalPath, options.path_option("The CA's certificate, in PEM.")] = None,
+    ca: Annotated[OptionalPath, options.path_option("The server's certificate, in PEM.")] = None,
     key: Annotated[OptionalPath, options.path_option("Your private key, client-NNN.")] = None,
     insecure: Insecure = False,
     policy: Annotated[OptionalPath, options.path_option("Rules for allowed runs.")] = None,

@@ -272,14 +272,11 @@ def test_keys_are_private_never_replaced_and_valid_for_their_names(keys: Path) -
         assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
     with pytest.raises(FileExistsError):
         make_keys(keys, 2)
-    authority, server = (
-        x509.load_pem_x509_certificate((keys / name).read_bytes())
-        for name in ("ca.crt", "server.crt")
-    )
-    policy = PolicyBuilder().store(Store([authority]))
+    server = x509.load_pem_x509_certificate((keys / "server.crt").read_bytes())
+    policy = PolicyBuilder().store(Store([server]))
     for host in ("federation.example.org", "localhost"):
         verifier = policy.build_server_verifier(x509.DNSName(host))
-        assert verifier.verify(server, []) == [server, authority]
+        assert verifier.verify(server, []) == [server]
     with pytest.raises(VerificationError):
         policy.build_server_verifier(x509.DNSName("elsewhere.example.org")).verify(server, [])
 
@@ -305,11 +302,11 @@ def test_remote_connections_need_tls(keys: Path) -> None:
         with pytest.raises(SettingError, match="--ca must be set"):
             ServerConnection(server, None)
     with pytest.raises(SettingError, match="HOST:PORT"):
-        ServerConnection("federation.example.org", keys / "ca.crt")
+        ServerConnection("federation.example.org", keys / "server.crt")
     with pytest.raises(SettingError, match="--ca must be set"):
         ServerConnection("127.0.0.1:9092", None, keys / "client-000")
-    arguments = ServerConnection("192.0.2.7:9092", keys / "ca.crt", keys / "client-000").arguments
-    assert "--insecure" not in arguments
+    link = ServerConnection("192.0.2.7:9092", keys / "server.crt", keys / "client-000")
+    assert "--insecure" not in link.arguments
 
 
 def test_app_folder_is_readable_by_flower_and_the_server(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ HOSTS = (LOCALHOST, "0.0.0.0")
 TLS_FILES = {
     "--ssl-certfile": "server.crt",
     "--ssl-keyfile": "server.key",
-    "--ssl-ca-certfile": "ca.crt",
+    "--ssl-ca-certfile": "server.crt",
 }
 
 
@@ -89,7 +89,7 @@ class SuperLinkSettings:
 
     Args:
         port: the port on which the SuperLink listens.
-        keys: the folder with server.crt, server.key, ca.crt and a client-NNN.pub for each client.
+        keys: the folder with server.crt, server.key and a client-NNN.pub for each client.
             Only nodes with these keys can connect. The server's certificate must also name
             127.0.0.1. None: the SuperLink uses no TLS and does not authenticate nodes, which is for
             trials on one machine.
@@ -143,7 +143,7 @@ class SuperLinkSettings:
         if self.keys is None:
             connection["insecure"] = True
         else:
-            connection["root-certificates"] = str((self.keys / "ca.crt").absolute())
+            connection["root-certificates"] = str((self.keys / "server.crt").absolute())
         return to_toml({"superlink": {"default": SUPERLINK}, f"superlink.{SUPERLINK}": connection})
 
 

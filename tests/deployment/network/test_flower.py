@@ -121,7 +121,7 @@ class Federation:
         return [
             *(sys.executable, "-c", "from fedsynth.cli.app import main; main()", "client"),
             *("--server", f"127.0.0.1:{self.port}", "--number", str(number), "--trial"),
-            *("--ledger", str(home or self.home(number)), "--ca", str(self.keys / "ca.crt")),
+            *("--ledger", str(home or self.home(number)), "--ca", str(self.keys / "server.crt")),
             *("--key", str(key_file), "--device", "cpu", *policy),
         ]
 
