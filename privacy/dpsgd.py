@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -241,7 +242,7 @@ def rows_at_once(network: nn.Module) -> int:
 
     Each gradient is stored twice, once by layer and once as one vector.
     """
-    size = sum(p.numel() for p in network.parameters())
+    size = sum(map(Tensor.numel, network.parameters()))
     return max(1, min(PHYSICAL_BATCH, PHYSICAL_BYTES // (2 * 4 * max(1, size))))
 
 
@@ -302,7 +303,7 @@ def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None
         ForbiddenLayerError: the gradients differ. The message names the first such parameter.
     """
     tolerance = rounding(rows_NP.device) * _largest(expected_NP)
-    sizes = [p.numel() for p in model.parameters()]
+    sizes = list(map(Tensor.numel, model.parameters()))
     pairs = zip(rows_NP.split(sizes, dim=1), expected_NP.split(sizes, dim=1), strict=True)
     for (name, _), (actual, exact) in zip(model.named_parameters(), pairs, strict=True):
         atol = tolerance + MIXED_PRECISION * _largest(exact)
@@ -334,12 +335,11 @@ def _gradients_and_expected(
     _write(flat + 0.01 * torch.arange(len(flat)).to(flat).cos(), parameters)
     labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
     rows = example_gradients(moved, x_NCHW.clone(), labels, loss)
-    expected = [
-        torch.autograd.grad(single, parameters, retain_graph=True, materialize_grads=True)
-        for single in loss(moved, x_NCHW.clone(), labels)
-    ]
-    vectors = [torch.cat(list(map(torch.flatten, row))) for row in expected]
-    return rows.double(), torch.stack(vectors).double()
+    expected = []
+    for single in loss(moved, x_NCHW.clone(), labels):
+        row = torch.autograd.grad(single, parameters, retain_graph=True, materialize_grads=True)
+        expected.append(torch.cat(list(map(torch.flatten, row))))
+    return rows.double(), torch.stack(expected).double()
 
 
 class ExampleGradients:
@@ -389,7 +389,7 @@ class ExampleGradients:
                 )
         blocks = [vectors[p] for p in self._model.parameters()]
         self.blocks = tuple(tuple(v.shape[1] for v in block) for block in blocks)
-        return torch.cat([v for block in blocks for v in block], dim=1)
+        return torch.cat(list(chain.from_iterable(blocks)), dim=1)
 
     @torch.enable_grad()
     def _backward(self, x_NCHW: Tensor, labels_N: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
@@ -430,7 +430,7 @@ class ExampleGradients:
 
         with ExitStack() as hooks:
             for name, layer in self._model.named_modules():
-                if any(True for _ in layer.parameters(recurse=False)):
+                if list(layer.parameters(recurse=False)):
                     # before other hooks, which may change the output
                     hook = layer.register_forward_hook(partial(record, name), prepend=True)
                     hooks.callback(hook.remove)

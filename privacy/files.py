@@ -141,8 +141,8 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
     paths = []
     for parent, folders, names in os.walk(root, onerror=_raise):
         if Path(parent) == root:
-            folders[:] = [name for name in folders if name not in leave_out]
-            names = [name for name in names if name not in leave_out]
+            folders[:] = set(folders).difference(leave_out)
+            names[:] = set(names).difference(leave_out)
         for name in (*folders, *names):
             path = Path(parent) / name
             mode = path.lstat().st_mode

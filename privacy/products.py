@@ -28,6 +28,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from typing import Self
 
 import torch
@@ -162,8 +163,8 @@ class LayerGradients(Products):
 
     def _vectors(self) -> list[tuple[Tensor, ...]]:
         """Returns the vectors [N, length] of each block."""
-        vectors = iter(self.values.split([length for block in self.blocks for length in block], 1))
-        return [tuple(next(vectors) for _ in block) for block in self.blocks]
+        vectors = iter(self.values.split(list(chain.from_iterable(self.blocks)), dim=1))
+        return [tuple(islice(vectors, len(block))) for block in self.blocks]
 
     def _factors(self, blocks: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """Computes the factors [N] that clip the gradients of these blocks."""
@@ -308,7 +309,7 @@ def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Te
 
     Returns one tensor [N, channels, cells] for each block.
     """
-    parts = rows_Nd.split([channels * cells for channels, cells in blocks], dim=1)
+    parts = rows_Nd.split(list(map(math.prod, blocks)), dim=1)
     return [part.unflatten(1, size) for part, size in zip(parts, blocks, strict=True)]
 
 

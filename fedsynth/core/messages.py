@@ -240,12 +240,12 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
         raise MessageError(f"the field {what} is missing in a received message")
     value = values.pop(name)
     if isinstance(value, list):
-        if value != list(dict.fromkeys(map(str, value))):
-            raise MessageError(f"the received field {what} must list each key exactly once")
-        missing = [key for key in value if f"{name}.{key}" not in tensors]
-        if missing:
-            raise MessageError(f"the received {what} lacks a tensor for the key {missing[0]!r:.80}")
-        return {key: tensors.pop(f"{name}.{key}") for key in value}
+        mapping = {}
+        for key in map(str, value):
+            if f"{name}.{key}" not in tensors:
+                raise MessageError(f"the received {what} lacks a tensor for the key {key!r:.80}")
+            mapping[key] = tensors.pop(f"{name}.{key}")
+        return mapping
     if value is None or (is_real(value) and (type(value) is float or abs(value) <= LARGEST)):
         return value
     raise MessageError(f"{what} must be a finite number, got {short_repr(value)}")

@@ -105,8 +105,8 @@ class NetworkedRun(ActiveRun):
             self.record.events.append(Event(kind="absent", client=str(number), why=reason))
         plan = self.plan
         if plan is not None:  # announces a private run and writes its initial state
-            noted = [f"warning: {line}" for line in self.record.warnings]
-            for line in [*headline(plan, simulated=False), *noted]:
+            warnings = map("warning: {}".format, self.record.warnings)
+            for line in (*headline(plan, simulated=False), *warnings):
                 self.observer.note(line)
             self.record.begin(plan.histories)
         if resume is not None:
@@ -146,13 +146,9 @@ class NetworkedRun(ActiveRun):
                 continue
             assumed = list(history.releases)
             for round_number, phase in client.unstated:
-                context = self.plain_context(round_number)
-                plans = plan.client_plans(number, context)
-                rows = plan.client_rows(number, context)
-                pairs = zip(plans, rows, strict=True)
-                assumed += [row for release, row in pairs if release.phase == phase]
+                assumed += plan.client_rows(number, self.plain_context(round_number), [phase])
             if len(assumed) > len(history.releases):
-                rounds = sorted({round_number for round_number, _ in client.unstated})
+                rounds = sorted(dict(client.unstated))
                 self.record.events.append(Event(kind="unstated", client=str(number), rounds=rounds))
                 history = replace(history, releases=tuple(assumed), chain=None)
             histories.append(history)

@@ -267,9 +267,9 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
     masking = ", masked so that the server sees only sums" * method.requires_secure_sum
     for upload in (method.first_upload, method.upload):
         if upload is not None:
-            kinds = {name: f" ({kind})" for name, (kind, _) in privacy_of_fields(upload).items()}
-            fields = ", ".join(f"{name}{kind * bool(run.privacy)}" for name, kind in kinds.items())
-            lines.append(f"  the client sends in each round{masking}: {fields}")
+            kinds = privacy_of_fields(upload).items()
+            fields = [name + f" ({kind})" * bool(run.privacy) for name, (kind, _) in kinds]
+            lines.append(f"  the client sends in each round{masking}: {', '.join(fields)}")
     if run.privacy is None:
         return [
             *lines,

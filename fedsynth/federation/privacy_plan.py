@@ -24,7 +24,7 @@ from fedsynth.privacy.disclosure import MechanismFacts, mechanism_facts
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
-from fedsynth.privacy.plans import Plans, ReleasePlan, check_plans
+from fedsynth.privacy.plans import PHASES, Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.releases import Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
@@ -266,10 +266,16 @@ class PrivacyPlan:
                 )
         return plans
 
-    def client_rows(self, client: int, context: RoundContext) -> list[Release]:
-        """Returns the ledger rows of one client for the round of the context."""
-        plans = self.client_plans(client, context)
-        return [self._row(plan, context.round, self.sigma) for plan in plans]
+    def client_rows(
+        self, client: int, context: RoundContext, phases: Sequence[str] = PHASES
+    ) -> list[Release]:
+        """Returns the ledger rows of one client for the round of the context, or for one of its
+        exchanges."""
+        rows = []
+        for plan in self.client_plans(client, context):
+            if plan.phase in phases:
+                rows.append(self._row(plan, context.round, self.sigma))
+        return rows
 
     def _row(self, plan: ReleasePlan, number: int, sigma: float) -> Release:
         return plan.release(
