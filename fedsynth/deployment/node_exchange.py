@@ -269,8 +269,8 @@ class NodeExchange(protocol.Exchange):
         for client in set(clients).difference(counted):
             if client in self._lost:
                 lost[client] = self._lost[client]
-            elif client in exchange.rejected:
-                rejected[client] = exchange.rejected[client]
+            elif client in exchange.server.rejected:
+                rejected[client] = exchange.server.rejected[client]
         return protocol.Replies(lost=lost, rejected=rejected, total=total)
 
     def histories(self) -> list[History]:

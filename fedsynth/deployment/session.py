@@ -38,7 +38,6 @@ from fedsynth.deployment.frames import Frame, RoundFacts
 from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
-    Identities,
     SumClient,
     SumTerms,
     sum_terms,
@@ -270,6 +269,8 @@ class Session:
             raise RequestRefusedError(
                 f"the round must be between 1 and {rounds}, got {question.round!s:.20}"
             )
+        if runtime.number not in participants:
+            raise RequestRefusedError(f"this client does not take part in round {question.round}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
@@ -294,14 +295,14 @@ class Session:
             return self._step(frame, question, context)
         terms = self._sum_terms(question, context)
         if frame.kind == frames.KEYS:  # discards an unfinished sum and its secrets
-            client = SumClient.begin(self._position(context), terms)
-            keys = client.keys(self._identities(context))
+            client = SumClient.begin(self.runtime.number, terms)
+            keys = client.keys(self._node.identities)
             self._write(SUM_FILE, client.to_bytes())
             return _answered(keys)
-        with self._open_sum(terms, context) as client:
+        with self._open_sum(terms) as client:
             if frame.kind == frames.SHARES:
                 roster = primitives.Roster.from_bytes(frame.payload)
-                return _answered(client.share(roster, self._identities(context)))
+                return _answered(client.share(roster, self._node.identities))
             shares = client.unmask(primitives.Present.from_bytes(frame.payload))
         (self.folder / SUM_FILE).unlink()
         return _answered(shares)
@@ -316,7 +317,6 @@ class Session:
         if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError("this client sends uploads only in secure sums")
         message = declared(method, phase, "downlink").from_bytes(frame.payload)
-        self._position(context)
         step = (context.round, phase)
         key = f"{context.round}-{phase}"
         attempts = self.state.attempts.get(key, 0)
@@ -336,28 +336,13 @@ class Session:
 
         if question.sum is None:
             return _answered(reply())
-        with self._open_sum(self._sum_terms(question, context), context) as client:
+        with self._open_sum(self._sum_terms(question, context)) as client:
             # first: the step is not charged if the others' shares are too few
             client.receive(primitives.Sealed.from_bytes(question.sealed.encode()))
             upload = reply()
             if isinstance(upload, Refusal):
                 return _answered(upload)
             return _answered(client.mask(upload_layout(method, phase, context).encode(upload)))
-
-    def _position(self, context: RoundContext) -> int:
-        """Returns the client's position among the clients of the round."""
-        if self.runtime.number not in context.active:
-            raise RequestRefusedError(f"this client does not take part in round {context.round}")
-        return context.active.index(self.runtime.number)
-
-    def _identities(self, context: RoundContext) -> Identities | None:
-        """Returns the identity keys of the round's clients, by position in the round."""
-        identities = self._node.identities
-        if identities is None:
-            return None
-        keys = identities.public_keys
-        by_position = {p: keys[k] for p, k in enumerate(context.active) if k in keys}
-        return replace(identities, public_keys=by_position)
 
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
@@ -366,7 +351,7 @@ class Session:
         return sum_terms(method, question.phase, context, question.sum or "", self._agreement)
 
     @contextmanager
-    def _open_sum(self, terms: SumTerms, context: RoundContext) -> Iterator[SumClient]:
+    def _open_sum(self, terms: SumTerms) -> Iterator[SumClient]:
         """Provides the current secure sum to the `with` block, and stores the sum's state
         afterwards.
 
@@ -379,7 +364,7 @@ class Session:
         file = self.folder / SUM_FILE
         if not file.is_file():
             raise primitives.SecureSumError("this client has not begun the requested secure sum")
-        client = SumClient.stored(read_regular(file), self._position(context), terms)
+        client = SumClient.stored(read_regular(file), self.runtime.number, terms)
         try:
             yield client
         finally:

@@ -60,7 +60,7 @@ PARTIAL = {"participation": 0.75, "quorum": 0.7, "rounds": 3}
         pytest.param(  # features and small pictures have different noise; the images use both
             sections("fedstats", privacy=PRIVATE, method={"ipc": 2, "image_steps": 1}), id="two"
         ),
-        pytest.param(four_clients(**PARTIAL), id="three of four clients, numbered by position"),
+        pytest.param(four_clients(**PARTIAL), id="three of four clients"),
     ],
 )
 def test_private_sums_match_the_simulation_with_the_same_noise(
@@ -88,21 +88,21 @@ def test_private_sums_match_the_simulation_with_the_same_noise(
 
 def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
     """Records the clients' uploads, plain and masked, the sums, and the server's objects and files.
-    Keys are (round, exchange, position of the client)."""
+    Keys are (round, exchange, client)."""
     seen = SimpleNamespace(plain={}, uploads={}, masked={}, totals={}, server_data=[])
     answers, receive, take_step = SecureStep._answers, Server.receive, session.step_alone
 
     def at_client(runtime: Any, phase: str, message: Any, context: Any) -> Any:
         reply = take_step(runtime, phase, message, context)
-        key = (context.round, phase, context.active.index(runtime.number))
+        key = (context.round, phase, runtime.number)
         seen.plain[key] = upload_layout(runtime.method, phase, context).encode(reply)
         seen.uploads[key] = reply
         return reply
 
     def at_server(self: SecureStep, *arguments: Any) -> Any:
         answered = answers(self, *arguments)
-        for place_, words in self.server.masked.items():
-            seen.masked[self.context.round, self.phase, place_] = words
+        for client, words in self.server.masked.items():
+            seen.masked[self.context.round, self.phase, client] = words
         seen.server_data.append(pickle.dumps(self.server))
         return answered
 
@@ -259,7 +259,7 @@ def test_thresholds_are_majorities_above_the_honest_clients_and_bound_quorums(se
         arguments = {"phase": "main", "context": context, "name": "ab" * 16, "agreed": "1"}
         return sum_terms(accepted.settings.method, **{**arguments, **changes})
 
-    assert (terms().threshold, terms().clients) == (4, 5)
+    assert (terms().threshold, terms().clients) == (4, (0, 1, 2, 3, 4))
     for other in ({"context": replace(context, round=2)}, {"name": "cd" * 16}, {"agreed": "2"}):
         assert terms(**other).name != terms().name
 

@@ -63,7 +63,7 @@ class SumRun:
         self.form = primitives.FixedPoint(Grid(bits=24, bound=10.0))
         vectors = np.random.default_rng(3).uniform(-10, 10, (self.clients, LENGTH))
         self.vectors = dict(enumerate(vectors))
-        self.terms = SumTerms(secrets.token_bytes(8), self.threshold, self.clients, LENGTH)
+        self.terms = SumTerms(secrets.token_bytes(8), self.threshold, tuple(self.vectors), LENGTH)
         self.server = SumServer(self.terms)
 
     def sum(self) -> np.ndarray[Any, Any]:
@@ -183,7 +183,7 @@ def test_client_refuses_altered_rosters(tmp_path: Path, change: Rosters, reason:
     identities = make_identities(tmp_path, 4)
     runs = []
     for name in (b"one", b"other"):
-        terms = SumTerms(name, 3, 4, LENGTH)
+        terms = SumTerms(name, 3, (0, 1, 2, 3), LENGTH)
         runs.append([SumClient.begin(k, terms) for k in range(4)])
     keys, other_sum = (
         {k: client.keys(identities[k]) for k, client in enumerate(clients)} for clients in runs
@@ -193,7 +193,7 @@ def test_client_refuses_altered_rosters(tmp_path: Path, change: Rosters, reason:
 
 
 def test_client_continues_only_in_the_same_sum() -> None:
-    terms = SumTerms(b"one", threshold=3, clients=3, length=2)
+    terms = SumTerms(b"one", threshold=3, clients=(0, 1, 2), length=2)
     client = SumClient.begin(1, terms)
     assert SumClient.stored(client.to_bytes(), 1, terms) == client
     for number, other in ((0, terms), (1, replace(terms, threshold=2))):
@@ -204,7 +204,7 @@ def test_client_continues_only_in_the_same_sum() -> None:
 def start_sum(terms: SumTerms) -> tuple[SumServer, dict[int, SumClient], dict[int, Sealed]]:
     """Returns a server, its clients, and the ciphertexts that each of them sends."""
     server = SumServer(terms)
-    clients = {k: SumClient.begin(k, terms) for k in range(terms.clients)}
+    clients = {k: SumClient.begin(k, terms) for k in terms.clients}
     roster = server.roster({k: client.keys() for k, client in clients.items()})
     return server, clients, {k: client.share(roster) for k, client in clients.items()}
 
@@ -219,7 +219,7 @@ def masked_sum(terms: SumTerms) -> dict[int, SumClient]:
 def test_clients_never_reveal_both_shares_of_a_client() -> None:
     """A client answers one request and reveals one kind of share: a server that reports a client
     first as lost and then as present gets one kind."""
-    clients = masked_sum(SumTerms(b"one", threshold=2, clients=3, length=LENGTH))
+    clients = masked_sum(SumTerms(b"one", threshold=2, clients=(0, 1, 2), length=LENGTH))
     shares = clients[0].unmask(Present(clients=(0, 1)))
     assert (set(shares.seeds), set(shares.keys)) == ({0, 1}, {2})
     with pytest.raises(primitives.SecureSumError, match="out of order"):
@@ -231,13 +231,13 @@ def test_clients_never_reveal_both_shares_of_a_client() -> None:
 def test_threshold_is_above_half() -> None:
     for threshold in (0, 1, 2, 6):
         with pytest.raises(primitives.SecureSumError, match="above half"):
-            SumTerms(b"one", threshold, 5, 3)
+            SumTerms(b"one", threshold, (0, 1, 2, 3, 4), 3)
 
 
 def test_sum_has_the_noise_of_all_honest_clients() -> None:
     """H = 4 and a colluder: 4 of 6 are above half, but one of these may add no noise. A client
     refuses before its vector is masked and afterwards."""
-    terms = SumTerms(b"one", 5, 6, 3)
+    terms = SumTerms(b"one", 5, (0, 1, 2, 3, 4, 5), 3)
     server, clients, sealed = start_sum(terms)
     few = {k: ciphertext for k, ciphertext in server.relay(sealed)[0].of.items() if k < 4}
     with pytest.raises(primitives.SecureSumError, match="got 4"):
@@ -250,7 +250,7 @@ def test_sum_has_the_noise_of_all_honest_clients() -> None:
 
 def test_incomplete_shares_are_refused() -> None:
     """Masks of only one side would not cancel, and the sum would be silently wrong."""
-    server, _, sealed = start_sum(SumTerms(b"one", 2, 3, LENGTH))
+    server, _, sealed = start_sum(SumTerms(b"one", 2, (0, 1, 2), LENGTH))
     sealed[0] = Sealed(of={1: sealed[0].of[1]})
     assert set(server.relay(sealed)) == {1, 2}
     assert server.rejected == {0: "the client sent invalid shares"}

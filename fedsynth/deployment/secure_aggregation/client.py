@@ -67,19 +67,20 @@ class SumTerms:
             that a client has failed, and others that it is present, then gets too few shares of one
             kind. If each client adds 1/H of the noise, the threshold is also above H in a private
             run of several clients (`fedsynth.config.checks.fewest`).
-        clients: the number of clients. Their indices start at 0.
+        clients: the indices of the clients that take part.
         length: the length of the clients' vectors.
     """
 
     name: bytes
     threshold: int
-    clients: int
+    clients: tuple[Index, ...]
     length: int
 
     def __post_init__(self) -> None:
-        if not self.clients // 2 < self.threshold <= self.clients:
+        count = len(self.clients)
+        if not count // 2 < self.threshold <= count:
             raise SecureSumError(
-                f"the threshold must be above half of {self.clients} clients, got {self.threshold}"
+                f"the threshold must be above half of {count} clients, got {self.threshold}"
             )
 
 
@@ -200,10 +201,11 @@ class SumClient(Parcel):
         return Sealed(of=sealed)
 
     def _check(self, keys: Mapping[int, Keys], identities: Identities | None) -> None:
-        if len(keys) < self.terms.threshold or max(keys) >= self.terms.clients:
+        clients = self.terms.clients
+        if len(keys) < self.terms.threshold or not keys.keys() <= set(clients):
             raise SecureSumError(
                 f"the server must send the keys of at least {self.terms.threshold} of "
-                f"{self.terms.clients} clients, got {len(keys)}"
+                f"{len(clients)} clients, got {len(keys)}"
             )
         if self.number not in keys or keys[self.number].mask != primitives.public(self.mask_key):
             raise SecureSumError("the server has changed or omitted the keys of this client")
@@ -422,8 +424,6 @@ def sum_terms(
 
     All parties compute these parameters themselves.
 
-    Clients are identified by their positions among the clients of the round.
-
     Args:
         method: a method whose server sees only sums of uploads.
         phase: the exchange of the round, "first" or "main".
@@ -437,12 +437,12 @@ def sum_terms(
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
         raise SecureSumError(f"the name of a secure sum must have {NAME_DIGITS} hexadecimal digits")
-    taking = len(context.active)
+    clients = context.active
     private = context.privacy is not None
     about = f"{agreed} {context.round} {phase} {name}"
     return SumTerms(
         hashlib.sha256(about.encode()).digest(),
-        threshold=fewest(method, taking, context.clients, private=private),
-        clients=taking,
+        threshold=fewest(method, len(clients), context.clients, private=private),
+        clients=clients,
         length=upload_layout(method, phase, context).length,
     )

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -196,8 +196,8 @@ class SecureStep:
         ask: a function that sends requests to the clients and returns their answers.
 
     Attributes:
-        rejected: maps each client whose answer cannot be used to the reason.
-        server: the server of the secure sum.
+        server: the server of the secure sum, which also collects the reasons why answers of clients
+            cannot be used.
     """
 
     method: Method
@@ -206,7 +206,6 @@ class SecureStep:
     facts: Mapping[str, Any]
     agreement: str
     ask: Ask
-    rejected: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         name = secrets.token_hex(NAME_DIGITS // 2)
@@ -230,18 +229,13 @@ class SecureStep:
         except primitives.SecureSumError as error:
             # the faulty client is unknown, or the sum lacks clients; either way there is no sum
             for client in clients:
-                self.rejected.setdefault(client, f"cannot compute the secure sum: {error}")
-        for position, reason in self.server.rejected.items():
-            self.rejected[self.context.active[position]] = reason
+                self.server.rejected.setdefault(client, f"cannot compute the secure sum: {error}")
         return total
 
     def _run(self, clients: Sequence[int], request: Message) -> SecureSum:
-        active = self.context.active
-        long = PARCEL_BYTES * (1 + len(active))
-        positions = list(map(active.index, clients))
-        keys = self._answers(
-            frames.KEYS, dict.fromkeys(positions, b""), primitives.Keys, PARCEL_BYTES
-        )
+        long = PARCEL_BYTES * (1 + len(self.context.active))
+        questions = dict.fromkeys(clients, b"")
+        keys = self._answers(frames.KEYS, questions, primitives.Keys, PARCEL_BYTES)
         roster = self.server.roster(keys)
         questions = dict.fromkeys(roster.keys, roster.to_bytes())
         sealed = self._answers(frames.SHARES, questions, primitives.Sealed, long)
@@ -252,9 +246,8 @@ class SecureStep:
         present = self.server.present(masked)
         questions = dict.fromkeys(present.clients, present.to_bytes())
         encoded = self.server.sum(self._answers(frames.UNMASK, questions, primitives.Shares, long))
-        counted = tuple(active[position] for position in present.clients)
-        total = self._layout.decode(encoded, len(counted), self.context.device)
-        return SecureSum(total, counted)
+        total = self._layout.decode(encoded, len(present.clients), self.context.device)
+        return SecureSum(total, present.clients)
 
     def _answers(
         self,
@@ -266,8 +259,6 @@ class SecureStep:
     ) -> dict[int, P]:
         """Sends one kind of request to the clients, and returns the answers that can be used.
 
-        Requests and answers are indexed by the clients' positions in the round.
-
         Args:
             kind: the kind of the request.
             payloads: the payload of the request to each client.
@@ -275,17 +266,16 @@ class SecureStep:
             max_bytes: the size limit of an answer.
             relayed: the other clients' shares for each client, if the request contains shares.
         """
-        active = self.context.active
         questions = {}
-        for position, payload in payloads.items():
+        for client, payload in payloads.items():
             facts = dict(self.facts)
             if relayed is not None:
-                facts["sealed"] = relayed[position].to_bytes().decode()
-            questions[active[position]] = Frame(kind, facts, payload)
+                facts["sealed"] = relayed[client].to_bytes().decode()
+            questions[client] = Frame(kind, facts, payload)
         answers: dict[int, P] = {}
         for client, answer in self.ask(questions, max_bytes).items():
             try:
-                answers[active.index(client)] = expected.from_bytes(answer.payload)
+                answers[client] = expected.from_bytes(answer.payload)
             except primitives.SecureSumError as error:
-                self.rejected[client] = str(error)
+                self.server.rejected[client] = str(error)
         return answers
