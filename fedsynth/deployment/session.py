@@ -342,7 +342,8 @@ class Session:
             upload = reply()
             if isinstance(upload, Refusal):
                 return _answered(upload)
-            return _answered(client.mask(upload_layout(method, phase, context).encode(upload)))
+            masked = client.mask(upload_layout(method, phase, context).encode(upload))
+            return Frame(frames.ANSWER, {}, masked.astype("<u8").tobytes())
 
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
@@ -445,7 +446,7 @@ def _stored_answer(file: Path, question: Frame) -> Frame | None:
         return Frame.from_bytes(without_hash(content[HASH_BYTES:]))
 
 
-def _answered(answer: Message | primitives.Parcel | primitives.Masked | Refusal) -> Frame:
+def _answered(answer: Message | primitives.Parcel | Refusal) -> Frame:
     if isinstance(answer, Refusal):
         return Frame(frames.REFUSAL, {"reason": answer.reason, "kind": answer.kind})
     return Frame(frames.ANSWER, {}, answer.to_bytes())

@@ -40,7 +40,6 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     Index,
     IntVector,
     Keys,
-    Masked,
     Parcel,
     Present,
     Roster,
@@ -263,7 +262,7 @@ class SumClient(Parcel):
             if len(self.shares[k]) != 2 * SHARE_BYTES:
                 raise SecureSumError(f"the secret shares of client {k} have the wrong length")
 
-    def mask(self, vector: IntVector) -> Masked:
+    def mask(self, vector: IntVector) -> IntVector:
         """Adds all masks to the client's vector, so that the server can read only the sum of all
         vectors.
 
@@ -283,7 +282,7 @@ class SumClient(Parcel):
             masked = masked + primitives.signed_mask(
                 self.mask_key, self.roster[k].mask, self.terms.name, (self.number, k), length
             )
-        return Masked(masked)
+        return masked
 
     def unmask(self, present: Present) -> Shares:
         """Returns shares of the clients' secrets, with which the server removes the masks.

@@ -347,28 +347,13 @@ class Shares(Parcel):
     keys: dict[Index, bytes]
 
 
-class Masked:
-    """A client's vector with all masks added, as it is sent to the server.
+def to_vector(sent: bytes) -> IntVector:
+    """Decodes a masked vector from received bytes, uint64 [n].
 
-    Args:
-        vector: uint64 [n].
+    Raises:
+        SecureSumError: if the bytes end within a number.
     """
-
-    def __init__(self, vector: IntVector) -> None:
-        self.vector = vector
-
-    def to_bytes(self) -> bytes:
-        """Encodes the vector as bytes."""
-        return self.vector.astype("<u8").tobytes()
-
-    @classmethod
-    def from_bytes(cls, sent: bytes) -> Self:
-        """Decodes a vector from received bytes.
-
-        Raises:
-            SecureSumError: if the bytes end within a number.
-        """
-        try:
-            return cls(np.frombuffer(sent, "<u8").astype(np.uint64))
-        except ValueError:
-            raise SecureSumError("the received masked vector is incomplete") from None
+    try:
+        return np.frombuffer(sent, "<u8").astype(np.uint64)
+    except ValueError:
+        raise SecureSumError("the received masked vector is incomplete") from None

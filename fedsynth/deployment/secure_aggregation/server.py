@@ -119,7 +119,7 @@ class SumServer:
             relayed[client] = primitives.Sealed(of={k: self._sealed[k].of[client] for k in senders})
         return relayed
 
-    def present(self, masked: Mapping[int, primitives.Masked]) -> primitives.Present:
+    def present(self, masked: Mapping[int, primitives.IntVector]) -> primitives.Present:
         """Returns the message that lists the clients whose masked vectors can be used.
 
         A client is excluded if its vector has the wrong length.
@@ -128,10 +128,9 @@ class SumServer:
             SecureSumError: if too few vectors can be used.
         """
         shape = (self.terms.length,)
-        usable = self._usable(
-            masked, lambda k, m: k in self._sealed and m.vector.shape == shape, "vectors"
+        self.masked = self._usable(
+            masked, lambda k, vector: k in self._sealed and vector.shape == shape, "vectors"
         )
-        self.masked = {client: message.vector for client, message in usable.items()}
         return primitives.Present(clients=tuple(self.masked))
 
     def sum(self, shares: Mapping[int, primitives.Shares]) -> primitives.IntVector:
@@ -175,8 +174,6 @@ class SumServer:
 # The maximum size of a short message in bytes. A message that contains something for each client
 # may have this size for each client.
 PARCEL_BYTES = 4096
-
-P = TypeVar("P", primitives.Keys, primitives.Sealed, primitives.Masked, primitives.Shares)
 
 # A function that maps (each client's request, the size limit of an answer) to the received
 # answers.
@@ -235,17 +232,19 @@ class SecureStep:
     def _run(self, clients: Sequence[int], request: Message) -> SecureSum:
         long = PARCEL_BYTES * (1 + len(self.context.active))
         questions = dict.fromkeys(clients, b"")
-        keys = self._answers(frames.KEYS, questions, primitives.Keys, PARCEL_BYTES)
+        keys = self._answers(frames.KEYS, questions, primitives.Keys.from_bytes, PARCEL_BYTES)
         roster = self.server.roster(keys)
         questions = dict.fromkeys(roster.keys, roster.to_bytes())
-        sealed = self._answers(frames.SHARES, questions, primitives.Sealed, long)
+        sealed = self._answers(frames.SHARES, questions, primitives.Sealed.from_bytes, long)
         relayed = self.server.relay(sealed)
         questions = dict.fromkeys(relayed, request.to_bytes())
         limit = 8 * self._layout.length + PARCEL_BYTES
-        masked = self._answers(frames.STEP, questions, primitives.Masked, limit, relayed)
+        masked = self._answers(frames.STEP, questions, primitives.to_vector, limit, relayed)
         present = self.server.present(masked)
         questions = dict.fromkeys(present.clients, present.to_bytes())
-        encoded = self.server.sum(self._answers(frames.UNMASK, questions, primitives.Shares, long))
+        encoded = self.server.sum(
+            self._answers(frames.UNMASK, questions, primitives.Shares.from_bytes, long)
+        )
         total = self._layout.decode(encoded, len(present.clients), self.context.device)
         return SecureSum(total, present.clients)
 
@@ -253,16 +252,16 @@ class SecureStep:
         self,
         kind: str,
         payloads: Mapping[int, bytes],
-        expected: type[P],
+        decode: Callable[[bytes], T],
         max_bytes: int,
         relayed: Mapping[int, primitives.Sealed] | None = None,
-    ) -> dict[int, P]:
+    ) -> dict[int, T]:
         """Sends one kind of request to the clients, and returns the answers that can be used.
 
         Args:
             kind: the kind of the request.
             payloads: the payload of the request to each client.
-            expected: the type of the answers.
+            decode: a function that decodes an answer, and raises SecureSumError if it is invalid.
             max_bytes: the size limit of an answer.
             relayed: the other clients' shares for each client, if the request contains shares.
         """
@@ -272,10 +271,10 @@ class SecureStep:
             if relayed is not None:
                 facts["sealed"] = relayed[client].to_bytes().decode()
             questions[client] = Frame(kind, facts, payload)
-        answers: dict[int, P] = {}
+        answers: dict[int, T] = {}
         for client, answer in self.ask(questions, max_bytes).items():
             try:
-                answers[client] = expected.from_bytes(answer.payload)
+                answers[client] = decode(answer.payload)
             except primitives.SecureSumError as error:
                 self.server.rejected[client] = str(error)
         return answers
