@@ -46,7 +46,7 @@ from fedsynth.deployment.secure_aggregation.client import (
 from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
-from fedsynth.federation.in_process import step_alone
+from fedsynth.federation.in_process import step_together
 from fedsynth.federation.protocol import Refusal, RunTerms, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
@@ -329,10 +329,12 @@ class Session:
         def reply() -> Message | Refusal:
             self.state.steps.add(step)
             self.state.attempts[key] = attempts + 1
-            upload = step_alone(self.runtime, phase, message.to(context.device), context)
-            if not isinstance(upload, Refusal):
-                self._store_memory(phase, context)
-            return upload
+            request = message.to(context.device)
+            replies = step_together([self.runtime], phase, request, context)
+            if replies.refusals:
+                return replies.refusals[0]
+            self._store_memory(phase, context)
+            return replies.messages[self.runtime.number]
 
         if question.sum is None:
             return _answered(reply())

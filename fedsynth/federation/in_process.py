@@ -5,7 +5,7 @@ client needs (`Method.client_bytes`) and from the memory bound of the run. It do
 results. If the device still runs out of memory, the groups are halved.
 
 The steps of a group's clients are computed together on one device. Each client gets the same result
-as in a separate process (`step_alone`).
+as in a separate process, where it is the only client of its group.
 """
 
 from __future__ import annotations
@@ -107,16 +107,6 @@ def step_together(
         client.store_memory(phase, memory, context)
         replies[client.number] = reply
     return protocol.Replies(replies)
-
-
-def step_alone(
-    client: ClientRuntime, phase: str, message: Message, context: RoundContext
-) -> Message | protocol.Refusal:
-    """Computes one step for a single client, and returns the client's reply or refusal."""
-    replies = step_together([client], phase, message, context)
-    if replies.refusals:
-        return replies.refusals[0]
-    return replies.messages[client.number]
 
 
 def evaluate_together(

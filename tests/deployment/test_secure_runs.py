@@ -90,14 +90,15 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
     """Records the clients' uploads, plain and masked, the sums, and the server's objects and files.
     Keys are (round, exchange, client)."""
     seen = SimpleNamespace(plain={}, uploads={}, masked={}, totals={}, server_data=[])
-    answers, receive, take_step = SecureStep._answers, Server.receive, session.step_alone
+    answers, receive, take_step = SecureStep._answers, Server.receive, session.step_together
 
-    def at_client(runtime: Any, phase: str, message: Any, context: Any) -> Any:
-        reply = take_step(runtime, phase, message, context)
-        key = (context.round, phase, runtime.number)
-        seen.plain[key] = upload_layout(runtime.method, phase, context).encode(reply)
-        seen.uploads[key] = reply
-        return reply
+    def at_client(clients: Any, phase: str, message: Any, context: Any) -> Any:
+        replies = take_step(clients, phase, message, context)
+        for number, reply in replies.messages.items():
+            key = (context.round, phase, number)
+            seen.plain[key] = upload_layout(clients[0].method, phase, context).encode(reply)
+            seen.uploads[key] = reply
+        return replies
 
     def at_server(self: SecureStep, *arguments: Any) -> Any:
         answered = answers(self, *arguments)
@@ -112,7 +113,7 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
         seen.server_data.append(pickle.dumps(self.state))
         seen.server_data.extend(file.read_bytes() for file in runs.rglob("*") if file.is_file())
 
-    monkeypatch.setattr(session, "step_alone", at_client)
+    monkeypatch.setattr(session, "step_together", at_client)
     monkeypatch.setattr(SecureStep, "_answers", at_server)
     monkeypatch.setattr(Server, "receive", summed)
     return seen

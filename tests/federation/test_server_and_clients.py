@@ -18,7 +18,7 @@ from fedsynth.core.client import PrivateClientView
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
-from fedsynth.federation.in_process import evaluate_together, step_alone, step_together, view
+from fedsynth.federation.in_process import evaluate_together, step_together, view
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import BUDGET, REQUEST, RunTerms
 from fedsynth.federation.server import Server
@@ -179,7 +179,7 @@ def test_replies_and_memories_belong_to_their_clients() -> None:
     together = step_together(runtimes(method)[1:], MAIN, request(ctx), ctx)
     assert (list(together.messages), together.refusals) == ([1, 2, 3], ())
     for client in runtimes(method)[1:]:
-        reply: Any = step_alone(client, MAIN, request(ctx), ctx)
+        reply: Any = step_together([client], MAIN, request(ctx), ctx).messages[client.number]
         group: Any = together.messages[client.number]
         torch.testing.assert_close(group.parameters, reply.parameters, atol=1e-6, rtol=1e-5)
         assert group.weight == reply.weight == len(PARTS[client.number])
@@ -204,7 +204,6 @@ def test_invalid_requests_are_refused_by_reply() -> None:
             (refusal,) = replies.refusals
             assert refusal.kind == REQUEST
             assert reason in refusal.reason
-            assert step_alone(client, phase, request(ctx, value), ctx) == refusal
 
 
 def test_size_is_sent_only_without_privacy() -> None:
