@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 from torch import nn
 
@@ -34,6 +33,7 @@ from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import report_sentences
+from fedsynth.privacy.report.plots import templates
 from fedsynth.results.file_names import MODEL
 from fedsynth.results.finished import read_summary
 from fedsynth.results.hub_files import PICTURES, VALUES, write_croissant, write_values
@@ -44,14 +44,7 @@ from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
 _MAX_NAME = 60
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    keep_trailing_newline=True,
-    autoescape=False,  # the README is Markdown
-)
+_TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # Markdown
 _TEMPLATES.filters["epsilon"] = format_epsilon
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 

@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from fedsynth.config.resolve import fingerprint, resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
@@ -45,9 +45,10 @@ from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import last_line, open_regular
 from fedsynth.results.finished import finished_run, unfinished_run
-from fedsynth.validation import check_fields, from_mapping, in_range, read_sections, to_toml
+from fedsynth.validation import check_number, converted, read_sections, to_toml
 
 MAX_RUNS = 10_000
+MAX_JOBS = 1000
 SEED = "seed"
 Values = Mapping[str, Any]
 Sections = Mapping[str, Mapping[str, Any]]
@@ -55,25 +56,6 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 class SweepError(FedsynthError):
     """Raised for a sweep file that is invalid."""
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """The settings of a sweep.
-
-    Args:
-        output: the folder for the runs. An empty string means sweeps/NAME, where NAME is that
-            of the sweep file.
-        jobs: the maximum number of active runs.
-    """
-
-    section: ClassVar[str] = "sweep"
-
-    output: str = ""
-    jobs: int = in_range(1, 1, 1000)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +86,14 @@ class Sweep:
     """A sweep: its settings and all its runs.
 
     Attributes:
-        settings: the settings of the sweep.
         output: the folder for the runs.
+        jobs: the maximum number of active runs.
         metrics: dotted paths in summary.json, which are the columns of the table.
         cells: the runs.
     """
 
-    settings: SweepSettings
     output: Path
+    jobs: int
     metrics: tuple[str, ...]
     cells: tuple[Cell, ...]
 
@@ -139,9 +121,11 @@ def read_sweep(file: Path) -> Sweep:
         cells = _cells(sections, grid)
     except SweepError as error:
         raise SweepError(f"{file}: {error}") from None
-    settings = from_mapping(SweepSettings, sweep)
-    output = Path(settings.output or f"sweeps/{file.stem}")
-    return Sweep(settings, output, tuple(map(str, metrics)), tuple(cells))
+    settings = converted("sweep", sweep, {"output": str, "jobs": int}, "sweep", also=("metrics",))
+    jobs = settings.get("jobs", 1)
+    check_number("sweep", "jobs", jobs, 1, MAX_JOBS, integer=True)
+    output = Path(settings.get("output") or f"sweeps/{file.stem}")
+    return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells))
 
 
 def _cells(shared: Sections, grid: Values) -> list[Cell]:
@@ -307,7 +291,7 @@ def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, obj
     """
     active = list(running)
     for cell in waiting:
-        if len(active) >= sweep.settings.jobs:
+        if len(active) >= sweep.jobs:
             break
         ledger = _ledger(cell)
         if ledger is None or ledger not in map(_ledger, active):
@@ -336,7 +320,7 @@ def _start(sweep: Sweep, cell: Cell) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=_environment(sweep.settings.jobs),
+            env=_environment(sweep.jobs),
             start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
         )
 
