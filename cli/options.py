@@ -368,7 +368,7 @@ Set = Annotated[
 
 
 def takes_settings(
-    *places: str, names: Mapping[str, str] | None = None, set_option: bool = True
+    *places: str, set_option: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that adds options for settings to a command, and the option `--set`.
 
@@ -378,10 +378,9 @@ def takes_settings(
     Args:
         places: sections such as "run", which stand for all settings with an option, or single
             settings such as "run.seed".
-        names: the names of options that differ from the usual ones in this command, by setting.
         set_option: whether the command has the option `--set`.
     """
-    options = {place: setting_parameter(place, names or {}) for place in _settings(places)}
+    options = {place: setting_parameter(place) for place in _settings(places)}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -408,14 +407,14 @@ def takes_settings(
     return decorate
 
 
-def setting_parameter(place: str, names: Mapping[str, str]) -> inspect.Parameter:
+def setting_parameter(place: str) -> inspect.Parameter:
     """Returns the Python parameter that receives the value of a setting such as "privacy.clip",
     with the annotation from which Typer makes the option.
     """
     section, _, key = place.partition(".")
     kind, text = _fields(section)[key]
     usual = f"--{'dp-' if section == 'privacy' else ''}{key}".replace("_", "-")
-    name = names.get(place, NAMES.get(place, usual))
+    name = NAMES.get(place, usual)
     texts = name.split("/")
     parameter = texts[0].removeprefix("--").replace("-", "_")
     if kind is bool:

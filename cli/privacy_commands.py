@@ -251,11 +251,6 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-# The names of the options of `plan`.
-NAMES = {
-    f"privacy.{key}": f"--{key.replace('_', '-')}" for key in options.KEYS["privacy"].split()
-} | {"privacy.noise_multiplier": "--sigma", "privacy.nominal_size": "--n"}
-
 SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"
 
 privacy_app = typer.Typer(
@@ -271,7 +266,7 @@ for command in (report, verify, sign, audit):
     "run.method", "run.rounds", "run.participation", "data.dataset", "partition.clients",
     "partition.subset", "partition.local_test", "privacy.epsilon", "privacy.noise_multiplier",
     "privacy.delta", "privacy.max_records", "privacy.mechanism", "privacy.sample_rate",
-    "privacy.nominal_size", "privacy.adjacency", "privacy.unit", names=NAMES,
+    "privacy.nominal_size", "privacy.adjacency", "privacy.unit",
 )  # fmt: skip
 def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     """Compute the noise σ that a privacy budget ε requires, or the ε that a given σ costs.
@@ -279,15 +274,15 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     The plan uses only public numbers and reads no data. For fedstats, it also shows the
     signal-to-noise ratio that each release can have.
 
-    Examples: `fedsynth privacy plan --epsilon 8 --rounds 5`, `fedsynth privacy plan --sigma 3
-    --method fedavg --n 6000`.
+    Examples: `fedsynth privacy plan --dp-epsilon 8 --rounds 5`, `fedsynth privacy plan --dp-sigma 3
+    --method fedavg --dp-nominal-size 6000`.
     """
     from fedsynth.federation.context import costs_of, plans_by_mechanism
 
     chosen["data"].setdefault("dataset", "mnist")
     sections = options.with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("set --epsilon to compute σ, or --sigma to compute ε")
+        raise OptionError("set --dp-epsilon to compute σ, or --dp-sigma to compute ε")
     plans = plans_by_mechanism(sections)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))
@@ -307,7 +302,7 @@ def _warn(plans: list[PrivacyPlan]) -> None:
             mechanism = p.chief.mechanism
             note(f"with this σ, {mechanism} exceeds ε = {target:g} in round {rounds[first]}")
     if max(p.planned_epsilon() for p in plans) > 10:
-        say("warning: an ε above 10 is a weak guarantee. Use a smaller ε, such as --epsilon 8")
+        say("warning: an ε above 10 is a weak guarantee. Use a smaller ε, such as --dp-epsilon 8")
 
 
 def print_costs(plans: list[PrivacyPlan]) -> None:

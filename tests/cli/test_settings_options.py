@@ -53,7 +53,7 @@ def test_options_have_field_type_and_help(section: str) -> None:
     classes = [cls for cls in CLASSES if cls.section == section]
     types = {k: v for cls in (fedsynth.RunSettings, *classes) for k, v in field_types(cls).items()}
     for key in KEYS[section].split():
-        annotation = setting_parameter(f"{section}.{key}", {}).annotation
+        annotation = setting_parameter(f"{section}.{key}").annotation
         expected, (optional, option) = types[key], get_args(annotation)
         kind = get_args(optional)[0]
         assert kind.__name__ == (expected.__name__ if key != "method" else "str"), key

@@ -215,7 +215,9 @@ def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
 
 def test_plan_computes_sigma_for_each_mechanism(fedsynth: Call) -> None:
     """Every plan's ε equals the accountant's for its σ, q and releases, just below the budget."""
-    entries = plans(fedsynth, "--epsilon 3 --rounds 2 --set iterations=50 --n 6000")
+    entries = plans(
+        fedsynth, "--dp-epsilon 3 --rounds 2 --set iterations=50 --dp-nominal-size 6000"
+    )
     assert [p["mechanism"] for p in entries] == ["residual", "gradient", "features"]
     residual, _, features = entries
     sigma, rate = residual["noise_multiplier"], residual["sample_rate"]
@@ -234,25 +236,25 @@ def test_plan_computes_sigma_for_each_mechanism(fedsynth: Call) -> None:
 def test_plan_shows_signal_to_noise_of_public_data(fedsynth: Call) -> None:
     """σ = 2, four clients of 100, 324 features of the digits: centre Σ norm 400, moments
     (with privacy without second ones) and steps 400/√10, over 2·√share⁻¹·√4·√D."""
-    line = "--method fedstats --sigma 2 --n 100 --clients 4 --rounds 3 --dataset digits"
+    line = "--method fedstats --dp-sigma 2 --dp-nominal-size 100 --clients 4 --rounds 3 --dataset digits"
     (plan,) = plans(fedsynth, line)
     centre = 40 * 10**0.5 / (2 * (3 / 0.96) ** 0.5 * 2 * 3240**0.5)
     expected = [centre, 400 / (2 * 0.04**-0.5 * 2 * 324**0.5), centre]
     assert [row["signal_to_noise"] for row in plan["rows"]] == pytest.approx(expected)
     assert f"{expected[1]:.3g}" in fedsynth(f"privacy plan {line}").stdout
-    assert "S/N" not in fedsynth("privacy plan --sigma 2 --rounds 1").stdout
+    assert "S/N" not in fedsynth("privacy plan --dp-sigma 2 --rounds 1").stdout
 
 
 def test_plan_uses_set_options(fedsynth: Call) -> None:
     line = "--method fedavg --rounds 2 --dataset digits"
     (plan,) = plans(fedsynth, f"{line} --set privacy.noise_multiplier=2 --set privacy.delta=6e-4")
     assert plan["delta"] == 6e-4
-    (plain,) = plans(fedsynth, f"{line} --sigma 2")
+    (plain,) = plans(fedsynth, f"{line} --dp-sigma 2")
     assert (plain["delta"], plain["epsilon"]["2"] > plan["epsilon"]["2"]) == (1e-5, True)
-    both = fedsynth(f"privacy plan {line} --sigma 2 --set privacy.epsilon=1")
+    both = fedsynth(f"privacy plan {line} --dp-sigma 2 --set privacy.epsilon=1")
     assert "exceeds ε = 1 in round" in both.stderr
-    by_user = "--unit user --n 20 --set report.person=patient"
-    text = fedsynth(f"privacy plan {line} --sigma 3 {by_user}").stdout
+    by_user = "--dp-unit user --dp-nominal-size 20 --set report.person=patient"
+    text = fedsynth(f"privacy plan {line} --dp-sigma 3 {by_user}").stdout
     assert "ε after round" in text
     assert "plan for one patient with all examples, δ" in text
 
