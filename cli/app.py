@@ -109,19 +109,15 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
     """
     from fedsynth.config.resolve import resolve
     from fedsynth.data.partition import count_matrix
-    from fedsynth.data.partition import partition as divide
     from fedsynth.data.picture import partition_table
     from fedsynth.federation.run_data import data_of_run
+    from fedsynth.simulation.simulate import among_clients
 
     settings = resolve(options.merged({}, options.with_own_code(chosen)))
-    run_data = data_of_run(settings, None, None, application.note, download=download)
-    settings = run_data.settings
-    data = run_data.train
-    labels = data.labels.numpy()
-    parts = run_data.parts or divide(
-        labels, settings.resolved_partition, data.spec.classes, *data.origins()
-    )
-    print(partition_table(count_matrix(labels, parts, data.spec.classes)))
+    loaded = data_of_run(settings, None, None, application.note, download=download)
+    loaded, clients = among_clients(loaded)
+    train = loaded.train
+    print(partition_table(count_matrix(train.labels.numpy(), clients.parts, train.spec.classes)))
 
 
 def _dry_run(sections: options.Sections, as_json: bool) -> None:

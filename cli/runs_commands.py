@@ -170,9 +170,9 @@ SPEED = ("run.device", "run.precision", "run.compile", "run.memory_gb", "data.da
 def reproduce(
     chosen: options.Sections,
     preset: Annotated[
-        str | None, typer.Argument(metavar="TABLE", help="A table, such as feddm:table2 (--list).")
+        str | None, typer.Argument(metavar="TABLE", help="A table. Default: list all tables.")
     ] = None,
-    listed: Annotated[bool, options.flag("--list", "List all tables, or one table.")] = False,
+    listed: Annotated[bool, options.flag("--list", "List the cells of the table.")] = False,
     dataset: Annotated[str | None, typer.Option(help="Select cells with this data set.")] = None,
     alpha: Annotated[float | None, typer.Option(help="Select partitions with this α.")] = None,
     method: Annotated[str | None, typer.Option(help="Select cells with this method.")] = None,
@@ -194,8 +194,6 @@ def reproduce(
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """
     if preset is None:
-        if not listed:
-            raise OptionError("name a table, such as feddm:table2. Use --list to show all tables")
         _list_tables()
         return
     from fedsynth.cli.progress import make_observer

@@ -114,11 +114,7 @@ def simulate(
         observer = Several([observer])  # its failure does not end the run
     loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
     run_data.require_a_ledger(loaded.settings, loaded.train.spec)
-    if parts is None:
-        parts = loaded.parts
-        if names is None:
-            names = loaded.names
-    loaded, clients = _divided(loaded, parts, names)
+    loaded, clients = among_clients(loaded, parts, names)
     loaded = run_data.encoded(loaded, clients.parts, device, observer.step)
     settings = loaded.settings
     test_images = loaded.test
@@ -141,8 +137,10 @@ def simulate(
     return result
 
 
-def _divided(
-    loaded: run_data.RunData, parts: Sequence[IntArray] | None, names: Sequence[str] | None
+def among_clients(
+    loaded: run_data.RunData,
+    parts: Sequence[IntArray] | None = None,
+    names: Sequence[str] | None = None,
 ) -> tuple[run_data.RunData, run_data.Clients]:
     """Divides the training records of a run among its clients.
 
@@ -158,6 +156,10 @@ def _divided(
         FedsynthError: the division does not fit the data or the settings (see `simulate`).
     """
     settings, train = loaded.settings, loaded.train
+    if parts is None:
+        parts = loaded.parts
+        if names is None:
+            names = loaded.names
     if parts is None:
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, train.spec.classes, *train.origins())

@@ -188,6 +188,7 @@ def test_invalid_model_files_are_rejected(
 
 
 def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
+    assert "feddm:table2" in fedsynth("reproduce").stdout
     table = fedsynth("reproduce --list feddm:table2 --alpha 0.1").stdout
     for text in ("method.iterations=1000", "Sec. 4.1, Hyperparameters", "67.38 ± 0.32"):
         assert text in table
@@ -414,13 +415,12 @@ LINES = (
     ("fedavg --dp-sigma 3 --dp-ledger ' '", "ledger must be a folder"),
     ("feddm --resume {tmp}", "--method cannot be used with --resume"),
     ("methods show fedpro", "did you mean fedprox"),
-    ("privacy plan", "set --epsilon to compute"),
+    ("privacy plan", "set --dp-epsilon to compute"),
     (f"privacy audit --dp-sigma 1 --canaries {10**30}", "canaries must be at most 1e+07"),
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),
     ("server --insecure --port 99999", "'--port': Input should be less than or equal to"),
     ("sweep {tmp}/none.toml", "cannot read the config file {tmp}/none.toml"),
-    ("reproduce", "name a table, such as feddm:table2. Use --list to show all tables"),
     ("reproduce feddm:table9", "unknown preset 'feddm:table9'; did you mean"),
     ("reproduce feddm:table2 --alpha 0.5", "no results for alpha 0.5. Use 0.1, 0.01"),
     (f"reproduce {CELL} --time-budget -1", "'--time-budget': Input should be greater than or"),
