@@ -86,13 +86,7 @@ Attack = Callable[[Any], Any]
 
 def with_value(value: float) -> Attack:
     """Replaces a value of a tensor."""
-
-    def change(tensor: Tensor) -> Tensor:
-        changed = tensor.clone()
-        changed.view(-1)[changed.numel() // 2] = value
-        return changed
-
-    return change
+    return lambda t: t.flatten().index_fill(0, torch.tensor(t.numel() // 2), value).view_as(t)
 
 
 TENSOR_ATTACKS: dict[str, Attack] = {

@@ -235,7 +235,6 @@ def test_headline_warns_of_noise_above_signal() -> None:
 
 
 MESSAGE = "position of an example"
-Rows = Callable[..., Tensor]
 
 
 def trial_settings(
@@ -257,14 +256,10 @@ def warnings_of(run: RunSettings, device: torch.device = CPU) -> list[str]:
     )
 
 
-def shifted_by_position(rows: Rows) -> Rows:
+def shifted_by_position(rows: Tensor) -> Tensor:
     """Imitates kernels that sum every other row in a different order."""
-
-    def shifted(*args: Any, **kwargs: Any) -> Tensor:
-        result = rows(*args, **kwargs).clone()
-        result[1::2] *= 1 + 2**-20
-        return result
-
+    shifted = rows.clone()
+    shifted[1::2] *= 1 + 2**-20
     return shifted
 
 
@@ -273,12 +268,16 @@ def with_changed_bit(rows: Tensor) -> Tensor:
     return rows
 
 
+def change_rows(owner: Any, name: str, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args, **kwargs: change(rows(*args, **kwargs)))
+
+
 def shift_rows(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "gradients":
-        shifted = shifted_by_position(ExampleGradients.__call__)
-        monkeypatch.setattr(ExampleGradients, "__call__", shifted)
+        change_rows(ExampleGradients, "__call__", shifted_by_position, monkeypatch)
     if kind == "features":
-        monkeypatch.setattr(NetworkFeatures, "real", shifted_by_position(NetworkFeatures.real))
+        change_rows(NetworkFeatures, "real", shifted_by_position, monkeypatch)
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -332,11 +331,7 @@ def test_single_bit_differences_are_detected(
     """Covers vectors, and the factors of FedStats and of linear models."""
     run = trial_settings("fedavg", name="linear", **model)
     assert not warnings_of(run)
-    original = ExampleGradients.__call__
-
-    monkeypatch.setattr(
-        ExampleGradients, "__call__", lambda *args: with_changed_bit(original(*args))
-    )
+    change_rows(ExampleGradients, "__call__", with_changed_bit, monkeypatch)
     assert len(warnings_of(run)) == 1
 
 
@@ -382,7 +377,7 @@ def test_kinds_of_networks_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> No
         name = type(self._model).__name__
         names.append(name)
         rows = original(self, *args)
-        return shifted_by_position(lambda: rows)() if name == "Mlp" else rows
+        return shifted_by_position(rows) if name == "Mlp" else rows
 
     monkeypatch.setattr(ExampleGradients, "__call__", gradients)
     assert len(warnings_of(run)) == 1
