@@ -15,7 +15,7 @@ signature and does not need to check them again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -451,6 +451,14 @@ class Method:
         """Returns additional metrics of a round by name.
 
         With differential privacy they must be released values that `metric_privacy` declares.
+        """
+        return {}
+
+    def client_metrics(self, memories: Iterable[Memory]) -> Mapping[str, Any]:
+        """Computes additional metrics of a round from its clients' memories, in a simulation.
+
+        With differential privacy it may read only values that were computed from the server's
+        messages, public noise and released values.
         """
         return {}
 

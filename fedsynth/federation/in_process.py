@@ -10,7 +10,7 @@ as in a separate process, where it is the only client of its group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from fedsynth.config.participation import CRASHED, TIMED_OUT
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Tensors
+from fedsynth.core.method import Memory
 from fedsynth.core.uploads import check_numbers
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.evaluation.accuracy import correct
@@ -176,6 +177,10 @@ class InProcess:
 
     def histories(self) -> list[History]:
         return [client.ledger.history() for client in self.clients if client.ledger is not None]
+
+    def memories(self, clients: Iterable[int]) -> Iterator[Memory]:
+        for number in clients:
+            yield self.clients[number].memory  # which may be in a file
 
     def prepare(self, context: RoundContext) -> list[protocol.Refusal]:
         refusals = []

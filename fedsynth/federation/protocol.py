@@ -3,7 +3,7 @@
 A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
 it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
 the round (`begin`). Then it asks for a step (`step`) in each exchange of the round. Only a
-simulation uses `evaluate` and `facts`. A client that cannot or must not do what it is asked answers
+simulation uses `evaluate` and `memories`. A client that cannot or must not do what it is asked answers
 with a `Refusal`.
 
 The server and each client have their own copies of the run's settings. A client refuses a server
@@ -17,7 +17,7 @@ An `Observer` receives the events of a run. The command line uses an observer to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -28,7 +28,7 @@ from torch import Tensor
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Method
+from fedsynth.core.method import Memory, Method
 from fedsynth.core.uploads import check_named
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.privacy.errors import RequestRefusedError
@@ -189,6 +189,10 @@ class Exchange(Protocol):
 
         Clients without a ledger are left out.
         """
+
+    def memories(self, clients: Iterable[int]) -> Iterable[Memory]:
+        """Yields what these clients keep between rounds. Only simulations support this."""
+        return ()
 
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext

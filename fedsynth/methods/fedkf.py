@@ -18,10 +18,16 @@ With differential privacy, the model is trained by DP-SGD, and all clients have 
 of n_k. The teacher and the generator are computed only from the server's messages, from public
 noise and, with `use_kl`, from the released steps of DP-SGD. The distillation term is therefore
 post-processing.
+
+In a simulation, the metrics of a round include the measures of the clients' generators
+(`fedsynth.evaluation.generated`), averaged over the clients. They show how the teacher classifies
+generated images. They are computed from the teacher, the generator and public noise, so they too
+are post-processing. No message contains them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,16 +38,23 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import Memory, Presets
 from fedsynth.core.uploads import check_named
+from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
+from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.mixed_precision import computed, mixed, widened
 from fedsynth.models.layers import check_embedding
+from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
 from fedsynth.synthesizer.distillation.losses import distillation_loss, generator_loss
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import in_range, one_of
+
+# The key, in a client's memory, of the class counts of images that its generator made after its
+# last training.
+TALLY = "tally"
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,10 @@ class FedKF(TrainsLocally):
     }
 
     downlink = TwoModels
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
+        **TrainsLocally.metric_privacy,
+        GENERATOR: released("made from messages, public noise and released steps", GeneratorFacts),
+    }
 
     batch: int = 64
     momentum: float = 0.0
@@ -159,6 +176,11 @@ class FedKF(TrainsLocally):
             state=fusion.state,
             make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], fusion.memory()),
         )
+
+    def client_metrics(self, memories: Iterable[Memory]) -> Mapping[str, Any]:
+        """Averages the measures of generated images over those clients that have a generator."""
+        generators = [describe(memory[TALLY]) for memory in memories if TALLY in memory]
+        return {GENERATOR: average_facts(generators)} if generators else {}
 
 
 class KnowledgeFusion:
@@ -229,5 +251,7 @@ class KnowledgeFusion:
         return distillation_loss(self._teacher_logits, logits)
 
     def memory(self) -> Memory:
-        """Returns the client's memory: the generator and its Adam optimiser."""
-        return named_tensors(self._learner)
+        """Returns the client's memory: the generator, its Adam optimiser, and the tally of its
+        images."""
+        tally = generator_tally(self._teacher, self._generator)
+        return {**named_tensors(self._learner), TALLY: tally}

@@ -271,6 +271,10 @@ class RunRecord:
         checked = disclosed.without_reserved
         row: dict[str, Any] = {"round": number, **checked(method.planned_facts(context))}
         row |= self.figures("metrics of the server", lambda: checked(method.facts(state, context)))
+        memories = self.measure.exchange.memories(sorted(played.uploads))
+        row |= self.figures(
+            "metrics of the clients", lambda: checked(method.client_metrics(memories))
+        )
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row |= self.measure.row(state, context, self.figures)
         if self.plan is not None:

@@ -129,6 +129,7 @@ def test_memory_bounds_split_clients(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fedsynth.results.measure.local_metrics", "accuracy on the clients' splits"),
         ("fedsynth.data.picture.image_grid_png", "picture"),
         ("fedsynth.methods.feddm.FedDM.facts", "metrics of the server"),
+        ("fedsynth.methods.feddm.FedDM.client_metrics", "metrics of the clients"),
     ],
 )
 def test_failing_figures_do_not_end_runs(
