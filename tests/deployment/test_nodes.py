@@ -73,6 +73,8 @@ def test_private_runs_over_nodes_charge_as_planned(setup: Setup, method: str) ->
     for number in range(CLIENTS):
         ledger = read_ledger(simulation.folder / "ledger" / f"client-{number:03d}.jsonl")
         assert setup.ledger(number) == ledger.releases
+        private = setup.folder / f"owner-{number}" / "private"
+        assert len(list(private.iterdir())) == 2  # a key, and the hashes of the records
     settings["partition"]["alpha"] = 0.3  # with other records of each client
     with pytest.raises(TooFewClientsError, match="of 3 clients, but 0 joined"):
         setup.serve(settings)

@@ -266,7 +266,8 @@ def test_clients_that_do_not_rejoin_stay_in_the_report(setup: Setup, count: int,
 
 
 def test_clients_that_miss_a_restart_state_their_ledger_again(setup: Setup) -> None:
-    settings = sections("feddm", privacy=PRIVATE, run={"rounds": 4})
+    """σ follows from the budget before the first round, and not from what is left of it."""
+    settings = sections("feddm", privacy=EPSILON, run={"rounds": 4})
     link = setup.link()
     folder = kill(setup, settings, link, CLIENTS + 1)  # the last one is not asked for round 2
     kill(setup, settings, setup.link(*map(setup.node, range(LAST))), LAST + 1, folder)
