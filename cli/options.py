@@ -256,8 +256,8 @@ Config = Annotated[
 Preset = Annotated[
     str | None,
     typer.Option(
-        help="Use the settings of a published table, such as feddm:table2 (`fedsynth reproduce "
-        "--list`). The options --dataset, --method, --alpha, --clients and --rounds choose the "
+        help="Use the settings of a published table, such as feddm:table2 (`fedsynth reproduce` "
+        "lists all). The options --dataset, --method, --alpha, --clients and --rounds choose the "
         "cell of the table. Other options override its settings."
     ),
 ]

@@ -394,8 +394,7 @@ def load_preset(
     """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
 
     Args:
-        name: the name of the preset, such as "feddm:table2". The command `fedsynth reproduce
-            --list` prints all names.
+        name: the name of the preset, such as "feddm:table2". `fedsynth reproduce` prints all names.
         seed: the seed of the run.
         changes: sections of settings that override those of the preset, as for `resolve`.
         filters: values of dataset, partition, alpha, clients, rounds, method and note, which select

@@ -38,7 +38,7 @@ LINGER_SECONDS = 6.0
 REASONS = {
     "[code: 2004]": "another process with this key is connected to the server. The server drops "
     "a process that has ended after one minute",
-    "SSL/TLS handshake error": "the server's certificate is not the one of --ca, or has expired",
+    "SSL/TLS handshake error": "the server's certificate does not match --ca, or has expired",
     "Giving up reconnection": "the server no longer answers",
     "SuperNode terminated gracefully": "the server does not know the key of this client",
 }
@@ -50,8 +50,8 @@ class ServerConnection:
 
     Args:
         server: the address of the SuperLink, HOST:PORT.
-        ca: a PEM file with the server's certificate, or with that of the CA which signed it. None:
-            no TLS, which is allowed only if the server is on this machine.
+        ca: a PEM file with the server's certificate, or with the certificate of the CA that signed
+            it. None: no TLS, which is allowed only if the server is on this machine.
         key: the file of the node's private key. The server must know the public key. None: the
             server accepts nodes without keys.
 

@@ -32,7 +32,7 @@ VALIDITY = timedelta(days=365)
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
-    """Writes the keys and certificates of a federation to a folder.
+    """Writes the keys and the server's certificate of a federation to a folder.
 
     The files are server.crt and server.key, and for each client client-NNN and client-NNN.pub.
 
@@ -76,7 +76,7 @@ def _certificate(key: ec.EllipticCurvePrivateKey, hosts: Sequence[str]) -> bytes
         not_valid_before=issued_at - timedelta(hours=1),
         not_valid_after=issued_at + VALIDITY,
     )
-    extensions: dict[x509.ExtensionType, bool] = {  # each with a flag that it is critical
+    extensions: dict[x509.ExtensionType, bool] = {  # True: critical
         x509.BasicConstraints(ca=False, path_length=None): True,
         x509.SubjectAlternativeName(list(map(_host, ("127.0.0.1", "localhost", *hosts)))): False,
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]): False,

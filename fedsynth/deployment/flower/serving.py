@@ -89,10 +89,10 @@ class SuperLinkSettings:
 
     Args:
         port: the port on which the SuperLink listens.
-        keys: the folder with server.crt, server.key and a client-NNN.pub for each client.
-            Only nodes with these keys can connect. The server's certificate must also name
-            127.0.0.1. None: the SuperLink uses no TLS and does not authenticate nodes, which is for
-            trials on one machine.
+        keys: the folder with server.crt, server.key and a client-NNN.pub for each client. Only
+            nodes with these keys can connect. The server's certificate must also name 127.0.0.1.
+            None: the SuperLink uses no TLS and does not authenticate nodes, which is for trials on
+            one machine.
         clients: the number of clients.
         host: "127.0.0.1", or "0.0.0.0" if nodes on other machines connect.
 
