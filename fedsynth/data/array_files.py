@@ -3,10 +3,10 @@
 The files have the names and folders that torchvision gives them. They are untrusted input, so each
 reader checks sizes before it allocates memory, and raises a one-line error for a damaged file.
 
-Python's own unpickler may call any function that a file names. CIFAR's files are therefore only
-listed with `pickletools`: no instruction of a pickle is executed, and nothing that it names is
+Python's own unpickler may call any function that a file names. The instructions of CIFAR's files
+are therefore only listed with `pickletools`: none is executed, and nothing that they name is
 imported. The labels are the integers in the list after their key, and the images are the longest
-text. The published files (protocol 2, Python 2) can be read, and also the same data written by
+byte string. The published files (protocol 2, Python 2) can be read, and also the same data written by
 newer versions of Python and NumPy (protocols 2 to 5).
 """
 
@@ -115,14 +115,15 @@ def read_cifar_batch(path: Path, label_key: str) -> tuple[Bytes, IntArray]:
 
 
 MAX_INSTRUCTIONS = 2**20  # CIFAR-100's training file has 400,000
+# Instructions that may occur between the integers of a list.
 _LIST_PARTS = ("MARK", "APPEND", "APPENDS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "FRAME")
 
 
 def _rows_and_labels(content: bytes, label_key: str) -> tuple[Bytes, list[int]]:
-    """Finds the longest text in a pickle, as rows of 3,072 bytes, and the integers in the list
-    after `label_key`.
+    """Finds the longest byte string in a pickle, as rows of 3,072 bytes, and the integers in the
+    list after `label_key`.
 
-    Text counts as bytes, because older protocols store bytes as text in latin-1.
+    Text is converted to bytes, because older protocols store bytes as text in latin-1.
 
     Raises:
         ValueError: an instruction is truncated or malformed, the pickle has no array of bytes, or
@@ -142,7 +143,7 @@ def _rows_and_labels(content: bytes, label_key: str) -> tuple[Bytes, list[int]]:
             labels.append(argument)
         elif name not in _LIST_PARTS:
             in_list = name == "EMPTY_LIST" and texts[-1] == label_key.encode()
-        by_columns |= (previous, name) == ("BUILD", "NEWTRUE")  # of an array's state
+        by_columns |= (previous, name) == ("BUILD", "NEWTRUE")  # after its type
         previous = name
     pixels = np.frombuffer(max(texts, key=len), np.uint8)
     if b"u1" not in texts or len(pixels) != 3072 * len(labels):

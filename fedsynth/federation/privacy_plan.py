@@ -269,8 +269,7 @@ class PrivacyPlan:
     def client_rows(
         self, client: int, context: RoundContext, phases: Sequence[str] = PHASES
     ) -> list[Release]:
-        """Returns the ledger rows of one client for the round of the context, or for one of its
-        exchanges."""
+        """Returns the ledger rows of one client for these exchanges of the context's round."""
         rows = []
         for plan in self.client_plans(client, context):
             if plan.phase in phases:

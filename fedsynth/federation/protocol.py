@@ -3,8 +3,8 @@
 A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
 it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
 the round (`begin`). Then it asks for a step (`step`) in each exchange of the round. Only a
-simulation uses `evaluate` and `memories`. A client that cannot or must not do what it is asked answers
-with a `Refusal`.
+simulation uses `evaluate` and `memories`. A client that cannot or must not do what it is asked
+answers with a `Refusal`.
 
 The server and each client have their own copies of the run's settings. A client refuses a server
 whose settings differ from the client's copy (`agreement`).

@@ -10,15 +10,17 @@ The server averages V_k and R_k over the clients that have examples of a class (
 server then trains the global model from w_r on the union of all synthetic sets, with the
 cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13 to 15).
 
-The defaults depart from the paper in four places.
+The defaults depart from the paper in four places:
+
 - Eqs. 8 and 12 divide by K. Here the averages are over the clients that have the class.
 - V is averaged from the uploads of one round and used in the next one, because App. C counts a
-  single upload of S, V and R in a round. Round 1 has therefore no collaborative term. With
+  single upload of S, V and R in a round. Round 1 therefore has no collaborative term. With
   `knowledge_from="first-phase"`, V is exchanged first, by `first_step` and `first_aggregate`.
 - t_c of Eq. 13 is computed from each minibatch and not from all images (`server_matching`).
 - Eq. 15 is averaged over the classes (`matching_reduction`), and has no normaliser in the paper.
-The paper names F of Eq. 10 (sliced Wasserstein), but not its order. Between two vectors, that of
-order 1 is a multiple of ‖u − v‖ in expectation (`distance`).
+
+The paper names F of Eq. 10 (sliced Wasserstein), but not its order. Between two vectors, the
+distance of order 1 is a multiple of ‖u − v‖ in expectation (`distance`).
 
 With differential privacy, the images are matched by the mechanism `residual`. V is computed from a
 noisy sum of clipped logits and from noisy counts, and R is computed from the released V. Networks
@@ -228,8 +230,8 @@ def resampled(
 ) -> Iterator[nn.Module]:
     """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
-    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which the
-    paper does not require. With a `period`, they repeat after this number of networks. The same
+    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
+    the paper does not require. With a `period`, they repeat after this number of networks. The same
     network object is yielded each time; w_r is copied.
     """
     network = FlatNetwork(copy.deepcopy(w_r).to(context.device))

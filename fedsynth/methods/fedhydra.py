@@ -8,11 +8,12 @@ LocalUpdate). The client uploads the model once and computes nothing else.
 The server first measures how well each client's model can teach each class, which gives the matrix
 U [C, m] (model stratification, Eqs. 1 to 3). Ū_r is U with each row divided by its sum, and weights
 the clients for a given class (Eqs. 4 and 5). Ū_c has columns that are divided by their sums, and
-weights the classes of a given client (Eqs. 6 and 7). The paper prints Ū_c of U, and the default
-takes it of Ū_r, see the setting `columns`. These weights define the ensemble P. In each epoch, a
-generator is trained with P as its teacher (Eqs. 8 to 16). The student is then trained with the loss
-KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all steps of the generator (Sec.
-2), although Algorithm 1 prints one update in each epoch. U is saved in the run folder.
+weights the classes of a given client (Eqs. 6 and 7). In the paper, Ū_c is computed from U, and by
+default it is computed from Ū_r here (see the setting `columns`). These weights define the ensemble
+P. In each epoch, a generator is trained with P as its teacher (Eqs. 8 to 16). The student is then
+trained with the loss KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all steps of
+the generator (Sec. 2), although Algorithm 1 prints one update in each epoch. U is saved in the run
+folder.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""FedKF: clients train on their own data, and on images of a generator on which they learn what
-the average of all clients' models predicts (Zhou et al. 2023, arXiv 2207.10447).
+"""FedKF: clients train on their own data, and learn on generated images what the average of all
+clients' models predicts (Zhou et al. 2023, arXiv 2207.10447).
 
 On the server (T1, active-inactive model aggregation), a cache holds the last model ŵ_k of each
 client. ACA (active clients aggregated), the model w, is the average over the active clients of the
@@ -146,8 +146,8 @@ class FedKF(TrainsLocally):
     def keeps_cache(self) -> bool:
         """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t.
 
-        This is technique T1 (Steps 0 and 5). `TrainsLocally.server_step` averages the active clients'
-        models, and then the last models ŵ_k of all clients (`update_cache`).
+        This is technique T1 (Steps 0 and 5). `TrainsLocally.server_step` averages the active
+        clients' models, and then the last models ŵ_k of all clients (`update_cache`).
         """
         return True
 

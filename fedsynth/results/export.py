@@ -44,7 +44,7 @@ from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
 _MAX_NAME = 60
-_TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # Markdown
+_TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # for Markdown
 _TEMPLATES.filters["epsilon"] = format_epsilon
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 

@@ -1,8 +1,8 @@
 """Reads and writes models in safetensors files.
 
-A model comes from a run, from an exported synthetic set, or from a student's training. A file
-outside a run folder states the architecture in its metadata. Such files are untrusted input:
-reading them executes no code, and custom models and feature maps must be registered by the reader.
+A model comes from a run, from an exported synthetic set, or from a student's training. The file
+states the architecture in its metadata. Such files are untrusted input: reading them executes no
+code, and custom models and feature maps must be registered by the reader.
 """
 
 from __future__ import annotations

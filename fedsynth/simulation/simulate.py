@@ -185,8 +185,8 @@ TWO_ROUNDS: Preset = {"run": {"rounds": 2}, "model": {"width": 32}}
 # The default values of a method's settings if a single owner creates a synthetic set.
 #
 # Methods that are not listed use `TWO_ROUNDS`. FedDM's defaults of 20 rounds and 1000 iterations
-# would make 20,000 releases, which leave too little signal at a useful ε. FedStats creates no images
-# by default.
+# would make 20,000 releases, which leave too little signal at a useful ε. FedStats creates no
+# images by default.
 PRESETS: Mapping[str, Preset] = {
     "feddm": {
         **TWO_ROUNDS,

@@ -1,4 +1,4 @@
-"""Trains a student network on an exported synthetic set, or by distilling models from files."""
+"""Trains a student network on an exported synthetic set, or by distilling saved models."""
 
 from __future__ import annotations
 

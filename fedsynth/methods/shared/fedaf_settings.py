@@ -98,8 +98,8 @@ class FedAFSettings(CondensingMethod):
 
     The defaults are those of the paper. If the paper leaves a setting open, the reason for the
     default is given below. The remaining settings are documented in `CondensingMethod` and
-    `TrainsOnUnion`. The defaults of 50 images per class, 500 server epochs and a server batch of 256
-    are from Sec. 5.1, and the momentum of 0.9 is from App. A. The preset for digits is small.
+    `TrainsOnUnion`. The defaults of 50 images per class, 500 server epochs and a server batch of
+    256 are from Sec. 5.1, and the momentum of 0.9 is from App. A. The preset for digits is small.
 
     Args:
         server_lr: learning rate of the server. The default of 1e-3 is that of Sec. 5.
