@@ -82,6 +82,19 @@ def _fedkf() -> str:
     return markdown(head, _compared("partition", names, ("amp_pct", "fm", "wlp_pct")))
 
 
+@table("reproduction-office")
+def _office() -> str:
+    """FedBN's real-world experiment: accuracies here and, in parentheses, in the paper."""
+    name = "fedbn:real-world"
+    methods = {cell_words(cell, preset(name)): cell.method for cell in preset(name).cells}
+    texts: dict[str, list[str]] = {}
+    for line in _finished(name):
+        text = f"{line.spread.mean:.1f} ({line.number.value:.1f})"
+        texts.setdefault(methods[line.cell], []).append(text)
+    head = ["method", "Amazon", "Caltech", "DSLR", "Webcam"]
+    return markdown(head, [[method, *row] for method, row in texts.items()])
+
+
 @table("reproduction-curves")
 def _curves() -> str:
     """FedProx's data sets and shares of stragglers, of which the paper prints no numbers."""
@@ -92,8 +105,7 @@ def _curves() -> str:
         [row] = [row for row in rows if row["cell"] == cell.columns()]
         last = [100 * value for value in row["curve"]["test_accuracy"][-20:]]
         labels = (cell.dataset, cell.note.removesuffix(" stragglers"))
-        text = f"{statistics.mean(last):.1f} ± {statistics.pstdev(last):.1f}"
-        texts.setdefault(labels, {})[cell.method] = text
+        texts.setdefault(labels, {})[cell.method] = f"{statistics.mean(last):.1f}"
     methods = ("fedavg", "fedprox (mu = 0)", "fedprox")
     body = [[*labels, *(row[method] for method in methods)] for labels, row in texts.items()]
     return markdown(["data", "stragglers", "FedAvg", "μ = 0", "μ = 1"], body)

@@ -23,8 +23,7 @@ from library.rows import (
 )
 
 DOCUMENT = "docs/results.md"
-# Seeds.
-THREE, FIVE = range(3), range(5)
+THREE, FIVE = range(3), range(5)  # seeds
 
 
 @table("fashion")
@@ -41,8 +40,8 @@ def _fashion() -> str:
         ("FedDM − FedAvg", ahead("fedavg"), ""),
     ]
     return markdown(
-        ["method", "accuracy", "each seed", "floats uploaded per round"],
-        [[title, spread(values, 3), each(values), sent] for title, values, sent in rows],
+        ["method", "accuracy", "floats uploaded per round"],
+        [[title, spread(values, 3), sent] for title, values, sent in rows],
     )
 
 
@@ -127,29 +126,16 @@ ONE_SHOT = {
 }
 
 
-def _one_shot(corner: str, dataset: str, *places: str) -> str:
-    """Returns the table of a data set. A length of the server's training may follow a place; the
-    clients do not depend on it."""
-
+def _one_shot(corner: str, dataset: str) -> str:
     def cell(place: str, method: str) -> str:
-        where, _, length = place.partition(" ")
-        if method != "clients" and length:
-            method += f" {length}"
-        return spread_of("one_shot_table", f"{dataset}, {where}, {method},", FIVE)
+        return spread_of("one_shot_table", f"{dataset}, {place}, {method},", FIVE)
 
-    rows = {place.replace(" 200×30", ", 200 epochs"): place for place in places}
-    return pivot(corner, rows, ONE_SHOT, cell)
+    places = ("Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")
+    return pivot(corner, dict(zip(places, places, strict=True)), ONE_SHOT, cell)
 
 
-@table("one-shot-fashion-mnist")
-def _one_shot_fashion_mnist() -> str:
-    places = ("Dir(0.5)", "Dir(0.1)", "Dir(0.1) 200×30", "2c/c", "heterogeneous")
-    return _one_shot("Fashion-MNIST", "fashion-mnist", *places)
-
-
-@table("one-shot-mnist")
-def _one_shot_mnist() -> str:
-    return _one_shot("MNIST", "mnist", "Dir(0.5)", "Dir(0.1)", "2c/c", "heterogeneous")
+table("one-shot-fashion-mnist")(partial(_one_shot, "Fashion-MNIST", "fashion-mnist"))
+table("one-shot-mnist")(partial(_one_shot, "MNIST", "mnist"))
 
 
 @table("one-shot-variants")

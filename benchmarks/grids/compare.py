@@ -55,9 +55,8 @@ METHOD_SETTINGS: dict[str, Values] = {  # in addition to the family's
     },
     "feddf": {"server_steps": 200, "server_batch": 64, "proxy": "mnist"},
 }
-# A method: its name in the table, where that is another.
+# The names of methods in the table, if they differ.
 ROWS = {"fedfa-plus": "fedfa+"}
-
 VARIANTS: dict[str, tuple[str, Values]] = {  # name in the table: method, what differs
     "fedfm, l2": ("fedfm", {"matching": "l2"}),
     "fedfm, from round 3": ("fedfm", {"start_round": 3}),
@@ -92,9 +91,8 @@ METHODS: dict[str, tuple[str, Values]] = {
     **{ROWS.get(name, name): _settings(name, {}) for name in REGISTERED},
     **{name: _settings(method, changes) for name, (method, changes) in VARIANTS.items()},
 }
-# Whose clients end with models of their own.
+# Methods whose clients end with models of their own.
 PERSONAL = tuple(name for name, (method, _) in METHODS.items() if method_class(method).personal)
-
 SINGLE_ROUND = tuple(
     name
     for name, (method, values) in METHODS.items()

@@ -19,7 +19,6 @@ from library.runs import Data, dataset, one_run
 # A value of each axis, `device`, `quick`, `cache`, what `Grid.choose` found as `chosen`, and the
 # cell's `settings`.
 Cell = SimpleNamespace
-
 Row = dict[str, Any]
 Choice = TypeVar("Choice")
 

@@ -12,11 +12,10 @@ from library.machine import read
 NOTHING = "–"
 Row = Mapping[str, Any]
 REPRODUCTION = "reproduction/*"
-# Has the removed scripts, whose questions are settled and whose rows stay.
+# The last commit with the removed scripts, whose rows stay.
 LAST_COMMIT = "04719c52"
-
 REMOVED_GRIDS = {"encoder_constants": "0c42699c:benchmarks/grids/encoder_constants.py"}
-# Of FedStats' runs: 0 to 4, and 5 to 9 of the one that is quoted most.
+# The seeds of FedStats' runs. Only the run that is quoted most has the seeds 5 to 9.
 STATISTICS_SEEDS = range(10)
 # Names of the results files that were read, which tells what a table is made of.
 READ: list[str] = []
