@@ -125,7 +125,7 @@ def client(
     ledger: Annotated[Path, options.path_option("Your ledger folder, the same for all runs.")],
     data: Annotated[OptionalPath, options.path_option("Your images, as DIR/CLASS/*.png.")] = None,
     trial: Annotated[bool, options.flag("--trial", "Use part of a published data set.")] = False,
-    ca: Annotated[OptionalPath, options.path_option("The certificate to trust, server.crt.")] = None,
+    ca: Annotated[OptionalPath, options.path_option("The trusted certificate, server.crt.")] = None,
     key: Annotated[OptionalPath, options.path_option("Your private key, client-NNN.")] = None,
     insecure: Insecure = False,
     policy: Annotated[OptionalPath, options.path_option("Rules for allowed runs.")] = None,
