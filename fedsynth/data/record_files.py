@@ -416,9 +416,9 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
             _check_expanded(4 * metadata.num_rows * metadata.num_columns, path)
             leaves = map(metadata.schema.column, range(metadata.num_columns))
             texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
-            table = parquet.ParquetFile(file, read_dictionary=texts, pre_buffer=True)
+            table = parquet.ParquetFile(file, read_dictionary=texts)
             size = 0
-            for batch in table.iter_batches(columns=names):
+            for batch in table.iter_batches(columns=names, use_threads=False):
                 size += batch.nbytes
                 _check_expanded(size, path)
                 batches.append(batch)
@@ -430,8 +430,9 @@ def _read_csv(path: Path) -> Any:
     content = read_regular(path, MAX_ARRAY_BYTES)
     header = content[: 2**16].partition(b"\n")[0].decode("utf-8", "replace")
     options = csv.ParseOptions(delimiter=max(DELIMITERS, key=header.count))
-    # from memory, as pyarrow's threads may read on from a Python file that an error has closed
-    return csv.read_csv(_optional("pyarrow", "tables").BufferReader(content), parse_options=options)
+    buffer = _optional("pyarrow", "tables").BufferReader(content)
+    # without threads, which may go on after an error and crash the process
+    return csv.read_csv(buffer, csv.ReadOptions(use_threads=False), options)
 
 
 def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
