@@ -159,6 +159,10 @@ FORGED = "is not a signature of these files with this key"
         ({"files": {}}, FORGED),
         ({"signature": "é"}, FORGED),
         ({"public_key": "x"}, "made with another key"),
+        ({"algorithm": "none"}, "algorithm is wrong"),
+        ({"fedsynth_signature": 2}, "fedsynth_signature is wrong"),
+        ({"note": "x"}, "note is an unknown key"),
+        ({"files": []}, "files is wrong"),
     ],
 )
 def test_changes_are_detected(
@@ -171,26 +175,11 @@ def test_changes_are_detected(
         (run / change[0]).unlink()
     else:
         (run / change[0]).write_text(change[1])
-    (problem,) = problems(run, keys)
+    try:
+        (problem,) = problems(run, keys)
+    except PrivacyError as error:  # no valid signature
+        problem = str(error)
     assert expected in problem
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"algorithm": "none"}, "algorithm is wrong"),
-        ({"fedsynth_signature": 2}, "fedsynth_signature is wrong"),
-        ({"note": "x"}, "note is an unknown key"),
-        ({"files": []}, "files is wrong"),
-    ],
-)
-def test_damaged_signatures_are_refused(
-    run: Path, keys: tuple[Path, Path], change: dict[str, Any], expected: str
-) -> None:
-    content = json.loads((run / "signature.json").read_text())
-    (run / "signature.json").write_text(json.dumps({**content, **change}))
-    with pytest.raises(PrivacyError, match=expected):
-        problems(run, keys)
 
 
 def test_links_cannot_be_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
