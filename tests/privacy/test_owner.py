@@ -24,6 +24,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.methods.shared.client_training import LocalObjective
+from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
 from fedsynth.privacy.batch_independence import dependence_on_batch
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
@@ -277,23 +278,16 @@ def test_dependence_on_batch_is_detected(name: str) -> None:
     assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
 
 
-class Net(nn.Module):
+class Net(Mlp):
     """A hidden layer on pixels that go through `mix` first."""
 
     mix: ClassVar[Any] = staticmethod(INDEPENDENT["nothing"])
 
     def __init__(self, image_shape: tuple[int, int, int], classes: int) -> None:
-        super().__init__()
-        self.hidden = nn.Linear(64, 16)
-        self.classifier = nn.Linear(16, classes)
-        self.scale = torch.rand(64, generator=torch.Generator().manual_seed(1))
+        super().__init__(image_shape, classes, width=16)
 
     def embed(self, x: Tensor) -> Tensor:
-        return torch.relu(self.hidden(self.mix(x.flatten(1)) * self.scale))
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.embed(x))
-        return logits
+        return super().embed(self.mix(x.flatten(1)))
 
 
 class CallCounter(Net):
