@@ -152,6 +152,9 @@ class Sample:
     flag: bool = False
     text: str = ""
     bound: float | None = None
+    few: int = in_range(2, 2, 5)
+    share: float = in_range(0.5, 0, 1)
+    scale: float = in_range(2.0, 2)
 
 
 values = st.integers(-(2**63), 2**63) | st.floats(-3e38, 3e38) | st.booleans()
@@ -182,30 +185,22 @@ def test_text_and_values_convert_equally(number: int, rate: float, flag: bool, t
     assert from_mapping(Sample, {**as_text, "rate": float(rate), "flag": flag}) == expected
 
 
-@dataclass(frozen=True)
-class Bounded:
-    section: ClassVar[str] = "own"
-    number: int = in_range(2, 2, 5)
-    rate: float = in_range(0.5, 0, 1)
-    scale: float = in_range(2.0, 2)
-
-
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"rate": math.nan}, r"rate must be a finite number"),
-        ({"rate": math.inf}, r"rate must be a finite number"),
-        ({"rate": 10**400}, r"rate must be between 0 and 1"),
-        ({"rate": "1"}, r"rate must be a number, got "),
-        ({"number": 1}, r"number must be between 2 and 5, got 1$"),
-        ({"number": 2.5}, r"number must be a whole number, got 2.5$"),
+        ({"share": math.nan}, r"share must be a finite number"),
+        ({"share": math.inf}, r"share must be a finite number"),
+        ({"share": 10**400}, r"share must be between 0 and 1"),
+        ({"share": "1"}, r"share must be a number, got "),
+        ({"few": 1}, r"few must be between 2 and 5, got 1$"),
+        ({"few": 2.5}, r"few must be a whole number, got 2.5$"),
         ({"scale": 1}, r"scale must be at least 2, got 1$"),
     ],
 )
 def test_values_outside_declared_ranges_are_refused(values: dict[str, Any], text: str) -> None:
     with pytest.raises(SettingError, match=rf"^own\.{text}"):
-        check_fields(Bounded(**values))
-    check_fields(Bounded(5, 1, 1e9))
+        check_fields(Sample(**values))
+    check_fields(Sample(few=5, share=1, scale=1e9))
 
 
 def test_setting_errors_can_be_moved() -> None:
