@@ -557,10 +557,8 @@ def test_numbers_of_requests_are_checked() -> None:
     [
         ("epsilon", {"epsilon": "8"}),
         ("max_request_norm", {"noise_multiplier": 1.0, "max_request_norm": 0.0}),
-        ("noise_multiplier", {"noise_multiplier": -1.0}),
         ("clip", {"epsilon": 1.0, "clip": float("inf")}),
         ("sample_rate", {"epsilon": 1.0, "sample_rate": 0.0}),
-        ("unit", {"epsilon": 1.0, "unit": "household"}),
         ("unit", {"epsilon": 1.0, "unit": "user"}),  # the number of users is missing
         ("mechanism", {"epsilon": 1.0, "mechanism": "paper"}),  # no guarantee, so no ε
         ("ledger", {"epsilon": 1.0, "ledger": "a\0b"}),
