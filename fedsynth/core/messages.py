@@ -241,7 +241,9 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
     value = values.pop(name)
     if isinstance(value, list):
         mapping = {}
-        for key in map(str, value):
+        for key in value:
+            if type(key) is not str:
+                raise MessageError(f"the received {what} must have text as keys")
             if f"{name}.{key}" not in tensors:
                 raise MessageError(f"the received {what} lacks a tensor for the key {key!r:.80}")
             mapping[key] = tensors.pop(f"{name}.{key}")

@@ -16,7 +16,6 @@ import hashlib
 import math
 import pickletools
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -126,31 +125,44 @@ def _rows_and_labels(content: bytes, label_key: str) -> tuple[Bytes, list[int]]:
     Text is converted to bytes, because older protocols store bytes as text in latin-1.
 
     Raises:
-        ValueError: an instruction is truncated or malformed, the pickle has no array of bytes, or
-            the number of rows is not that of the integers.
+        ValueError: an instruction is truncated or malformed, the pickle has not exactly one type of
+            bytes and one longest text, or the number of rows is not that of the integers.
     """
     labels: list[int] = []
-    texts = [b""]
+    texts, orders = [b""], [False]
     in_list = by_columns = False
     previous = ""
-    for instruction, argument, _ in islice(pickletools.genops(content), MAX_INSTRUCTIONS):
+    file = BytesIO(content)
+    for number, (instruction, argument, _) in enumerate(pickletools.genops(file)):
+        if number == MAX_INSTRUCTIONS:
+            raise ValueError(f"it has more than {MAX_INSTRUCTIONS:,} instructions")
         name = instruction.name
         if isinstance(argument, str):
             argument = argument.encode("latin1", "ignore")
         if isinstance(argument, bytes | bytearray) and argument != b"latin1":  # the encoding
             texts.append(bytes(argument))
+            orders.append(by_columns)
         if in_list and name.startswith("BININT") and isinstance(argument, int):
             labels.append(argument)
         elif name not in _LIST_PARTS:
             in_list = name == "EMPTY_LIST" and texts[-1] == label_key.encode()
-        by_columns |= (previous, name) == ("BUILD", "NEWTRUE")  # after its type
+        if previous == "BUILD":  # the type of an array, whose order of rows follows
+            by_columns = name == "NEWTRUE"
         previous = name
-    pixels = np.frombuffer(max(texts, key=len), np.uint8)
-    if b"u1" not in texts or len(pixels) != 3072 * len(labels):
+    if file.tell() != len(content):
+        raise ValueError(f"it has {len(content) - file.tell():,} bytes after its end")
+    longest = max(texts, key=len)
+    pixels, place = np.frombuffer(longest, np.uint8), texts.index(longest)
+    sizes = list(map(len, texts))
+    unique = texts.count(b"u1") == sizes.count(len(longest)) == 1
+    if not unique or len(pixels) != 3072 * len(labels):
         raise ValueError(
             f"it must have an array of 3,072 bytes for each image and a list {label_key!r} with an "
             f"integer for each image, got {len(pixels):,} bytes and {len(labels):,} labels"
         )
-    if by_columns or b"F" in texts:  # protocol 5 names the order
+    by_columns = orders[place]
+    if b"_frombuffer" in texts[:place]:  # protocol 5 names the order after the bytes
+        by_columns = next(text for text in texts[place:] if text in (b"C", b"F")) == b"F"
+    if by_columns:
         return pixels.reshape(3072, -1).T, labels
     return pixels.reshape(-1, 3072), labels

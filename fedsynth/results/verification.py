@@ -394,7 +394,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
         if (folder / name).is_file():
             try:
                 problems += check(charges, *read_tensors(folder / name))
-            except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+            except (OSError, RuntimeError, *report_file.HOSTILE) as error:
                 problems.append(f"{name} cannot be read: {one_line(error)}")
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}

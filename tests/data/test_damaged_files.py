@@ -100,6 +100,8 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (batch(ROWS, [0, 1, 2, 2**70]), "got 12,288 bytes and 3 labels"),
         (batch(ROWS[:, 1:], [0] * 4), "got 12,284 bytes and 4 labels"),
         (batch(ROWS, [0] * 4)[:-1], "exhausted before seeing STOP"),
+        (batch(ROWS, [0] * 4) + b".", "1 bytes after its end"),
+        (pickle.dumps({b"data": ROWS, b"more": ROWS + 1, b"labels": [0] * 4}), "an array"),
         (None, "needs .*cifar-10-batches-py/data_batch_3 "),
     ],
     # SciPy's reader crashes on some damaged files: they are rejected before it reads them
@@ -310,8 +312,8 @@ def test_batches_of_all_protocols_are_read(protocol: int, count: int, tmp_path: 
     rng = np.random.default_rng(count)
     rows = rng.integers(0, 256, (count, 3072), dtype=np.uint8)
     labels = rng.integers(0, 100, count).tolist()
-    names = [f"{number}.png" for number in range(count)]
-    batch = {"filenames": names, "fine_labels": labels, "coarse_labels": [1] * count, "data": rows}
+    names = ["F", *(f"{number}.png" for number in range(1, count))]
+    batch = {"fine_labels": labels, "coarse_labels": [1] * count, "data": rows, "filenames": names}
     by_bytes = {key.encode(): value for key, value in batch.items()}
     for content in (batch, by_bytes, {**batch, "data": np.asfortranarray(rows)}):
         (tmp_path / "batch").write_bytes(pickle.dumps(content, protocol))

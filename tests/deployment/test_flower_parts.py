@@ -273,6 +273,7 @@ def test_keys_are_private_never_replaced_and_valid_for_their_names(keys: Path) -
     with pytest.raises(FileExistsError):
         make_keys(keys, 2)
     server = x509.load_pem_x509_certificate((keys / "server.crt").read_bytes())
+    assert not server.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
     policy = PolicyBuilder().store(Store([server]))
     for host in ("federation.example.org", "localhost"):
         verifier = policy.build_server_verifier(x509.DNSName(host))

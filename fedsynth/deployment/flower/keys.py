@@ -29,6 +29,11 @@ from fedsynth.errors import SettingError
 from fedsynth.validation import check_number
 
 VALIDITY = timedelta(days=365)
+# Without these usages, nodes refuse certificates that the server's key has signed.
+UNUSED = (
+    "content_commitment key_encipherment data_encipherment key_agreement key_cert_sign crl_sign "
+    "encipher_only decipher_only"
+)
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
@@ -78,6 +83,7 @@ def _certificate(key: ec.EllipticCurvePrivateKey, hosts: Sequence[str]) -> bytes
     )
     extensions: dict[x509.ExtensionType, bool] = {  # True: critical
         x509.BasicConstraints(ca=False, path_length=None): True,
+        x509.KeyUsage(digital_signature=True, **dict.fromkeys(UNUSED.split(), False)): True,
         x509.SubjectAlternativeName(list(map(_host, ("127.0.0.1", "localhost", *hosts)))): False,
         x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]): False,
         x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()): False,

@@ -76,7 +76,9 @@ class SumTerms:
     length: int
 
     def __post_init__(self) -> None:
-        count = len(self.clients)
+        count = len(set(self.clients))
+        if count < len(self.clients):
+            raise SecureSumError("each client may take part in a sum only once")
         if not count // 2 < self.threshold <= count:
             raise SecureSumError(
                 f"the threshold must be above half of {count} clients, got {self.threshold}"

@@ -97,7 +97,9 @@ class SumServer:
         Raises:
             SecureSumError: if too few clients have sent usable keys.
         """
-        self._keys = self._usable(keys, lambda k, message: message.client == k, "keys")
+        self._keys = self._usable(
+            keys, lambda k, message: message.client == k in self.terms.clients, "keys"
+        )
         return primitives.Roster(keys=self._keys)
 
     def relay(self, sealed: Mapping[int, primitives.Sealed]) -> dict[int, primitives.Sealed]:
