@@ -8,8 +8,8 @@ uploaded.
 `Packed` gives each such dataclass byte counts and a wire format. The wire format is one safetensors
 file that contains the tensors under flat names. The file's metadata holds a JSON header with the
 type's name and the values of all other fields: numbers, None, and the keys of mappings (so that
-empty mappings are restored). Nothing in the file is executed. A server's state (`fedsynth.core.context`) is
-packed in the same way.
+empty mappings are restored). Nothing in the file is executed. A server's state
+(`fedsynth.core.context`) is packed in the same way.
 """
 
 from __future__ import annotations

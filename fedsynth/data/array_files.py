@@ -6,8 +6,8 @@ reader checks sizes before it allocates memory, and raises a one-line error for 
 Python's own unpickler may call any function that a file names. The instructions of CIFAR's files
 are therefore only listed with `pickletools`: none is executed, and nothing that they name is
 imported. The labels are the integers in the list after their key, and the images are the longest
-byte string. The published files (protocol 2, Python 2) can be read, and also the same data written by
-newer versions of Python and NumPy (protocols 2 to 5).
+byte string. The published files (protocol 2, Python 2) can be read, and also the same data written
+by newer versions of Python and NumPy (protocols 2 to 5).
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ covariances of the features. It has a bias that decreases with the number of ima
 et al. 2018, arXiv 1801.01401) is the squared maximum mean discrepancy of the features with the
 kernel (x·y/d + 1)³. Its estimate has no bias, so it suits small sets.
 
-Values are comparable only if they have the same features and the same numbers of images. DPImageBench
-(arXiv 2503.14681) compares 60,000 synthetic images, as 8-bit images, by the 2048 features of the
-Inception network of StyleGAN3.
+Values are comparable only if they have the same features and the same numbers of images.
+DPImageBench (arXiv 2503.14681) compares 60,000 synthetic images, as 8-bit images, by the 2048
+features of the Inception network of StyleGAN3.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ (
 so after every step; the paper does not say when.
 
 With differential privacy, a mechanism of `fedsynth.synthesizer.condensation.private_matchers`
-computes the gradient. `paper` follows lines 15 to 17 as printed: it starts from real images, clips (line
-16) and adds noise (line 17), and gives no guarantee. The other mechanisms replace lines 13 to 17,
-and their images start from noise. `residual` and `gradient` are charged for T releases in a round,
-`features` for M releases and for the class counts.
+computes the gradient. `paper` follows lines 15 to 17 as printed: it starts from real images, clips
+(line 16) and adds noise (line 17), and gives no guarantee. The other mechanisms replace lines 13 to
+17, and their images start from noise. `residual` and `gradient` are charged for T releases in a
+round, `features` for M releases and for the class counts.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ ChaCha20-Poly1305 for messages through the server. Each key is made for one sum 
 nonces of zero are safe.
 
 Masked vectors are sent as raw numbers, and all other messages as JSON with bytes in hexadecimal.
-All received bytes are untrusted. A client is stored between messages in the same form (`SumClient`).
+All received bytes are untrusted. A client is stored between messages in the same form
+(`SumClient`).
 """
 
 from __future__ import annotations
