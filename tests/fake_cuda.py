@@ -254,25 +254,49 @@ def _stack() -> tuple[tuple[str, str, int], ...]:
 
 
 @contextmanager
-def fake_gpu() -> Iterator[_FakeGpu]:
-    """Replaces `cuda` by the fake GPU inside the block."""
-    gpu = _FakeGpu()
+def marked_generators(marked: dict[int, torch.Generator]) -> Iterator[None]:
+    """Replaces generators of `cuda` by CPU generators inside the block, and collects them."""
 
     class Generator(torch._C.Generator):
-        """A CPU generator marked as the GPU's on `cuda`, since a real one needs a driver."""
-
         def __new__(cls, device: torch.device | str = "cpu") -> Generator:
             generator = super().__new__(cls)
             if torch.device(device).type == "cuda":
-                gpu.generators[generator._cdata] = generator
+                marked[generator._cdata] = generator
             return generator
 
         @property
         def device(self) -> torch.device:
-            return CUDA if self._cdata in gpu.generators else torch.device("cpu")
+            return CUDA if self._cdata in marked else torch.device("cpu")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "Generator", Generator)
+        yield
+
+
+class _DrawnOnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("generator") is None:
+            return func(*args, **kwargs)
+        tensor = args[0] if isinstance(args[0], Tensor) else None
+        device = kwargs.get("device", "cpu") if tensor is None else tensor.device
+        options = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
+        drawn = func(*[x.cpu() if isinstance(x, Tensor) else x for x in args], **options)
+        return tensor.copy_(drawn) if func.__name__.endswith("_") else drawn.to(device)
+
+
+@contextmanager
+def drawn_on_cpu() -> Iterator[None]:
+    """Draws random numbers of a real GPU on the CPU inside the block: a GPU's are others."""
+    with marked_generators({}), _DrawnOnCpu():
+        yield
+
+
+@contextmanager
+def fake_gpu() -> Iterator[_FakeGpu]:
+    """Replaces `cuda` by the fake GPU inside the block."""
+    gpu = _FakeGpu()
+    with pytest.MonkeyPatch.context() as patch, marked_generators(gpu.generators):
         # hooks of a backward pass name `cuda:0` where `_Names` is off
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr("fedsynth.simulation.simulate.resolve_device", lambda name: CUDA)

@@ -16,8 +16,17 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.training import sgd
 from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
+from tests.conftest import NO_CUDA
 from tests.digits import SPEC, digits
-from tests.fake_cuda import CUDA, PACKAGE, CaptureError, DeviceMixError, Wait, fake_gpu
+from tests.fake_cuda import (
+    CUDA,
+    PACKAGE,
+    CaptureError,
+    DeviceMixError,
+    Wait,
+    drawn_on_cpu,
+    fake_gpu,
+)
 from tests.quick_runs import FAMILIES, by_family
 from tests.simulation import test_recorded_numbers as recorded
 
@@ -121,6 +130,20 @@ def test_runs_on_gpu_equal_cpu_without_waits(name: str, monkeypatch: pytest.Monk
     assert not forbidden_waits(waits)
     expected = recorded.numbers(recorded.run("here", monkeypatch))
     assert not list(recorded.differences(name, expected, actual, TOLERANCE, 0.01))
+
+
+@pytest.mark.cuda
+@NO_CUDA
+@pytest.mark.parametrize("name", CASES)
+def test_runs_on_cuda_equal_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    computed = []
+    for device in ("cpu", "cuda"):
+        sections = {**CASES[name], "run": {**CASES[name]["run"], "device": device}}
+        monkeypatch.setitem(recorded.CASES, "here", sections)
+        with drawn_on_cpu():
+            computed.append(recorded.numbers(recorded.run("here", monkeypatch)))
+    assert not list(recorded.differences(name, *computed, TOLERANCE, 0.01))
 
 
 def test_listed_loops_exist() -> None:

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
 from fedsynth.mixed_precision import widened
@@ -208,9 +207,9 @@ class _Statistics(torch.autograd.Function):
         x, mean = ctx.saved_tensors
         n = x.numel() // x.shape[1]
         by_mean, by_variance = (g / n for g in gradients)
-        return F.batch_norm(
-            x, mean, torch.ones_like(mean), 2 * by_variance, by_mean, training=False, eps=0.0
-        )
+        ones = torch.ones_like(mean)
+        # not `F.batch_norm`, which refuses eps = 0 in torch 2.11
+        return torch.batch_norm(x, 2 * by_variance, by_mean, mean, ones, False, 0.0, 0.0, False)
 
 
 def group_norm(channels: int) -> nn.GroupNorm:
