@@ -17,8 +17,6 @@ def _constants() -> str:
     maps = {
         "divided by the norm": "unit",
         "centred on public images, divided by the norm": "centred",
-        "clipped to the median norm of random-process images": "random clip",
-        "clipped to the median norm of public images": "public clip",
     }
     ways = product({"FedStats": "fedstats", "DP-FedAvg": "fedavg"}.items(), DATASETS.items())
     columns = {f"{title}, {place}": f"{key} {way}" for (title, way), (place, key) in ways}

@@ -6,7 +6,7 @@ import statistics
 from functools import partial
 from itertools import product
 
-from grids.compare import PERSONAL, TAKE_FEDAVGS_RATE
+from grids.compare import PERSONAL
 from library.pages import markdown, pivot, sentence, table
 from library.rows import (
     NOTHING,
@@ -80,21 +80,27 @@ def _fedaf() -> str:
     return markdown(["", "Dir(0.1)", "− FedDM", "Dir(0.02)", "− FedDM"], body)
 
 
+@table("fedaf-full-size")
+def _fedaf_full_size() -> str:
+    body = []
+    for key in ("FedDM", "FedAF", "without CDC", "without LGKM"):
+        curve = by_key("fedaf_full_size")[f"{key} seed=0"]["curve"]
+        rest = [NOTHING] * (5 - len(curve))
+        body.append([key, *(f"{100 * accuracy:.1f}" for accuracy in curve), *rest])
+    return markdown(["round", "1", "2", "3", "4", "5"], body)
+
+
 @table("fedkf")
 def _fedkf() -> str:
     body = []
     for title, final in product(("FedAvg", "FedKF⁻", "FedKF"), ("aca", "oca")):
         key = f"{title.replace('⁻', '-')} alpha=0.1"
         local = f"rows.-1.models.{final}.local"
-        amp, fm, wlp = (
-            percents("fedkf_table", key, FIVE, f"{local}.{metric}")
-            for metric in ("amp", "fm", "wlp")
+        amp, wlp = (
+            percents("fedkf_table", key, FIVE, f"{local}.{metric}") for metric in ("amp", "wlp")
         )
-        fm = [10 * value for value in fm]
-        body.append(
-            [f"{title} ({final.upper()})", spread(amp, 5), spread(fm, 5, 1), spread(wlp, 5, 1)]
-        )
-    return markdown(["Dir(0.1)", "AMP", "FM", "WLP"], body)
+        body.append([f"{title} ({final.upper()})", spread(amp, 5), spread(wlp, 5, 1)])
+    return markdown(["Dir(0.1)", "AMP", "WLP"], body)
 
 
 @sentence(
@@ -142,7 +148,7 @@ table("one-shot-mnist")(partial(_one_shot, "MNIST", "mnist"))
 def _one_shot_variants() -> str:
     default = "fashion-mnist, Dir(0.1), FedHydra,"
     body = [["default", spread_of("one_shot_table", default, FIVE), ""]]
-    for name in ("raw Ū_c", "Ū_r alone", "probabilities", "AE", "lessons of the average"):
+    for name in ("raw Ū_c", "Ū_r alone", "AE"):
         key = default.replace("FedHydra", f"FedHydra ({name})")
         ahead = differences("one_shot_table", key, default, FIVE)
         body.append([name, spread_of("one_shot_table", key, FIVE), paired(ahead, 5)])
@@ -159,17 +165,8 @@ def _compare() -> str:
     for name in sorted(means, key=lambda name: -means[name]):
         ahead = number(means[name] - means["fedavg"], "+.1f")
         sent = statistics.mean(row["bytes"] for row in by_seed("compare", name, FIVE).values())
-        body.append([name, spread(accuracy[name], 0), ahead, f"{sent / 1e6:.2f}", _best_rate(name)])
-    return markdown(["method", "accuracy", "− FedAvg", "MB", "rate"], body)
-
-
-def _best_rate(name: str) -> str:
-    """Returns the tuned rate of a method, or of the method whose rate it takes."""
-    prefix = f"rate {'fedavg' if name in TAKE_FEDAVGS_RATE else name} "
-    rows = by_key("compare")
-    tried = [key for key in rows if key.startswith(prefix)]
-    best = max(tried, key=lambda key: rows[key]["accuracy"], default=NOTHING)
-    return best.removeprefix(prefix)
+        body.append([name, spread(accuracy[name], 0), ahead, f"{sent / 1e6:.2f}"])
+    return markdown(["method", "accuracy", "− FedAvg", "MB"], body)
 
 
 @sentence(DOCUMENT, "an AMP of {:.2f} ± {:.2f} (SOLO) and {:.2f} ± {:.2f} (FedBN)")

@@ -52,14 +52,16 @@ def by_seed(name: str, key: str, seeds: Iterable[int]) -> dict[int, dict[str, An
     return {s: rows[f"{key} seed={s}"] for s in seeds if f"{key} seed={s}" in rows}
 
 
-def case(name: str, case: str, condition: Callable[[Row], bool] = bool) -> Any:
-    """Returns the last row of a timing's case on a CPU.
+def case(
+    name: str, case: str, condition: Callable[[Row], bool] = bool, machine: str = "CPU"
+) -> Any:
+    """Returns the last row of a timing's case on a kind of machine.
 
     Raises:
         RowsError: there is none.
     """
     for row in reversed(lines(name)):
-        if row["machine"].startswith("CPU") and row["case"] == case and condition(row):
+        if row["machine"].startswith(machine) and row["case"] == case and condition(row):
             return row
     raise RowsError(f"results/{name}.jsonl has no row of {case!r} that fits")
 
