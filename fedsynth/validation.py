@@ -20,6 +20,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from fedsynth.errors import FedsynthError, SettingError, unknown_name, unknown_value
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import load_toml
+from fedsynth.privacy.settings import make_floats
 
 T = TypeVar("T")
 
@@ -96,6 +97,7 @@ def check_fields(settings: Any) -> None:
     `one_of`.
 
     If a subclass overrides only the default value of a field, the range of the base class applies.
+    Whole numbers in fields of type float become floats.
 
     Raises:
         SettingError: a value is outside its range.
@@ -117,6 +119,7 @@ def check_fields(settings: Any) -> None:
             if "choices" in metadata:
                 check_choice(section, name, value, metadata["choices"])
     faults.raise_all()
+    make_floats(settings)
 
 
 def check_number(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacySettingError
@@ -54,6 +55,17 @@ def ledger_setting(value: Path | str) -> Path | str:
     valid = text.casefold().split(":")[0] not in ("none", "") and "\0" not in text
     _require(valid, "ledger", f"must be a folder, or exactly {NO_LEDGER!r}", text)
     return folder
+
+
+def make_floats(settings: Any) -> None:
+    """Replaces whole numbers and NumPy's numbers by floats in the float fields of a dataclass, so
+    that equal settings are recorded alike."""
+    for item in fields(settings):
+        value = getattr(settings, item.name)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if str(item.type).startswith("float") and is_number and type(value) is not float:
+            with suppress(OverflowError):  # too large: the check of the range refuses it
+                object.__setattr__(settings, item.name, float(value))
 
 
 def needs_a_budget() -> PrivacySettingError:
@@ -144,6 +156,7 @@ class PrivacySettings:
             number = isinstance(value, Real) and not isinstance(value, bool)
             valid = value is None or (number and low <= value <= high)
             _require(valid, name, f"must be a number from {low:g} to {high:g}", value)
+        make_floats(self)
         if self.ledger is not None:
             object.__setattr__(self, "ledger", ledger_setting(self.ledger))
         check_adjacency(self.adjacency)

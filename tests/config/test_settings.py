@@ -44,6 +44,15 @@ def test_settings_survive_toml_round_trip(dataset: str) -> None:
         assert fs.resolve(tomllib.loads(to_toml(resolved.to_mapping()))) == resolved
 
 
+@pytest.mark.parametrize("two", [2, np.float32(2), np.int64(2)])
+def test_numbers_of_float_settings_become_floats(two: Any) -> None:
+    """Regression: a server refused σ = 2, and `privacy verify` reported lr = 1."""
+    privacy = fs.PrivacySettings(noise_multiplier=two)
+    run = fs.RunSettings(fs.FedAvg(lr=two), memory_gb=two, privacy=privacy)
+    values = (privacy.noise_multiplier, run.method.lr, run.memory_gb)
+    assert [(type(value), value) for value in values] == [(float, 2.0)] * 3
+
+
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lone surrogates
 
 
