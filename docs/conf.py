@@ -30,7 +30,7 @@ release = __version__
 version = __version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-exclude_patterns = ["_build", "generate", "images/README.md"]
+exclude_patterns = ["_build", "generate"]
 templates_path: list[str] = []
 html_theme = "furo"
 html_title = f"fedsynth {release}"

@@ -139,12 +139,15 @@ def test_runs_on_gpu_equal_cpu_without_waits(name: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", CASES)
 def test_runs_on_cuda_equal_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.max_memory_allocated()
     computed = []
     for device in ("cpu", "cuda"):
         sections = {**CASES[name], "run": {**CASES[name]["run"], "device": device}}
         monkeypatch.setitem(recorded.CASES, "here", sections)
         with drawn_on_cpu():
             computed.append(recorded.numbers(recorded.run("here", monkeypatch)))
+    assert torch.cuda.max_memory_allocated() > before + 2**16  # the run used the GPU
     assert not list(recorded.differences(name, *computed, CUDNN_TOLERANCE, 0.01))
 
 

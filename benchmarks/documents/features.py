@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from itertools import product
 
-from library.pages import markdown, pivot, table
+from library.pages import markdown, pivot, sentence, table
 from library.rows import STATISTICS_SEEDS, Row, by_seed, lines, spread, spread_of
 
 DATASETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist"}
@@ -27,16 +27,12 @@ def _constants() -> str:
     return pivot("vectors", maps, columns, cell)
 
 
-@table("random-process")
-def _random_process() -> str:
-    rows = sorted(lines("random_process_prior"), key=lambda row: float(row["accuracy"]))
-    return markdown(
-        ["features", "dimension", "held-out accuracy"],
-        [
-            [f"`{row['key']}`", str(row["dimension"]), f"{100 * row['accuracy']:.1f}"]
-            for row in rows
-        ],
-    )
+@sentence(
+    "docs/features.md",
+    "{:.1f} % with `scattering`, {:.1f} % with `random-process` and {:.1f} % with both",
+)
+def _random_process() -> list[float]:
+    return sorted(100 * float(row["accuracy"]) for row in lines("random_process_prior"))
 
 
 @table("private-baselines")
