@@ -84,7 +84,7 @@ class NoteRecorder(Observer):
 
 
 @contextmanager
-def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interrupt_in_round(number: int) -> Iterator[None]:
     """Interrupts runs in the block before this round's exchange."""
     play = Simulation.play
 
@@ -93,6 +93,6 @@ def interrupt_in_round(number: int, monkeypatch: pytest.MonkeyPatch) -> Iterator
             raise KeyboardInterrupt
         return play(self, context)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Simulation, "play", interrupted_play)
         yield

@@ -139,14 +139,14 @@ def test_code_named_in_config_is_never_executed(code: Path, fedsynth: Call) -> N
     ],
 )
 def test_resume_needs_same_code(
-    line: str, kind: str, name: str, code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+    line: str, kind: str, name: str, code: Path, fedsynth: Call
 ) -> None:
     option = OPTIONS[kind].format(code)
     line = f"{base(code, 2)} {line.format(**{kind: option})}"
     complete = fedsynth(line)
     accuracy = complete.summary["test_accuracy"]
     shutil.rmtree(code / "out")
-    with interrupt_in_round(2, monkeypatch):
+    with interrupt_in_round(2):
         assert fedsynth(line).code == 130
     (folder,) = (code / "out").iterdir()
     clear_registry()

@@ -309,10 +309,8 @@ def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
     fedsynth(f"privacy report {folder}").assert_refused("is damaged: ")
 
 
-def test_unfinished_runs_have_report_on_request(
-    train: Call, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with interrupt_in_round(2, monkeypatch):
+def test_unfinished_runs_have_report_on_request(train: Call, fedsynth: Call) -> None:
+    with interrupt_in_round(2):
         folder = train("feddm --rounds 3 --dp-sigma 3").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
     result = fedsynth(f"privacy report {folder}")

@@ -170,14 +170,6 @@ def curves(rows: Rows) -> dict[str, Any]:
     return {mark: row["curve"] for mark, row in rows.all().items()}
 
 
-@pytest.fixture
-def speed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Changes:
-    """Returns the settings of a small MNIST of random pixels in the official format."""
-    root = tmp_path_factory.mktemp("data")
-    OfficialFiles(root, monkeypatch).write_idx("MNIST", ("train", "t10k"), sizes=(200, 40))
-    return {"data": {"data_root": str(root)}}
-
-
 @pytest.fixture(scope="module")
 def jobs() -> list[Job]:
     return jobs_of(TABLE, CELLS, [0], changes=SHORT)
@@ -224,9 +216,11 @@ def test_time_budget_stops_after_round(
 
 
 def test_one_shot_methods_stop_within_round_and_share_training(
-    tmp_path: Path, speed: Changes, end_time: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, end_time: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time budget must end an hour of training, and other methods must not repeat it."""
+    OfficialFiles(tmp_path, monkeypatch).write_idx("MNIST", ("train", "t10k"), sizes=(200, 40))
+    speed = {"data": {"data_root": str(tmp_path)}}
     few = {"local_epochs": 2, "batch": 8}
     small = {"server_epochs": 1, "generator_steps": 2, "generator_batch": 4, "generator_width": 4}
     table, jobs = preset("fedhydra:table1"), []
@@ -236,7 +230,7 @@ def test_one_shot_methods_stop_within_round_and_share_training(
     monkeypatch.setattr(rows_module, "commit", lambda: "abc")
     monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
     stops = Mock(spec=Observer, **{"step.side_effect": lambda *_: end_time()})
-    rows = Rows(tmp_path)
+    rows = Rows(tmp_path / "rows")
     assert run_jobs(rows, jobs, deadline=1.0, observer=stops) == ["stopped", "not begun"]
     assert [call.args[1] for call in stops.step.mock_calls] == ["local training"]
     offer = create_autospec(LoopCheckpoints.offer, side_effect=LoopCheckpoints.offer)

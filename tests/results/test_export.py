@@ -17,11 +17,12 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 from PIL import Image
-from safetensors.torch import load_file, safe_open, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fedsynth as fs
 from fedsynth import DatasetSpec, errors
+from fedsynth.data.files import read_tensors
 from fedsynth.data.images import normalise
 from fedsynth.data.shared_set import SharedSet, write_hashes
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
@@ -102,18 +103,16 @@ def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: 
 def test_exported_tensors_are_in_pixel_units(share: Path) -> None:
     """Regression: exported images were normalised, and recipients normalised them again."""
     file = share / "synthetic.safetensors"
-    tensors = load_file(file)
+    tensors, facts = read_tensors(file)
     assert sorted(tensors) == ["images", "labels"]
     images = tensors["images"]
     assert (images.dtype, list(images.shape)) == (torch.float32, [4, 1, 16, 16])
     assert tensors["labels"].tolist() == [0, 0, 1, 1]
-    with safe_open(file, framework="pt") as opened:
-        facts = opened.metadata()
     assert facts["pixels"].startswith("float32; 0 is black, 1 is white")
     drawn = np.asarray(Image.open(share / "images" / "01-well" / "00003.png"))
     assert np.array_equal(drawn, np.clip(np.rint(images[3, 0].numpy() * 255), 0, 255))
     (run,) = (share.parent / "runs").iterdir()
-    uploaded = load_file(run / "synthetic.safetensors")["images"]
+    uploaded = read_tensors(run / "synthetic.safetensors")[0]["images"]
     loaded = fs.load_synthetic(share)
     assert torch.allclose(loaded.normalised(), uploaded, atol=1e-5)
     assert torch.allclose(loaded.images, uploaded * 0.25 + 0.5, atol=1e-6)
@@ -184,9 +183,8 @@ def test_invalid_values_are_rejected(share: Path, tmp_path: Path) -> None:
     for number, (tensors, stated, message) in enumerate(cases):
         folder = Path(shutil.copytree(share, tmp_path / f"{number}"))
         file = folder / "synthetic.safetensors"
-        with safe_open(file, framework="pt") as opened:
-            metadata = {**opened.metadata(), **stated}
-        save_file({**load_file(file), **tensors}, file, metadata=metadata)
+        valid, facts = read_tensors(file)
+        save_file({**valid, **tensors}, file, metadata={**facts, **stated})
         write_hashes(folder)
         with pytest.raises(errors.DataFilesCorruptError, match=message) as caught:
             fs.load_synthetic(folder)

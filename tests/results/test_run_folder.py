@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsynth import RunResult, resolve, simulate
+from fedsynth import resolve, simulate
 from fedsynth.config.settings import ReportSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
@@ -41,15 +41,6 @@ from tests.user_files import make_special_file
 SPEC = replace(dataset_spec("digits"), name="ours", classes=3, class_names=("cat", "dog", "owl"))
 REPORT = {"responsible": "Klinikum Mitte", "sites": "Mitte, Nord, Süd"}
 TINY = quick_sections("feddm", run={"rounds": 1}, privacy={"noise_multiplier": 3.0}, report=REPORT)
-
-
-@pytest.fixture(scope="module")
-def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    return simulate(resolve(TINY), output=tmp_path_factory.mktemp("runs"))
-
-
-def names(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()}
 
 
 def test_folders_with_special_files_are_not_resumed(tmp_path: Path) -> None:
@@ -76,7 +67,7 @@ def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> N
     folders += [RunFolder(tmp_path, "feddm-digits") for _ in range(2)]
     finished += [folder.finish(Disclosed({})) for folder in folders[1:]]
     assert len({folder.path for folder in folders}) == 5
-    assert names(tmp_path) == {folder.name for folder in finished}
+    assert {*os.listdir(tmp_path)} == {folder.name for folder in finished}
     assert len(set(finished)) == 5
     summary = json.loads((finished[0] / "summary.json").read_text())
     assert summary == {"rounds": 1, "folder": str(finished[0])}
@@ -89,7 +80,7 @@ def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> N
     ):
         path = RunFolder(tmp_path, name).finish(Disclosed({}))
         assert (path.parent, path.name[16:], path.is_dir()) == (tmp_path, ending, True)
-    assert len(names(tmp_path)) == 9
+    assert len(os.listdir(tmp_path)) == 9
 
 
 def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
@@ -107,10 +98,11 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
     for write in writes:
         with pytest.raises(OutputError, match="cannot write"):
             write()
-    assert names(tmp_path) == set()
+    assert os.listdir(tmp_path) == []
 
 
-def test_report_describes_run_and_files(private_run: RunResult) -> None:
+def test_report_describes_run_and_files(tmp_path: Path) -> None:
+    private_run = simulate(resolve(TINY), output=tmp_path)
     folder = folder_of(private_run)
     report = json.loads((folder / "privacy_report.json").read_text())
     assert report == json.loads(json.dumps(private_run.privacy))

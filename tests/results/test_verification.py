@@ -4,6 +4,7 @@ that a private run may show, and of loggers (with the real libraries, where they
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import fedsynth as fs
+from fedsynth.data.shared_set import TENSORS
 from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
@@ -33,7 +35,7 @@ from fedsynth.results.finished import is_unfinished
 from fedsynth.results.loggers import LOGGERS, Logger, Several, make_loggers, numbers_of
 from fedsynth.results.verification import unfinished_report, verify_run
 from tests.quick_runs import folder_of, quick_sections, read_rows
-from tests.results.test_tampering import run, settings, verify
+from tests.results.test_tampering import fit_hashes, run, settings, verify
 from tests.simulation.test_resume import interrupted_at, unfinished
 
 
@@ -87,13 +89,17 @@ def test_unchanged_runs_are_verified(kind: str, tmp_path: Path) -> None:
         assert verify(folder / "privacy_report.json") == []
 
 
-def test_shapes_of_matrices_are_verified(tmp_path: Path) -> None:
+def test_wrong_matrices_and_unexpected_images_are_detected(tmp_path: Path) -> None:
+    """Regression: `files` of the report listed the hash of such images."""
     folder = run(tmp_path, quick_sections("fedhydra", **ROUND))
     assert verify(folder) == []
     file = folder / "artefacts.safetensors"
     save_file({name: rows[:-1].clone() for name, rows in load_file(file).items()}, file)
     assert "is [9, 3], but must be [10, clients]" in " ".join(verify(folder))
     file.write_text("x")
+    shutil.copy(file, folder / TENSORS)
+    fit_hashes(folder)
+    assert [f"{TENSORS} exists, but this run does not write such a file"] == verify(folder)[:1]
     assert "artefacts.safetensors cannot be read" in " ".join(verify(folder))
 
 
@@ -131,46 +137,36 @@ def test_injected_noise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert verify(folder) == []
 
 
-def stopped_run(output: Path, ledger: Path) -> Path:
-    """Returns a run that is interrupted in round 2 after the clients' releases."""
-    with interrupted_at(2, replacing=True):
-        run(output, settings(ledger=str(ledger)))
-    return unfinished(output)
-
-
 def test_stopped_runs_can_be_reported(tmp_path: Path) -> None:
-    run(tmp_path, settings("fedavg", ledger=str(tmp_path / "kept")))
-    folder = stopped_run(tmp_path, tmp_path / "kept")
+    """The last row is torn, and the ledgers have earlier rows and were moved."""
+    ledger, moved = str(tmp_path / "kept"), tmp_path / "moved"
+    run(tmp_path, settings("fedavg", ledger=ledger))
+    with interrupted_at(2, replacing=True):  # after the clients' releases
+        run(tmp_path, settings(ledger=ledger))
+    folder = unfinished(tmp_path)
     assert is_unfinished(folder)
     with pytest.raises(PrivacyError, match="To build a report, run fedsynth privacy report"):
         verify_run(folder)
-    report: Any = unfinished_report(folder)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 2, "epsi')
+    (tmp_path / "kept").rename(moved)
+    with pytest.raises(PrivacyError, match="with --ledger"):
+        unfinished_report(folder)
+    report: Any = unfinished_report(folder, ledger=moved)
     write_report(report, folder)
-    assert verify(folder) == []
-    text = (folder / "privacy_report.md").read_text()
-    assert "abandoned after 1 of 2 rounds" in text
+    assert verify(folder, ledger=moved) == []
+    assert "abandoned after 1 of 2 rounds" in (folder / "privacy_report.md").read_text()
     head = report["ledger_heads"]["client-000"]
     assert (head["rows_before"], head["rows"]) == (2, 4)
     entries = [entry for entry in report["ledger"] if entry["mechanism"] == "residual"]
     assert [entry["rounds"] for entry in entries] == [[1, 2]]
     write_report({**report, "abandoned": False}, folder)
-    assert verify(folder) == ["abandoned is False, but should be True"]
-
-
-def test_torn_metrics_and_moved_ledgers_are_accepted(tmp_path: Path) -> None:
-    folder = stopped_run(tmp_path, tmp_path / "kept")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"round": 2, "epsi')
-    (tmp_path / "kept").rename(tmp_path / "moved")
-    with pytest.raises(PrivacyError, match="with --ledger"):
-        unfinished_report(folder)
-    write_report(unfinished_report(folder, ledger=tmp_path / "moved"), folder)
-    assert verify(folder, ledger=tmp_path / "moved") == []
+    assert verify(folder, ledger=moved) == ["abandoned is False, but should be True"]
     (folder / "metrics.jsonl").unlink()
     assert any("rounds_done" in problem for problem in verify(folder))
-    (tmp_path / "moved" / "client-001.jsonl").unlink()
+    (moved / "client-001.jsonl").unlink()
     with pytest.raises(PrivacyError, match="client-001"):
-        unfinished_report(folder, ledger=tmp_path / "moved")
+        unfinished_report(folder, ledger=moved)
 
 
 def test_runs_without_privacy_have_no_report(tmp_path: Path) -> None:

@@ -396,13 +396,11 @@ def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
         fs.simulate(on_folder(folder, privacy=BUDGET), quiet=True)
 
 
-def test_private_runs_use_the_declaration(
-    clinic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_runs_use_the_declaration(clinic: Path, tmp_path: Path) -> None:
     """Regression: a resumed run fills other settings from the declaration than config.toml has."""
     test = {"test_folder": str(make_image_folder(tmp_path / "test", sites=(), per_class=3))}
     settings = on_folder(clinic, run={"rounds": 2}, data=test, privacy=BUDGET)
-    with interrupt_in_round(2, monkeypatch), pytest.raises(KeyboardInterrupt):
+    with interrupt_in_round(2), pytest.raises(KeyboardInterrupt):
         fs.simulate(settings, output=tmp_path / "runs", quiet=True)
     (unfinished,) = (tmp_path / "runs").iterdir()
     resumed_settings = fs.resolve(read_sections(unfinished / "config.toml"))

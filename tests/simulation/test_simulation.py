@@ -400,9 +400,6 @@ def test_inactive_clients_hold_only_their_indices() -> None:
     assert abs(final_bytes[1] - final_bytes[0]) < 13_000
 
 
-Fails = Callable[[Group], bool]
-
-
 def simulate_five(
     observer: fs.Observer | None = None, output: Path | None = None, **sections: Any
 ) -> fs.RunResult:
@@ -415,7 +412,7 @@ def simulate_five(
 SAMPLED = {"privacy": {"noise_multiplier": 2.0, "sample_rate": 0.1}}
 
 
-def exhaust(monkeypatch: pytest.MonkeyPatch, fails: Fails) -> list[int]:
+def exhaust(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Group], bool]) -> list[int]:
     """Lets FedDM's image pairs run out of memory for groups for which `fails` is true, and returns
     the sizes of all groups that completed a step."""
     sizes: list[int] = []

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import fedsynth as fs
 from fedsynth import errors
+from fedsynth.data.files import read_tensors
 from fedsynth.data.images import normalise
 from fedsynth.features import register_features, register_file, registry
 from fedsynth.own_code import load_own
@@ -45,15 +45,9 @@ def bare(run: fs.RunResult, tmp_path: Path) -> Path:
     return fs.export_run(str(run.folder), tmp_path / "bare")
 
 
-def metadata(file: Path) -> dict[str, str]:
-    with safe_open(file, framework="pt") as opened:
-        stated: dict[str, str] = opened.metadata()
-    return stated
-
-
 def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
-    weights = {name: value + shift for name, value in load_file(file).items()}
-    save_file(weights, to, metadata={**metadata(file), **stated})
+    weights, facts = read_tensors(file)
+    save_file({k: w + shift for k, w in weights.items()}, to, metadata={**facts, **stated})
     return to
 
 
@@ -67,7 +61,7 @@ def test_exported_models_give_the_logits_of_the_run(
     with torch.no_grad():
         torch.testing.assert_close(exported(images), run.model.eval()(images))
     assert "model.safetensors" in (share / "SHA256SUMS").read_text()
-    stated = json.loads(metadata(share / "model.safetensors")["settings"])
+    stated = json.loads(read_tensors(share / "model.safetensors")[1]["settings"])
     assert sorted(stated) == ["method", "model", "run"]
     assert stated["run"] == {"method": "fedstats"}
     # sections of a file on data or privacy have no effect on this machine
@@ -90,7 +84,7 @@ def test_exported_models_give_the_logits_of_the_run(
 
 def test_hostile_model_files_raise_one_line_errors(share: Path, tmp_path: Path) -> None:
     file = share / "model.safetensors"
-    spec = json.loads(metadata(file)["spec"])
+    spec = json.loads(read_tensors(file)[1]["spec"])
     linear = '{"model": {"name": "linear"}}'
     huge = json.dumps({**spec, "width": 100_000, "height": 100_000})  # in a file of a kilobyte
     for stated, message in (
@@ -226,7 +220,7 @@ def test_guarantee_holds_only_without_other_private_inputs(
             assert isinstance(trained.network, torch.nn.Sequential)
             continue
         trained.save(tmp_path / "made.safetensors")
-        stated = json.loads(metadata(tmp_path / "made.safetensors")["epsilon"])
+        stated = json.loads(read_tensors(tmp_path / "made.safetensors")[1]["epsilon"])
         assert stated == (trained.synthetic.epsilon if holds else None)
 
 
