@@ -261,16 +261,17 @@ def test_signals_end_runs_with_exit_code(number: int, code: int, tmp_path: Path)
 
 
 FAULTS = """
-import resource, sys
-from fedsynth.cli.application import keep_large_allocations
-if sys.argv[1] == "keep":
-    assert keep_large_allocations()
+import resource
 import numpy as np
-for step in range(25):
-    if step == 5:  # memory once taken is there by now
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    np.empty(10_000_000, dtype=np.float32).fill(1.0)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+from fedsynth.cli.application import keep_large_allocations
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        np.empty(10_000_000, dtype=np.float32).fill(1.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(faults(), keep_large_allocations() and faults() and faults())
 """
 
 
@@ -281,8 +282,8 @@ def python(code: str, *args: str, **more: Any) -> str:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no glibc here")
 def test_freed_memory_is_reused_without_faults() -> None:
-    faults = {mode: int(python(FAULTS, mode)) for mode in ("default", "keep")}
-    assert faults["keep"] < 0.3 * faults["default"]
+    default, kept = map(int, python(FAULTS).split())
+    assert kept < 0.3 * default
 
 
 @pytest.mark.parametrize("policy", [None, "active"])
@@ -398,12 +399,10 @@ LINES = (
     ("feddm --method feddmm", "unknown method 'feddmm'; did you mean feddm"),
     ("feddm --dataset mnits", "unknown data set 'mnits'; did you mean mnist"),
     ("feddm --set icp=3", "unknown setting of feddm 'icp'; did you mean ipc"),
-    ("fedavg --set projection=8", "unknown setting of fedavg 'projection'"),
     ("feddm --set ipc", "--set must be KEY=VALUE or SECTION.KEY=VALUE, got 'ipc'"),
     ("feddm --bogus 3", "No such option: --bogus"),  # errors of the parser
     ("feddm --dp-sigma big", "'--dp-sigma'"),
     ("feddm surplus", "surplus"),
-    ("feddm --rounds 0", "run.rounds must be at least 1, got 0"),
     ("fedavg --client-models cnn1", "model.clients cannot be used with fedavg"),
     ("feddm --dataset mnist", "data.data_root"),
     ("feddm --dataset mnist --data-root {tmp}", "Use --download"),
@@ -420,13 +419,10 @@ LINES = (
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),
     ("server --insecure --port 99999", "'--port': Input should be less than or equal to"),
-    ("sweep {tmp}/none.toml", "cannot read the config file {tmp}/none.toml"),
-    ("reproduce feddm:table9", "unknown preset 'feddm:table9'; did you mean"),
-    ("reproduce feddm:table2 --alpha 0.5", "no results for alpha 0.5. Use 0.1, 0.01"),
+    ("deploy init A --spec /nothing.toml", "must be the specification"),
     (f"reproduce {CELL} --time-budget -1", "'--time-budget': Input should be greater than or"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
     ("runs {tmp}", "there is no finished run in {tmp}"),
-    ("privacy report {tmp}", "cannot read the privacy report"),
     ("privacy sign {tmp} --key {tmp}/key", "cannot use {tmp}/key"),
 )
 
