@@ -26,7 +26,7 @@ from fedsynth.data.files import read_tensors
 from fedsynth.data.images import normalise
 from fedsynth.data.shared_set import SharedSet, write_hashes
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.export import Share, _write
 from fedsynth.results.onnx_export import _checked_program
@@ -63,10 +63,6 @@ def share(site_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out / "share"
 
 
-def files(folder: Path) -> list[str]:
-    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
-
-
 def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: Path) -> None:
     """A broken version would export a config, a ledger, a model or a partition, a path, a name of a
     site or person, or the number of images. The hash of config.toml would allow guesses of the
@@ -79,10 +75,11 @@ def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: 
     images = [f"images/{n // 2:02d}-{CLASSES[n // 2]}/{n:05d}.png" for n in range(4)]
     for folder, extra in ((share, []), (with_model, ["model.safetensors"])):
         data = ["README.md", "croissant.json", "synthetic.safetensors", *extra]
-        assert files(folder) == sorted(["SHA256SUMS", *data, *images, *REPORTS])
-        assert {(folder / name).stat().st_mode & 0o777 for name in files(folder)} == {0o644}
+        files = plain_files(folder)
+        assert files == sorted(["SHA256SUMS", *data, *images, *REPORTS])
+        assert {(folder / name).stat().st_mode & 0o777 for name in files} == {0o644}
         subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
-        for name in files(folder):
+        for name in files:
             content = (folder / name).read_bytes()
             assert [word for word in (*names, str(folder)) if word.encode() in content] == [], name
         for name in ("README.md", "privacy_report.md"):
@@ -243,7 +240,7 @@ def test_invalid_exports_are_rejected(tmp_path: Path) -> None:
     (out / "existing").write_text("x")
     with pytest.raises(errors.OutputError, match="already exists"):
         fs.export_run(folder, out)
-    assert files(out) == ["existing"]
+    assert plain_files(out) == ["existing"]
     changed("privacy_report.json", "guarantee/epsilon", 0.1)(folder)
     with pytest.raises(PrivacyError, match="does not follow from its settings"):
         fs.export_run(folder, tmp_path / "other")

@@ -163,15 +163,6 @@ def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> Non
     assert rows[0]["epsilon_mean"] == ""
 
 
-def test_stopped_runs_are_resumed(make_sweep: SweepFactory) -> None:
-    sweep = make_sweep(SEED)
-    folder = sweep.output / sweep.cells[0].key / "20260101-000000-x.incomplete"
-    folder.mkdir(parents=True)
-    (folder / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=0\n[partition]\nalpha=0.5\n")
-    run_sweep(sweep, lambda text: None)
-    assert times(sweep)[0][2] is True
-
-
 def test_as_many_runs_as_jobs_are_active_but_one_on_a_ledger(
     make_sweep: SweepFactory, tmp_path: Path
 ) -> None:
@@ -200,9 +191,12 @@ def test_interrupted_sweeps_stop_runs(make_sweep: SweepFactory) -> None:
     assert times(sweep) == []
 
 
-def test_command_runs_and_tabulates_sweep(make_sweep: SweepFactory, tmp_path: Path) -> None:
-    """The second run follows although the first one fails."""
-    make_sweep(SEEDS, fails=0)
+def test_command_runs_resumes_and_tabulates(make_sweep: SweepFactory, tmp_path: Path) -> None:
+    """The second run was stopped, and is resumed although the first one fails."""
+    sweep = replace(make_sweep(SEEDS, fails=0), output=tmp_path / "there")
+    folder = sweep.output / sweep.cells[1].key / "20260101-000000-x.incomplete"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=1\n[partition]\nalpha=0.5\n")
     common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "there")]
     listed = CliRunner().invoke(app, [*common, "--dry-run"])
     assert listed.stdout.count("to do") == 2
@@ -210,6 +204,7 @@ def test_command_runs_and_tabulates_sweep(make_sweep: SweepFactory, tmp_path: Pa
     assert result.exit_code == 1
     assert re.search(r"seed=0: failed \(exit code 1\): .*no place", result.stderr)
     assert result.stdout.startswith("| method | runs | test accuracy (%)")
+    assert times(sweep)[0][2] is True
     printed = CliRunner().invoke(app, [*common, "--only-table"])
     assert printed.exit_code == 0
     assert "1/2" in printed.stdout
