@@ -30,6 +30,7 @@ from fedsynth.simulation.canaries import (
     draw_directions,
     log_likelihood_ratios,
 )
+from tests.privacy.test_ledger import file_contents
 from tests.quick_runs import by_family, quick_sections
 
 CONDENSE = {"iterations": 16, "ipc": 1, "server_epochs": 1}
@@ -220,18 +221,14 @@ def test_audits_follow_the_plan_without_using_the_ledger(
     ledger = {"ledger": str(tmp_path)}
     settings = resolve({**sections, "privacy": {"epsilon": 2.0, **ledger}})
     simulate(resolve({**sections, "privacy": {"noise_multiplier": 7.0, **ledger}}))
-
-    def files() -> dict[str, bytes]:
-        return {p.name: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-
-    initial_files = files()
+    initial_files = file_contents(tmp_path)
     spy = create_autospec(AuditedRun.claimed, side_effect=AuditedRun.claimed)
     monkeypatch.setattr(AuditedRun, "claimed", spy)
     audit = seeded_audit(settings, canaries=50)
     (run,) = spy.call_args.args
     assert list(run.budget.ledger.history().releases) == plan_of(settings).planned()
     assert 0 < audit.epsilon < 2
-    assert files() == initial_files
+    assert file_contents(tmp_path) == initial_files
 
 
 def test_audited_client_takes_part_most_often() -> None:
