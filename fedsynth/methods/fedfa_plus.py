@@ -12,8 +12,10 @@ Together with the model, each client sends its accumulated channel statistics an
 The server computes γ and π from them and sends both back, so the first round has γ = 1 and no
 alignment. All models have equal weight in the average.
 
-The implementation follows the overview slides, in which some formulas are illegible, and the public
-code of FedFA-l, with a momentum of 0.99 and an augmentation of every second batch on average.
+The implementation follows the overview slides, in which some formulas are illegible. The momentum
+of 0.99 and the augmentation of every second batch on average are those of the public code of
+FedFA-l. At 64×64, AlexNet's last stage is one pixel, from which the augmentation leaves only the
+drawn mean.
 Neither source defines how features are transformed before binning, the number of bins, or λ. These
 choices are ours.
 
