@@ -32,6 +32,7 @@ from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
 from tests.fuzz.mutations import CommandFailedError, command, time_limit
+from tests.quick_runs import quick_sections
 from tests.user_files import make_image_folder, make_special_file, write_image
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
@@ -74,10 +75,8 @@ def test_runs_command_compares_runs(train: Call, fedsynth: Call) -> None:
     assert all("clients" not in key for row in rows for key in row["settings"])
     for row in rows:
         summary = json.loads((output / row["run"] / "summary.json").read_text())
-        for key in ("test_accuracy", "upload_bytes"):
+        for key in ("test_accuracy", "upload_bytes", "differential_privacy"):
             assert row.get(key) == summary.get(key)
-        spent = [entry.get("differential_privacy", {}).get("epsilon") for entry in (row, summary)]
-        assert spent[0] == spent[1]
     lines = fedsynth(f"runs {output}").stdout.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["fedprox", "fedprox", "fedavg"]
     assert f"{100 * rows[1]['local']['amp']:.2f} %" in lines[2]
@@ -364,34 +363,24 @@ def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> 
         assert path.is_dir() or b"00.png" not in path.read_bytes()
 
 
-def quick(rounds: int = 2, **run: Any) -> library.RunSettings:
-    run = {"model": ModelSettings("linear"), "rounds": rounds, **run}
-    return library.RunSettings(library.FedAvg(local_steps=1), **run)
-
-
 def test_simulate_prints_progress_unless_quiet(capsys: pytest.CaptureFixture[str]) -> None:
-    library.simulate(quick())
+    settings = library.resolve(quick_sections("fedavg"))
+    library.simulate(settings)
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "round 2/2" in captured.err
-    library.simulate(quick(), quiet=True)
-    library.simulate(quick(), observer=Observer())
+    library.simulate(settings, quiet=True)
+    library.simulate(settings, observer=Observer())
     assert capsys.readouterr() == ("", "")
 
 
-def test_early_ends_print_epsilon_and_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    private = library.PrivacySettings(noise_multiplier=3.0)
-    single: Any = library.simulate(quick(rounds=1, privacy=private), quiet=True).privacy
-    cap = 1.2 * single["guarantee"]["epsilon"]
-    capped = quick(privacy=library.PrivacySettings(noise_multiplier=3.0, epsilon=cap))
-    result = library.simulate(capped, output=tmp_path / "capped")
-    line = capsys.readouterr().err.splitlines()[-1]
+def test_early_ends_print_epsilon_and_folder(train: Call) -> None:
+    run = train("feddm --rounds 2 --dp-sigma 3 --dp-epsilon 1.5").ok
+    spent = format_epsilon(run.summary["differential_privacy"]["epsilon"])
+    line = run.stderr.splitlines()[-1]
     assert line.startswith("ended after 1 of 2 rounds: client")
-    spent = format_epsilon(result.summary["differential_privacy"]["epsilon"])
     assert f". Spent: ε = {spent} at δ" in line
-    assert line.endswith(f". The results are in {result.folder}")
+    assert line.endswith(f". The results are in {run.folder}")
 
 
 CELL = "fedprox:synthetic --dataset 'synthetic(0,0)' --cell '90 %' --method fedprox"
@@ -402,6 +391,7 @@ LINES = (
     ("feddm --set ipc", "--set must be KEY=VALUE or SECTION.KEY=VALUE, got 'ipc'"),
     ("feddm --bogus 3", "No such option: --bogus"),  # errors of the parser
     ("feddm --dp-sigma big", "'--dp-sigma'"),
+    ("feddm --rounds 1.5", "'--rounds'"),
     ("feddm surplus", "surplus"),
     ("fedavg --client-models cnn1", "model.clients cannot be used with fedavg"),
     ("feddm --dataset mnist", "data.data_root"),

@@ -1,6 +1,6 @@
 """Settings: merging, conversion, checks and the round trip through TOML; errors name section and key.
 Partial participation: reproducible sampling, and its effects on ledgers, σ and memories. The
-registry lists all methods; names, `import fedsynth`, type checkers and presets follow it."""
+registry lists all methods; names, `import fedsynth` and type checkers follow it."""
 
 from __future__ import annotations
 
@@ -369,14 +369,6 @@ def test_exports_equal_the_names_of_type_checkers(tmp_path: Path) -> None:
     assert {"RunSettings", "simulate", "__version__"} <= set(exports)
     for name in fs.__all__:
         assert getattr(fs, name) is not None
-
-
-def test_presets_extend_those_of_base_classes() -> None:
-    feddf = {"server_steps": 300, "local_epochs": 20, "batch": 32}
-    presets = {"fedkf": {"lr": 0.2, "batch": 32}, "feddf": feddf, "fedaf": {"server_epochs": 60}}
-    for name, expected in presets.items():
-        values = fs.resolve({"run": {"method": name}}).to_mapping()["method"]
-        assert expected.items() <= values.items()
 
 
 PAPERS: dict[str, dict[str, Any]] = {
