@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from fedsynth import resolve, simulate
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import DatasetPart, Node, Source
@@ -40,10 +38,6 @@ def secure_sections(name: str, clients: int = CLIENTS, **more: Any) -> dict[str,
     all_needed = "privacy" in more and "honest" not in method  # H and one that may collude
     run = {"quorum": 1.0 if all_needed else 0.6, **more.pop("run", {})}
     return sections(name, clients, run=run, method=method, **more)
-
-
-class StoppedError(Exception):
-    """The server's process was killed."""
 
 
 @dataclass
@@ -120,18 +114,9 @@ class Setup:
 
 
 def noise_of(number: int) -> Callable[[], randomness.SecretGenerator]:
-    """Returns the noise that `simulate_repeatably` gives the client with this number."""
+    """Returns the repeatable noise of the client with this number."""
     noise: Any = RepeatableNoise(number)
     return lambda: randomness.SecretGenerator(test_only=noise)
-
-
-def simulate_repeatably(
-    settings: Any, monkeypatch: pytest.MonkeyPatch, output: Path | None = None
-) -> Any:
-    numbers = itertools.cycle(range(settings["partition"]["clients"]))
-    with monkeypatch.context() as patch:
-        patch.setattr(randomness, "_fresh_generator", lambda: RepeatableNoise(next(numbers)))
-        return simulate(resolve(settings), output=output, quiet=True)
 
 
 def same_model(served: NetworkedRun, simulation: Any) -> None:
@@ -167,11 +152,11 @@ def kill(
     def stop_server(node: int, request: Frame, answer: bytes) -> bytes | str | None:
         seen.extend([node] if request.kind == kind else [])
         if len(seen) == steps:
-            raise StoppedError
+            raise SystemExit
         return original(node, request, answer)
 
     link.change = stop_server
-    with pytest.raises(StoppedError):
+    with pytest.raises(SystemExit):
         setup.serve(settings, link, resume=resume)
     link.change = original
     [folder] = (setup.folder / "runs").glob("*.incomplete")

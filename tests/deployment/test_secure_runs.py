@@ -3,6 +3,7 @@ with the simulation."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 from collections.abc import Sequence
@@ -33,11 +34,11 @@ from fedsynth.federation.server import Server
 from fedsynth.privacy import epsilon
 from fedsynth.privacy import randomness as grid
 from fedsynth.privacy.report.pages import render_markdown
-from tests.deployment import local_setup
-from tests.deployment.local_setup import CLIENTS, Setup, ask, join, kill, same_model
+from tests.deployment.local_setup import CLIENTS, Setup, ask, join, kill, noise_of, same_model
 from tests.deployment.local_setup import secure_sections as sections
 from tests.deployment.test_secure_sums import OTHER_KEY, make_identities
 from tests.quick_runs import by_family
+from tests.simulation.test_recorded_numbers import RepeatableNoise
 
 PRIVATE = {"noise_multiplier": 2.0}
 METHODS = ["fedstats", "fedsum"]
@@ -67,11 +68,11 @@ def test_private_sums_match_the_simulation_with_the_same_noise(
     setup: Setup, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owners = enumerate(make_identities(setup.folder, settings["partition"]["clients"]))
-    nodes = [
-        setup.node(k, secret=local_setup.noise_of(k), identities=identity) for k, identity in owners
-    ]
+    nodes = [setup.node(k, secret=noise_of(k), identities=identity) for k, identity in owners]
     served = setup.serve(settings, setup.link(*nodes))
-    simulation = local_setup.simulate_repeatably(settings, monkeypatch, setup.folder / "simulated")
+    numbers = itertools.cycle(range(settings["partition"]["clients"]))
+    monkeypatch.setattr(grid, "_fresh_generator", lambda: RepeatableNoise(next(numbers)))
+    simulation: Any = simulate(resolve(settings), output=setup.folder / "simulated", quiet=True)
     same_model(served, simulation)
     assert served.record.rows[-1]["epsilon"] == simulation.metrics[-1]["epsilon"]
     if "participation" in settings["run"]:
