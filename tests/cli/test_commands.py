@@ -403,7 +403,6 @@ LINES = (
     ("fedavg --dp-ledger ''", "ledger must be a folder"),  # an unset variable
     ("fedavg --dp-sigma 3 --dp-ledger ' '", "ledger must be a folder"),
     ("feddm --resume {tmp}", "--method cannot be used with --resume"),
-    ("methods show fedpro", "did you mean fedprox"),
     ("privacy plan", "set --dp-epsilon to compute"),
     (f"privacy audit --dp-sigma 1 --canaries {10**30}", "canaries must be at most 1e+07"),
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
@@ -412,8 +411,6 @@ LINES = (
     ("deploy init A --spec /nothing.toml", "must be the specification"),
     (f"reproduce {CELL} --time-budget -1", "'--time-budget': Input should be greater than or"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
-    ("runs {tmp}", "there is no finished run in {tmp}"),
-    ("privacy sign {tmp} --key {tmp}/key", "cannot use {tmp}/key"),
 )
 
 
@@ -438,8 +435,6 @@ def test_invalid_configs_are_rejected(train: Call, tmp_path: Path) -> None:
         "[run\n": "is not valid TOML",
         "rounds = 3\n": "must be in a section such as [run]",
         "[metod]\nipc = 1\n": "unknown section 'metod'; did you mean method",
-        "[run]\nround = 1\n": "unknown setting of run 'round'; did you mean rounds",
-        "[partition]\nalpha = [1]\n": "partition.alpha must be a number, got [1]",
     }.items():
         path.write_text(toml)
         train(f"feddm --config {path}").assert_refused(text)
