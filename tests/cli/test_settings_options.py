@@ -49,7 +49,8 @@ def test_help_shows_all_texts_in_80_columns(path: tuple[str, ...], command: Any)
     texts = [command.help, *(parameter.help for parameter in command.params)]
     for text in filter(None, texts):
         assert "".join(text.replace("`", "").split()) in letters
-    for parameter in command.params:
-        assert len(parameter.help) > 10, parameter.name
-        assert parameter.help.endswith("."), parameter.name
-        assert all(name in letters for name in parameter.opts if name.startswith("--"))
+    options = [item for item in command.params if item.param_type_name == "option"]
+    for option in options:  # Flower's version of typer keeps the help of arguments elsewhere
+        assert len(option.help) > 10, option.name
+        assert option.help.endswith("."), option.name
+        assert all(name in letters for name in option.opts if name.startswith("--"))
