@@ -63,7 +63,8 @@ def make_floats(settings: Any) -> None:
     for item in fields(settings):
         value = getattr(settings, item.name)
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if str(item.type).startswith("float") and is_number and type(value) is not float:
+        is_float_field = item.type is float or str(item.type).startswith("float")
+        if is_float_field and is_number and type(value) is not float:
             with suppress(OverflowError):  # too large: the check of the range refuses it
                 object.__setattr__(settings, item.name, float(value))
 

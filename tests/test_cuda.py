@@ -1,5 +1,5 @@
-"""All registered methods on a GPU: results equal the CPU's. On a fake one (`tests/fake_cuda.py`), no
-operation mixes devices either, and nothing waits for the device in `WAIT_FREE_LOOPS`, except
+"""All registered methods on a GPU: results equal the CPU's. On a fake one (`tests/fake_cuda.py`),
+no operation mixes devices either, and nothing waits for the device in `WAIT_FREE_LOOPS`, except
 `ALLOWED_WAITS`."""
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,8 +49,10 @@ def test_numbers_of_float_settings_become_floats(two: Any) -> None:
     """Regression: a server refused σ = 2, and `privacy verify` reported lr = 1."""
     privacy = fs.PrivacySettings(noise_multiplier=two)
     run = fs.RunSettings(fs.FedAvg(lr=two), memory_gb=two, privacy=privacy)
-    values = (privacy.noise_multiplier, run.method.lr, run.memory_gb)
-    assert [(type(value), value) for value in values] == [(float, 2.0)] * 3
+    own = make_dataclass("Own", [("rate", float)])(two)  # types, not text, as in a user's file
+    check_fields(own)
+    values = (privacy.noise_multiplier, run.method.lr, run.memory_gb, own.rate)
+    assert [(type(value), value) for value in values] == [(float, 2.0)] * 4
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]))  # TOML cannot hold lone surrogates
