@@ -83,11 +83,10 @@ def _fedaf() -> str:
 @table("fedaf-full-size")
 def _fedaf_full_size() -> str:
     body = []
-    for key in ("FedDM", "FedAF", "without CDC", "without LGKM"):
-        curve = by_key("fedaf_full_size")[f"{key} seed=0"]["curve"]
-        rest = [NOTHING] * (5 - len(curve))
-        body.append([key, *(f"{100 * accuracy:.1f}" for accuracy in curve), *rest])
-    return markdown(["round", "1", "2", "3", "4", "5"], body)
+    for key, row in by_key("fedaf_full_size").items():
+        accuracies = [f"{100 * accuracy:.1f}" for accuracy in row["curve"]]
+        body.append([key.removesuffix(" seed=0"), *accuracies, *[NOTHING] * (6 - len(accuracies))])
+    return markdown(["round", *"123456"], body)
 
 
 @sentence(
