@@ -31,29 +31,6 @@ def _as_published(name: str) -> list[Row]:
     return [row for row in _rows().values() if row["preset"] == name and not row["changes"]]
 
 
-def _compared(columns: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> list[list[str]]:
-    """Returns a line for each cell with runs: the cell's `columns`, its method, and the published
-    and the reproduced number of each metric. Runs with changed settings have separate lines."""
-    entries: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for name in names:
-        places = {cell_words(cell, preset(name)): cell for cell in preset(name).cells}
-        for line in _finished(name):
-            cell = places[line.cell]
-            settings = changed_settings(line.changes)
-            changed = f" (`{settings}`)" if settings else ""
-            place = ", ".join(getattr(cell, column) for column in columns.split())
-            labels = place, f"{cell.method}{changed}{line.reduced_precision}"
-            published = format_number(line.number.value, line.number.std)
-            here = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
-            entries.setdefault(labels, {})[line.number.label] = [published, here]
-    order = list(dict.fromkeys(place for place, _ in entries))
-    grouped = sorted(entries.items(), key=lambda entry: order.index(entry[0][0]))
-    return [
-        [*labels, *(text for metric in metrics for text in texts[metric])]
-        for labels, texts in grouped
-    ]
-
-
 def _finished(name: str) -> list[Line]:
     """Returns the lines of a preset's published numbers with finished runs, also of presets with
     the same settings."""
@@ -69,18 +46,51 @@ def _finished(name: str) -> list[Line]:
     return [line for line in finished if line.runs and line.number.value is not None]
 
 
-@table("reproduction-accuracy")
-def _accuracy() -> str:
-    names = ("feddm:table2", "fedhydra:table1", "fedhydra:table2")
-    body = _compared("dataset partition", names, ("test_accuracy_pct",))
-    return markdown(["data", "method", "published", "here"], body)
+@table("reproduction-fedhydra")
+def _fedhydra() -> str:
+    """FedHydra's Tables 1 and 2: accuracies of each seed here and, in parentheses, in the paper."""
+    texts: dict[str, dict[str, str]] = {}
+    for name in ("fedhydra:table1", "fedhydra:table2"):
+        cells = {cell_words(cell, preset(name)): cell for cell in preset(name).cells}
+        for line in _finished(name):
+            if not line.changes:
+                cell = cells[line.cell]
+                seeds = ", ".join(f"{line.values[seed]:.1f}" for seed in sorted(line.values))
+                place = f"{cell.dataset}, {cell.partition}"
+                texts.setdefault(place, {})[cell.method] = f"{seeds} ({line.number.value:.1f})"
+    methods = ("fedavg", "feddf", "dense", "fedhydra")
+    body = [[place, *map(row.__getitem__, methods)] for place, row in texts.items()]
+    return markdown(["data", *methods], body)
+
+
+@sentence(DOCUMENT, "{:.2f} % after two of the paper's twenty rounds (paper: {:.2f} ± {:.2f})")
+def _feddm() -> list[float]:
+    [line] = [line for line in _finished("feddm:table2") if line.values]
+    return [*line.values.values(), line.number.value, line.number.std]
 
 
 @table("reproduction-fedkf")
 def _fedkf() -> str:
+    """FedKF's Tables V and XII. Runs with changed settings have separate lines."""
     head = ["partition", "method", "AMP, paper", "here", "FM, paper", "here", "WLP, paper", "here"]
-    names = ("fedkf:table5", "fedkf:table12")
-    return markdown(head, _compared("partition", names, ("amp_pct", "fm", "wlp_pct")))
+    texts: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name in ("fedkf:table5", "fedkf:table12"):
+        cells = {cell_words(cell, preset(name)): cell for cell in preset(name).cells}
+        for line in _finished(name):
+            cell = cells[line.cell]
+            settings = changed_settings(line.changes)
+            changed = f" (`{settings}`)" if settings else ""
+            labels = cell.partition, f"{cell.method}{changed}{line.reduced_precision}"
+            published = format_number(line.number.value, line.number.std)
+            here = f"{format_number(*line.spread)}{MARKS.get(line.verdict, '')}"
+            texts.setdefault(labels, {})[line.number.label] = [published, here]
+    metrics = ("amp_pct", "fm", "wlp_pct")
+    partitions = [partition for partition, _ in texts]
+    body = [
+        [*labels, *(text for metric in metrics for text in row[metric])]
+        for labels, row in sorted(texts.items(), key=lambda entry: partitions.index(entry[0][0]))
+    ]
+    return markdown(head, body)
 
 
 @table("reproduction-office")

@@ -47,12 +47,7 @@ SERVER: Values = {
 }
 METHOD_SETTINGS: dict[str, Values] = {  # in addition to the family's
     "fedkf": {"generator_width": 8, "generator_batch": 32},
-    "fedaf": {  # from single images, as few steps need, and as FedDM starts
-        "server_lr": 0.01,
-        "start_average": 1,
-        "local_weight": 1e-3,
-        "global_weight": 2.0,
-    },
+    "fedaf": {"server_lr": 0.01, "local_weight": 1e-3, "global_weight": 2.0},
     "feddf": {"server_steps": 200, "server_batch": 64, "proxy": "mnist"},
 }
 # The names of methods in the table, if they differ.
