@@ -66,7 +66,8 @@ def _fedhydra() -> str:
 @sentence(DOCUMENT, "{:.2f} % after two of the paper's twenty rounds (paper: {:.2f} ± {:.2f})")
 def _feddm() -> list[float]:
     [line] = [line for line in _finished("feddm:table2") if line.values]
-    return [*line.values.values(), line.number.value, line.number.std]
+    published = filter(None, (line.number.value, line.number.std))
+    return [*line.values.values(), *published]
 
 
 @table("reproduction-fedkf")
