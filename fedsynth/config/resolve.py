@@ -246,7 +246,10 @@ SPEED = (
     "compile", "memory_gb", "threads", "device", "data_root", "encoder_cache"
 )  # fmt: skip
 # The original default values of settings whose default values have changed since, by method.
-FIRST: dict[str, dict[str, Any]] = {"fedhydra": {"server_momentum": 0.9}}
+FIRST: dict[str, dict[str, Any]] = {
+    "fedaf": {"start_average": 10},
+    "fedhydra": {"server_momentum": 0.9},
+}
 
 
 def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
