@@ -47,13 +47,9 @@ def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
     return BudgetEnforcer(ledger or Ledger("c"), unit=unit)
 
 
-def series(
-    groups: int = 1, secret: SecretGenerator | None = None, unit: str = RECORD, **values: Any
-) -> GaussianSumMechanism:
+def series(groups: int = 1, unit: str = RECORD, **values: Any) -> GaussianSumMechanism:
     """Returns a charged series of `release(**values)`."""
-    return GaussianSumMechanism(
-        release(**values), groups, guard(unit=unit), secret or SecretGenerator()
-    )
+    return GaussianSumMechanism(release(**values), groups, guard(unit=unit), SecretGenerator())
 
 
 # The public facts of a private run of two rounds.

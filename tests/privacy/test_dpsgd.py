@@ -121,8 +121,7 @@ def test_penalty_gradient_is_added_unclipped() -> None:
 
     def penalty(network: nn.Module) -> Tensor:
         squares = sum(p.square().sum() for p in network.parameters())
-        total: Tensor = 100 * squares + 0 * network(X8).sum()
-        return total
+        return 100 * squares + 0 * network(X8).sum()
 
     plain = trained(convnet(), X8, torch.arange(8), lr=0.01)
     penalised = trained(convnet(), X8, torch.arange(8), lr=0.01, penalty=penalty)
@@ -147,16 +146,12 @@ def test_custom_loss_is_clipped_per_example() -> None:
     torch.testing.assert_close(step, -0.5 * total / 8, atol=1e-5, rtol=1e-3)
 
 
-def loop_gradients(
-    network: nn.Module, x: Tensor, y: Tensor, loss: Any = dpsgd.cross_entropies
-) -> Tensor:
+def loop_gradients(network: Any, x: Tensor, y: Tensor, loss: Any = dpsgd.cross_entropies) -> Tensor:
     """Returns the gradient of each example by autograd, [N, P]."""
     weights = [p.requires_grad_() for p in network.train().parameters()]
-    rows = []
-    for k in range(len(x)):
-        gradients = torch.autograd.grad(loss(network, x[k : k + 1], y[k : k + 1]).sum(), weights)
-        rows.append(torch.cat([g.reshape(-1) for g in gradients]))
-    return torch.stack(rows)
+    losses = (loss(network, *example) for example in zip(x.split(1), y.split(1), strict=True))
+    rows = [torch.autograd.grad(value.sum(), weights) for value in losses]
+    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in rows])
 
 
 class Uses(nn.Module):

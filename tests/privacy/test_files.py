@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from tests.user_files import SPECIAL_KINDS, make_special_file
 
 @pytest.mark.parametrize("kind", SPECIAL_KINDS)
 @pytest.mark.parametrize("read", [files.read_regular, files.load_json, files.load_toml])
-def test_special_files_are_rejected(
-    tmp_path: Path, kind: str, read: Callable[[Path], object]
-) -> None:
+def test_special_files_are_rejected(tmp_path: Path, kind: str, read: Any) -> None:
     with pytest.raises(OSError, match=r"regular file|bytes, but at most"):
         read(make_special_file(tmp_path / "special", kind))
 
@@ -82,22 +79,20 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------------------- signatures
 
 
-PEM = forms.Encoding.PEM
+Keys = tuple[Path, Path]  # a private and a public one
+PEM, PLAIN = forms.Encoding.PEM, forms.NoEncryption()
 
 
-def private_pem(key: Any, encryption: Any = None) -> bytes:
-    encryption = encryption or forms.NoEncryption()
-    pem: bytes = key.private_bytes(PEM, forms.PrivateFormat.PKCS8, encryption)
-    return pem
+def private_pem(key: Any, encryption: Any = PLAIN) -> bytes:
+    return key.private_bytes(PEM, forms.PrivateFormat.PKCS8, encryption)
 
 
 def public_pem(key: Any) -> bytes:
-    pem: bytes = key.public_key().public_bytes(PEM, forms.PublicFormat.SubjectPublicKeyInfo)
-    return pem
+    return key.public_key().public_bytes(PEM, forms.PublicFormat.SubjectPublicKeyInfo)
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> tuple[Path, Path]:
+def keys(tmp_path: Path) -> Keys:
     key = Ed25519PrivateKey.generate()
     private, public = tmp_path / "key.pem", tmp_path / "key.pub"
     private.write_bytes(private_pem(key))
@@ -106,7 +101,7 @@ def keys(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
+def run(tmp_path: Path, keys: Keys) -> Path:
     """Returns a signed folder."""
     folder = tmp_path / "run"
     for name in ("ledger/client-000.jsonl", "model.safetensors", "simulation_only/partition.txt"):
@@ -117,11 +112,11 @@ def run(tmp_path: Path, keys: tuple[Path, Path]) -> Path:
     return folder
 
 
-def problems(run: Path, keys: tuple[Path, Path]) -> list[str]:
+def problems(run: Path, keys: Keys) -> list[str]:
     return signing.signature_problems(run, read_public_key(keys[1]))
 
 
-def test_signed_folders_have_no_problems(run: Path, keys: tuple[Path, Path]) -> None:
+def test_signed_folders_have_no_problems(run: Path, keys: Keys) -> None:
     assert problems(run, keys) == []
     signed = json.loads((run / "signature.json").read_text())["files"]
     assert list(signed) == ["ledger/client-000.jsonl", "model.safetensors", "privacy_report.json"]
@@ -152,9 +147,7 @@ FORGED = "is not a signature of these files with this key"
         ({"files": []}, "files is wrong"),
     ],
 )
-def test_changes_are_detected(
-    run: Path, keys: tuple[Path, Path], change: Any, expected: str
-) -> None:
+def test_changes_are_detected(run: Path, keys: Keys, change: Any, expected: str) -> None:
     if isinstance(change, dict):
         content = json.loads((run / "signature.json").read_text())
         (run / "signature.json").write_text(json.dumps({**content, **change}))
@@ -169,22 +162,19 @@ def test_changes_are_detected(
     assert expected in problem
 
 
-def test_links_cannot_be_signed(run: Path, keys: tuple[Path, Path], tmp_path: Path) -> None:
+def test_links_cannot_be_signed(run: Path, keys: Keys, tmp_path: Path) -> None:
+    key, link = read_private_key(keys[0]), run / "ledger" / "link"
     for target in (keys[0], tmp_path, tmp_path / "nothing"):
-        link = run / "ledger" / "link"
         link.symlink_to(target)
-        for action in (
-            lambda: sign_run(run, read_private_key(keys[0])),
-            lambda: problems(run, keys),
-        ):
+        for action in (lambda: sign_run(run, key), lambda: problems(run, keys)):
             with pytest.raises(OSError, match="ledger/link is neither a plain file nor a folder"):
                 action()
         link.unlink()
     with pytest.raises(PrivacyError, match="cannot read the privacy report"):
-        sign_run(tmp_path, read_private_key(keys[0]))
+        sign_run(tmp_path, key)
 
 
-def test_invalid_keys_raise_one_line_errors(tmp_path: Path, keys: tuple[Path, Path]) -> None:
+def test_invalid_keys_raise_one_line_errors(tmp_path: Path, keys: Keys) -> None:
     curve = ec.generate_private_key(ec.SECP256R1())
     secret = forms.BestAvailableEncryption(b"secret")
     encrypted = private_pem(Ed25519PrivateKey.generate(), secret)
@@ -199,9 +189,7 @@ def test_invalid_keys_raise_one_line_errors(tmp_path: Path, keys: tuple[Path, Pa
             read_public_key(file)
 
 
-def test_missing_package_is_reported(
-    keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_package_is_reported(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "cryptography"]:
         monkeypatch.setitem(sys.modules, name, None)
     for read, key in zip((read_private_key, read_public_key), keys, strict=True):

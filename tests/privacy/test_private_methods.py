@@ -56,19 +56,18 @@ from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
-from tests.digits import CPU, HOSTILE, SPEC, digits, private_clients, round_context
+from tests.digits import CPU, HOSTILE, SPEC, client_uploads, digits, private_clients, round_context
 from tests.quick_runs import folder_of, read_rows
 
 MNIST = dataset_spec("mnist")
 MAPS = ("whitened-scattering", "whitened-scattering+random-process")
 KERNELS = ("convolution", "mm", "bmm", "addmm", "baddbmm", "einsum", "norm", "pool", "softmax")
 Sums = list[tuple[Tensor, float]]
+enlarged = nn.Upsample((28, 28))
 
 
 @given(st.floats(0, 1e7), st.floats(1e-3, 1e5), st.integers(1, 5000))
-def test_pass_lengths_are_powers_of_two_below_limit(
-    expected: float, start: float, limit: int
-) -> None:
+def test_pass_lengths_are_limited_powers_of_two(expected: float, start: float, limit: int) -> None:
     length = pass_length(expected, start, limit)
     assert length & (length - 1) == 0
     assert 1 <= length <= limit
@@ -99,9 +98,9 @@ class KernelShapes(TorchDispatchMode):
 
 
 @pytest.fixture
-def unnoised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
+def unnoised(monkeypatch: pytest.MonkeyPatch) -> Sums:
     """Collects the sums without noise and the clip of each release, which becomes zero."""
-    sums: list[tuple[Tensor, float]] = []
+    sums: Sums = []
 
     def release_zeros(self: Any) -> Released:
         self._users.close(self._sums)
@@ -116,22 +115,17 @@ def unnoised(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, float]]:
 
 
 def private_step(
-    method: Method,
-    message: Any,
-    context: RoundContext,
-    data: ImageData,
-    part: Tensor | None = None,
-    users: Tensor | None = None,
-) -> Any:
-    """Returns the upload of a charged step of a client with these records."""
+    method: Method, weights: Any, context: Any, data: Any, part: Any = None, users: Any = None
+) -> None:
+    """Runs a charged step of a client with these records, from the server's weights."""
     unit, parts = RECORD if users is None else USER, None if part is None else [part]
     view = {"nominal_size": context.nominal_size, "users": users, "network": context.architecture}
     clients = private_clients(method, context, data, parts, unit=unit, **view)
-    ((upload, _),) = method.client_step(message, clients, [{}], context)
-    return upload
+    client_uploads(method, context, clients, state=method.initial_state(weights))
 
 
-METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+Case = tuple[str, dict[str, Any], dict[str, Any]]  # method, its settings, and those of privacy
+METHODS: list[Case] = [
     ("feddm", {"iterations": 2, "ipc": 2}, {"mechanism": "residual", "clip": 0.05}),
     ("feddm", {"iterations": 1, "ipc": 2}, {"mechanism": "gradient", "clip": 0.01}),
     ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
@@ -141,42 +135,34 @@ METHODS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("moon", {"local_steps": 1}, {}),
     ("scaffold", {"local_steps": 1}, {}),
 ]
-STEPS = pytest.mark.parametrize(("name", "values", "privacy"), METHODS, ids=str)
 
 
-def step_of(
-    name: str, values: dict[str, Any], privacy: dict[str, Any], nominal: float, **context: Any
-) -> Callable[..., Any]:
+def step_of(case: Case, nominal: float, **context: Any) -> Callable[..., Any]:
     """Returns a client's step in the first round as a function of its data, records and users."""
+    name, values, privacy = case
     method = method_class(name).from_mapping(values)
     settings = PrivacySettings(noise_multiplier=1.0, sample_rate=1.0, **privacy)
     ctx = round_context(settings, nominal=nominal, **context)
-    message = method.broadcast(method.initial_state(ctx.architecture.state_dict()), ctx)
-    return lambda *records: private_step(method, message, ctx, *records)
+    return lambda *records: private_step(method, ctx.architecture.state_dict(), ctx, *records)
 
 
-@STEPS
-def test_kernel_shapes_are_independent_of_record_count(
-    name: str, values: dict[str, Any], privacy: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("case", METHODS, ids=str)
+def test_kernel_shapes_are_independent_of_record_count(case: Case) -> None:
     """The last passes of 20, 70 and 75 records have different lengths unless padded."""
-    precision = torch.bfloat16 if privacy.get("mechanism") == "gradient" else torch.float32
-    step = step_of(name, values, privacy, 72.0, precision=precision)
+    precision = torch.bfloat16 if case[2].get("mechanism") == "gradient" else torch.float32
+    step = step_of(case, 72.0, precision=precision)
     seen = []
     for records in (20, 70, 75):
         with KernelShapes() as shapes:
             step(digits(np.arange(80) % 10), torch.arange(records))
         seen.append(shapes.seen)
-    assert seen[0]
-    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] == seen[1] == seen[2] != set()
 
 
-@STEPS
-def test_user_influence_on_methods_is_at_most_clip(
-    name: str, values: dict[str, Any], privacy: dict[str, Any], unnoised: Sums
-) -> None:
+@pytest.mark.parametrize("case", METHODS, ids=str)
+def test_user_influence_on_methods_is_at_most_clip(case: Case, unnoised: Sums) -> None:
     """One user has 50 of 90 records, of all classes."""
-    step = step_of(name, values, privacy, 1.0)
+    step = step_of(case, 1.0)
     data, indices = digits(np.random.default_rng(1).integers(0, 10, 90)), torch.arange(90)
     sums = []
     for part in (indices, indices[:40], indices[1:]):  # without the large user, or a small one
@@ -186,15 +172,6 @@ def test_user_influence_on_methods_is_at_most_clip(
     for reduced in sums[1:]:
         for (a, clip), (b, _) in zip(sums[0], reduced, strict=True):
             assert float((a - b).norm()) <= clip * (1 + 1e-6)
-
-
-def test_clients_receive_nominal_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = Mock(wraps=PrivateClientView)
-    monkeypatch.setattr(in_process, "PrivateClientView", view)
-    privacy = {"noise_multiplier": 3.0, "nominal_size": 100}
-    base = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
-    simulate(resolve({**base, "privacy": privacy}))
-    assert {call.kwargs["nominal_size"] for call in view.call_args_list} == {100.0}
 
 
 def cancelling_network(seed: int) -> nn.Module:
@@ -254,10 +231,7 @@ def feature_row_functions() -> Iterator[tuple[str, Rows]]:
     draws = torch.Generator().manual_seed(1)
     weight = 1e6 * torch.randn(10, mapping.dimension, generator=draws)
     linear, hidden = OnFeatures(mapping, MNIST), OnFeatures(mapping, MNIST, hidden=33)
-    roots = []
-    for block in mapping.blocks:
-        channels, cells = (1e4 * torch.randn(n, n, generator=draws) for n in block)
-        roots.append((channels, cells))
+    roots = [tuple(1e4 * torch.randn(n, n, generator=draws) for n in b) for b in mapping.blocks]
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         z = embedded(mapping(x), torch.zeros(mapping.dimension), mapping.radius)
@@ -268,10 +242,6 @@ def feature_row_functions() -> Iterator[tuple[str, Rows]]:
     yield "whitened", lambda x, y: embedded(mapping(x), 0.0, mapping.radius, roots)
     yield "linear", lambda x, y: example_gradients(linear, linear.vectors(mapping(x)), 0 * y)
     yield "mlp", lambda x, y: hidden.from_features(mapping(x)).detach()
-
-
-def enlarged(x: Tensor) -> Tensor:
-    return nn.functional.interpolate(x, size=(28, 28))
 
 
 def check_bits_depend_only_on_record(name: str, rows: Rows, x: Tensor, y: Tensor) -> None:
@@ -310,11 +280,10 @@ def influence(
     sums: Sums, method: Method, parameters: Any, context: RoundContext, data: ImageData, row: int
 ) -> float:
     """Returns how much a record changes the sums of a step with these parameters, in clips."""
-    message = method.broadcast(method.initial_state(parameters), context)
     indices = torch.arange(len(data))
     sums.clear()
     for kept_indices in (indices, indices[indices != row]):
-        private_step(method, message, context, data, kept_indices)
+        private_step(method, parameters, context, data, kept_indices)
     (full, clip), (without, _) = sums
     return float((full - without).norm()) / clip
 
@@ -362,8 +331,7 @@ def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -
         context = feature_context(network, MNIST, 2, clip=None)
     known_features = features(torch.from_numpy(images[1:]).float() / 255)
     z = embedded(known_features, torch.zeros(features.dimension), features.radius)
-    weight = {"classifier.weight": cancelling_weight(z)}
-    parameters = {**context.architecture.state_dict(), **weight}
+    parameters = context.architecture.state_dict() | {"classifier.weight": cancelling_weight(z)}
     data = from_arrays(images, np.full(131, 5), MNIST)
     assert influence(unnoised, method, parameters, context, data, 0) <= 1 + 1e-6
 
@@ -412,9 +380,7 @@ def image_influence(
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
 @pytest.mark.parametrize("model", ["linear", "mlp"])
-def test_influence_of_hostile_image_is_at_most_clip(
-    model: str, scale: float, unnoised: Sums
-) -> None:
+def test_influence_of_hostile_images_is_bounded(model: str, scale: float, unnoised: Sums) -> None:
     """Covers feature values of 1e30, infinity and NaN, and large weights."""
     for image, label in itertools.product((*HOSTILE, *KINDS), range(0, 10, 3)):
         change = image_influence(unnoised, model, "own-hostile", image, label, scale)
@@ -456,8 +422,7 @@ def test_updates_are_divided_by_nominal_size(method: Method, privacy: Any, memor
         if ctx.privacy is not None:
             clients = private_clients(method, ctx, data)
         weights = ctx.architecture.state_dict()
-        message = method.broadcast(method.initial_state(weights), ctx)
-        ((upload, _),) = method.client_step(message, clients, [memory], ctx)
+        (upload,) = client_uploads(method, ctx, clients, [memory])
         arrays = dict(upload.arrays())
         start = memory or {f"parameters.{name}": value for name, value in weights.items()}
         results.append(torch.cat([(arrays[name] - start[name]).flatten() for name in start]))
@@ -467,13 +432,13 @@ def test_updates_are_divided_by_nominal_size(method: Method, privacy: Any, memor
 
 def private_run(method: str = "feddm", **privacy: Any) -> Any:
     """Returns the settings of a run with empty clients, and 200 records."""
+    condensation = {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}
     training = {"local_epochs": 1, "batch": 100}
-    method_settings = {"feddm": {"iterations": 2, "ipc": 1, "server_epochs": 1, "batch": 3}}
     sections = {
         "run": {"method": method, "rounds": 2, "device": "cpu"},
         "partition": {"kind": "dirichlet-plain", "clients": 4, "alpha": 0.01, "seed": 9},
         "model": {"width": 4},
-        "method": method_settings.get(method, training),
+        "method": condensation if method == "feddm" else training,
         "privacy": {"noise_multiplier": 3.0, **privacy},
     }
     return resolve(sections), digits(np.arange(200) % 10)
@@ -483,7 +448,7 @@ def test_executed_releases_match_charges(monkeypatch: pytest.MonkeyPatch) -> Non
     """Broken versions would skip empty clients, miscount steps, derive q from len(train) or use one
     key for all clients of a run."""
     draws: list[tuple[int, Tensor]] = []
-    original = SecretGenerator.normal
+    original, view = SecretGenerator.normal, Mock(wraps=PrivateClientView)
 
     def spy(self: SecretGenerator, *args: Any) -> Tensor:
         noise = original(self, *args)
@@ -491,19 +456,23 @@ def test_executed_releases_match_charges(monkeypatch: pytest.MonkeyPatch) -> Non
         return noise
 
     monkeypatch.setattr(SecretGenerator, "normal", spy)
+    monkeypatch.setattr(in_process, "PrivateClientView", view)
     for method, steps, rate, privacy in (
-        ("feddm", 2, 30 / 359.5, {}),
+        ("feddm", 2, 30 / 100, {"nominal_size": 100}),
         ("feddm", 2 + 1, 1.0, {"mechanism": "features"}),  # two networks, and the counts
         ("fedavg", 4, 100 / 359.5, {}),
         ("fedfm", 4 + 2, 100 / 359.5, {}),  # and the anchors' sums and counts
     ):
         draws.clear()
+        view.reset_mock()
         run_settings, data = private_run(method, **privacy)
         parts = partition(data.labels.numpy(), run_settings.resolved_partition, 10)
         assert min(map(len, parts)) == 0
         report: Any = simulate(run_settings, data=(data, data)).privacy
         assert len(draws) == 4 * 2 * steps
         assert rate in [pytest.approx(row["sample_rate"]) for row in report["ledger"]]
+        nominal_sizes = {call.kwargs["nominal_size"] for call in view.call_args_list}
+        assert nominal_sizes == {privacy.get("nominal_size", 359.5)}
         assert len({key for key, _ in draws}) == 4
         wide = torch.stack([noise for _, noise in draws if len(noise) > 200][:32])
         correlations = torch.corrcoef(wide) - torch.eye(len(wide))
@@ -526,9 +495,8 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
         "method", "dataset", "rounds", "test_accuracy", "upload_bytes", "upload_floats_per_round", "device", "seed",
         "differential_privacy", "folder", "settings", *MEASURES, "confusion_matrix",
     }  # fmt: skip
-    kinds = (".json", ".jsonl", ".md", ".toml")
-    files = [p for p in folder.rglob("*") if p.suffix in kinds]
-    outside = [p for p in files if "simulation_only" not in p.parts]
+    texts = [p for p in folder.rglob("*") if p.suffix in (".json", ".jsonl", ".md", ".toml")]
+    outside = [p for p in texts if "simulation_only" not in p.parts]
     assert len(outside) == 10
     start = json.loads((folder / "privacy_start.json").read_text())
     assert set(start) == {

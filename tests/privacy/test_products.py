@@ -38,14 +38,13 @@ def targets(labels: Tensor) -> Tensor:
 
 def vectors_of(kind: str, z: Tensor, labels: Tensor, factors: Tensor | None = None) -> Products:
     left = targets(labels) if factors is None else factors
-    vectors: dict[str, Products] = {
+    return {
         "rows": Rows(z, CLIP),
         "outer": Outer(left, z, CLIP),
         "gradients": LayerGradients(torch.cat([z, left, z], 1), ((D,), (CLASSES, D)), CLIP),
         "grams": Grams(z, ((D, 1),), 0.3),
         "moments": Moments(z, targets(labels), B),
-    }
-    return vectors[kind]
+    }[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,7 +219,6 @@ def released_sums(spec: ReleasePlan, secret: SecretGenerator, rows: Tensor) -> T
 def test_noisy_parts_are_on_grid() -> None:
     """Broken versions would round before the noise, or in float32."""
     grid = PLAN.grid(1.5)
-    assert grid is not None
     rows = torch.full((900, 3), 100.0)  # clipped to a norm of 2: sums of 1039
     for inputs in (rows, rows[:0]):
         part = released_sums(PLAN, SecretGenerator(), inputs)
@@ -232,9 +230,9 @@ def test_noisy_parts_are_on_grid() -> None:
 
 
 def test_rounding_preserves_charge_and_deviation() -> None:
-    rng = np.random.default_rng(0)
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
     wide = replace(PLAN, dimension=40_000)
-    part = released_sums(wide, SecretGenerator(test_only=rng), torch.zeros(0, 20_000))
+    part = released_sums(wide, secret, torch.zeros(0, 20_000))
     noise_std = 1.5 * wide.clip / math.sqrt(wide.shares)
     assert float(part.std()) == pytest.approx(noise_std, rel=0.02)
     assert wide.release(1, 1.5) == replace(wide, addends=None).release(1, 1.5)
@@ -248,7 +246,6 @@ HUGE = replace(PLAN, clip=1e12, dimension=200_000, groups=1, shares=2, addends=A
 def test_even_and_odd_steps_are_equally_frequent(spec: ReleasePlan, records: int) -> None:
     """Ties rounded to even numbers of steps would reveal the size of a part."""
     grid = spec.grid(3.0)
-    assert grid is not None
     secret = SecretGenerator(test_only=np.random.default_rng(0))
     sums = torch.full((1, spec.dimension), 0.999 * spec.clip * records, dtype=torch.float64)
     parts = on_grid(sums, secret.normal(sums.shape, 3 * spec.clip / math.sqrt(2)), grid)
@@ -259,9 +256,7 @@ def test_even_and_odd_steps_are_equally_frequent(spec: ReleasePlan, records: int
 
 def test_grids_as_fine_as_float64_are_rejected() -> None:
     """The smallest input with such a grid is rejected, and so are sums beyond 64 bits."""
-    grid = HUGE.grid(3.0)
-    assert grid is not None
-    assert grid.bits == -28
+    assert HUGE.grid(3.0).bits == -28
     with pytest.raises(PrivacySettingError, match="or lower privacy"):
         replace(HUGE, addends=Addends(4, 10**10)).grid(3.0)
     with pytest.raises(PrivacySettingError, match="is too small for a 64-bit sum of"):

@@ -119,9 +119,7 @@ SENT = figures.Access(access="class list", status="unaccounted", note="sent as i
         ({"test_only_randomness": True}, [row()], "A test supplied the noise"),
     ],
 )
-def test_no_epsilon_is_reported_without_guarantee(
-    values: dict[str, Any], rows: list[Release], reason: str
-) -> None:
+def test_no_epsilon_is_reported_without_guarantee(values: Any, rows: Any, reason: str) -> None:
     report = build({"a": rows}, **values, epsilon_cap=None)
     assert not report["verdict"]["formal"]
     text = render_markdown(report)
