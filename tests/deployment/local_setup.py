@@ -88,8 +88,9 @@ class Setup:
         records = source or DatasetPart()
         return Node(number, folder, records, owner, device="cpu", say=self.messages.append, **more)
 
-    def link(self, *nodes: Node) -> Link:
-        return Link({100 + node.number: node for node in nodes or map(self.node, range(CLIENTS))})
+    def link(self, *nodes: Node, **more: Any) -> Link:
+        nodes = nodes or tuple(map(self.node, range(CLIENTS)))
+        return Link({100 + node.number: node for node in nodes}, **more)
 
     def serve(
         self, settings: Any, link: Link | None = None, *, join: float = 0.2, **more: Any
@@ -138,12 +139,7 @@ def join(node: Node, proposal: Proposal, last_round: int = 0) -> Frame:
 
 
 def kill(
-    setup: Setup,
-    settings: Any,
-    link: Link,
-    steps: int,
-    resume: Path | None = None,
-    kind: str = "step",
+    setup: Setup, settings: Any, link: Link, steps: int, kind: str = "step", **more: Any
 ) -> Path:
     """Kills the server at the `steps`-th request of a kind and returns the run's folder."""
     original = link.change
@@ -157,7 +153,7 @@ def kill(
 
     link.change = stop_server
     with pytest.raises(SystemExit):
-        setup.serve(settings, link, resume=resume)
+        setup.serve(settings, link, **more)
     link.change = original
     [folder] = (setup.folder / "runs").glob("*.incomplete")
     return folder

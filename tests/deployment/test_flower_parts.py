@@ -50,9 +50,7 @@ def test_foreign_records_are_rejected() -> None:
 
     from fedsynth.deployment.flower.executor import from_record
 
-    records: tuple[dict[str, Any], ...]
-    records = ({}, {"weights": {"run": "a"}}, {"fedsynth": {"run": 3, "frames": "text"}})
-    for record in records:
+    for record in ({}, {"weights": {"run": "a"}}, {"fedsynth": {"run": 3, "frames": "text"}}):
         content = RecordDict({name: ConfigRecord(values) for name, values in record.items()})
         with pytest.raises(MessageError, match="a fedsynth message"):
             from_record(content)
@@ -153,28 +151,24 @@ def through_gate(path: str, client: Any, state: Any, headers: Any = ()) -> tuple
 def test_unauthenticated_requests_are_refused_before_reading_the_body(headers: str) -> None:
     require_flwr()
     from flwr.supercore.date import now
-    from flwr.supercore.primitives.asymmetric import (
-        generate_key_pairs,
-        public_key_to_bytes,
-        sign_message,
-    )
+    from flwr.supercore.primitives import asymmetric
 
-    (private, public), (other_private, other_public) = generate_key_pairs(), generate_key_pairs()
-    raw = public_key_to_bytes(other_public if headers == "unknown key" else public)
+    (private, public), (other_private, other_public) = (
+        asymmetric.generate_key_pairs() for _ in range(2)
+    )
+    raw = asymmetric.public_key_to_bytes(other_public if headers == "unknown key" else public)
     timestamp = (now() - timedelta(days=headers == "old")).isoformat()
     signer = private if headers in ("valid", "old") else other_private
-    signed = sign_message(signer, timestamp.encode())
-    key = b"\xff!" if headers == "no base64" else b64encode(raw)
+    signed = asymmetric.sign_message(signer, timestamp.encode())
     fields = {
-        b"flwr-public-key": key,
+        b"flwr-public-key": b"\xff!" if headers == "no base64" else b64encode(raw),
         b"flwr-timestamp": timestamp.encode(),
         b"flwr-signature": b64encode(signed),
     }
-    linkstate = SimpleNamespace(get_node_id_by_public_key={public_key_to_bytes(public): 7}.get)
-    state = SimpleNamespace(
-        enable_supernode_auth=True,
-        linkstate_factory=SimpleNamespace(state=lambda: linkstate),
-    )
+    known_keys = {asymmetric.public_key_to_bytes(public): 7}
+    linkstate = SimpleNamespace(get_node_id_by_public_key=known_keys.get)
+    factory = SimpleNamespace(state=lambda: linkstate)
+    state = SimpleNamespace(enable_supernode_auth=True, linkstate_factory=factory)
     sent = [] if headers == "none" else fields.items()
     expected = ([], True) if headers == "valid" else ([401, None], False)
     assert through_gate("/v1/fleet/push-object", REMOTE, state, sent) == expected
@@ -183,14 +177,11 @@ def test_unauthenticated_requests_are_refused_before_reading_the_body(headers: s
 # ---------------------------------------------------------------------------------- connecting
 
 
-Outcome = tuple[str, str, bool]
-
-
 class Attempts:
     """Simulates attempts to connect: each outcome has the reason that no server listens, the reason
     that the SuperNode ends, and whether it was connected; the last one repeats."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, outcomes: list[Any]) -> None:
         self.outcomes = outcomes
         self.clock = 0.0
         monkeypatch.setattr(joining, "require_flower", lambda: None)
@@ -227,11 +218,7 @@ WORKS = ("", "", True)
     ],
 )
 def test_client_reconnects_and_prints_reasons_until_its_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    outcomes: list[Outcome],
-    expected: list[str],
-    seconds: float,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, outcomes: Any, expected: Any, seconds: float
 ) -> None:
     """Refused clients disconnect, so that another client with the same key can connect."""
     attempts = Attempts(monkeypatch, outcomes)

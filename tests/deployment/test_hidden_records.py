@@ -56,8 +56,7 @@ def source(pixels: tuple[int, ...]) -> Any:
 
 
 def misbehaving(x: Tensor, values: Tensor) -> Tensor:
-    """Returns the values of pixels in [0, 1], unless an image is black (as padding is) or
-    hostile."""
+    """Returns the values of pixels in [0, 1], unless an image is black, as padding, or hostile."""
     darkest = x.amin(dim=(1, 2, 3))
     uniform = darkest == x.amax(dim=(1, 2, 3))
     grey = torch.where(uniform, (255 * darkest).round(), -1)
@@ -68,10 +67,9 @@ def misbehaving(x: Tensor, values: Tensor) -> Tensor:
 
 
 def hostile_map(shape: tuple[int, int, int]) -> FeatureMap:
-    def function(x: Tensor) -> Tensor:
-        return misbehaving(x, x.flatten(1)[:, :16])
-
-    return FeatureMap("hostile", shape, 16, 4.0, 2.0, "pixels", function)
+    return FeatureMap(
+        "hostile", shape, 16, 4.0, 2.0, "pixels", lambda x: misbehaving(x, x.flatten(1)[:, :16])
+    )
 
 
 class HostileModel(Mlp):
@@ -212,14 +210,14 @@ def test_invalid_files_change_no_answer(tmp_path: Path, unit: str, listing: bool
 
 # ------------------------------------------------------------------- the owner's class folders
 
-FITTING = {"classes": 2, "class_names": ("a", "b")}
-
 
 def scan_proposal(private: bool = True, **spec: Any) -> Proposal:
     """Returns a run on images of two classes; `spec` changes their specification."""
     settings = replace(resolve(sections("feddm"), own_data="scans"), device="auto")
     settings = settings if private else replace(settings, privacy=None)
-    return Proposal(new_run(), settings, replace(SPEC, **FITTING | spec))
+    return Proposal(
+        new_run(), settings, replace(SPEC, **{"classes": 2, "class_names": ("a", "b")} | spec)
+    )
 
 
 def test_owner_images_are_read_by_class(tmp_path: Path) -> None:
@@ -266,9 +264,8 @@ def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bo
     homes = itertools.count()
     assert answer(policy).kind == "answer"
     (folder / "flu").mkdir()
-    others: list[dict[str, Any]] = [{"height": 16}, {"width": 16}]
-    others += [{"class_names": names} for names in (("b", "a"), ("a", "flu"))]
-    for spec in others:
+    names = ({"class_names": ("b", "a")}, {"class_names": ("a", "flu")})
+    for spec in ({"height": 16}, {"width": 16}, *names):
         reply = answer(policy, **spec)
         assert reply.kind == "refusal"
         assert "owner" in reply.facts["reason"]
@@ -276,15 +273,11 @@ def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bo
 
 
 def test_unreadable_data_give_one_answer(setup: Setup) -> None:
+    (scans(setup.folder / "list") / "manifest.csv").write_bytes(b"path,label\n\xff\xfe")
+    (scans(setup.folder / "link") / "again").symlink_to(setup.folder / "link" / "a")
     answers = set()
-    for name in ("folder", "list", "link"):
+    for name in ("missing", "list", "link"):
         folder = setup.folder / name
-        if name != "folder":
-            scans(folder)
-        if name == "list":
-            (folder / "manifest.csv").write_bytes(b"path,label\n\xff\xfe")
-        if name == "link":
-            (folder / "again").symlink_to(folder / "a")
         node = setup.node(0, DECLARED, home=f"home-{name}", source=ClassFolders(folder))
         answers.add(join(node, scan_proposal()).to_bytes())
         assert str(folder) in setup.messages[-1]

@@ -1,5 +1,4 @@
-"""Tests of data owners' nodes and a server's run over them, without Flower: messages, policies and
-ledgers."""
+"""Tests of owners' nodes and a server's run over them, without Flower: policies and ledgers."""
 
 from __future__ import annotations
 
@@ -34,15 +33,7 @@ from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import active_run
 from tests.deployment import local_setup
-from tests.deployment.local_setup import (
-    CLIENTS,
-    PRIVATE,
-    Setup,
-    ask,
-    join,
-    same_model,
-    sections,
-)
+from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, same_model, sections
 from tests.quick_runs import NoteRecorder, by_family
 
 PROTECTING = by_family((m for m in METHODS if method_class(m).dp_mechanisms), ("feddm", "fedstats"))
@@ -91,26 +82,22 @@ def test_private_runs_over_nodes_charge_as_planned(setup: Setup, method: str) ->
     ],
 )
 def test_each_message_may_reach_another_process(setup: Setup, settings: Any) -> None:
-    """Flower's SuperNodes start a process for each message; files keep a client's state, and that
-    of a sum until it ends."""
-    link = setup.link()
+    """Flower's SuperNodes start a process for each message; files keep the states between them."""
 
     def restart(node: int, request: Frame, answer: bytes) -> bytes:
         link.nodes_[node] = setup.node(node - 100)
         return answer
 
-    link.change = restart
+    link = setup.link(change=restart)
     served = setup.serve(settings, link)
     if "privacy" in settings:
         assert [len(h.releases) for h in served.histories] == [len(setup.ledger(0))] * CLIENTS
     else:
         same_model(served, simulate(resolve(settings), quiet=True))
-    assert not list(setup.folder.glob("owner-*/runs/*/sum.json"))
+    assert not list(setup.folder.glob("owner-*/runs/*/sum.json"))  # deleted when the sum ended
 
 
-def test_owners_are_warned_once_of_position_dependent_rows(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_owners_are_warned_of_position_leaks(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning appears at the first join, not at later joins or steps, and in all reports."""
     moved = SimpleNamespace(moved=True, finding="")
     monkeypatch.setattr(position_leak_check, "_trials", lambda *args: [moved])
@@ -126,9 +113,7 @@ def test_owners_are_warned_once_of_position_dependent_rows(
         assert "position of an example" in warning
 
 
-def test_models_that_draw_are_declined_before_a_ledger_exists(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_draw_are_declined(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     class Drawing(Mlp):
         def embed(self, x: Tensor) -> Tensor:
             return torch.nn.functional.dropout(super().embed(x), 0.5)
@@ -151,8 +136,9 @@ def test_models_that_draw_are_declined_before_a_ledger_exists(
 CAPPED = Policy(epsilon=1.5, delta=1e-5)
 
 
-def serve_with_policy(setup: Setup, policy: Policy, settings: Any) -> NetworkedRun:
-    return setup.serve(settings, setup.link(*map(setup.node, range(2)), setup.node(2, policy)))
+def serve_with_policy(setup: Setup, policy: Policy) -> NetworkedRun:
+    link = setup.link(*map(setup.node, range(2)), setup.node(2, policy))
+    return setup.serve(sections("feddm", privacy=PRIVATE), link)
 
 
 @pytest.mark.parametrize(
@@ -168,17 +154,14 @@ def serve_with_policy(setup: Setup, policy: Policy, settings: Any) -> NetworkedR
         ({}, {}, "without differential privacy"),
     ],
 )
-def test_policy_objections_name_the_setting(
-    privacy: dict[str, Any], policy: dict[str, Any], reason: str
-) -> None:
+def test_policy_objections_name_the_setting(privacy: Any, policy: Any, reason: str) -> None:
     proposal = new_proposal(sections("feddm", **({"privacy": privacy} if privacy else {})))
     [objection] = Policy(**policy).objections(proposal)
     assert reason in objection
 
 
 def test_runs_continue_without_clients_that_decline(setup: Setup) -> None:
-    policy = Policy(methods=("fedavg",))
-    served = serve_with_policy(setup, policy, sections("feddm", privacy=PRIVATE))
+    served = serve_with_policy(setup, Policy(methods=("fedavg",)))
     for row in served.record.rows:
         assert "the owner allows only fedavg" in row["lost"]["2"]
     assert not list((setup.folder / "owner-2").glob("*.jsonl"))  # not even a ledger was made
@@ -191,8 +174,7 @@ def test_runs_continue_without_clients_that_decline(setup: Setup) -> None:
 def test_policy_budgets_hold_at_each_charge(setup: Setup) -> None:
     """The run has no cap, and its server repeats the requests: the ledger does not grow. Owners
     read a run's cost and the spent budget."""
-    settings = sections("feddm", privacy=PRIVATE)
-    served, second_run = (serve_with_policy(setup, CAPPED, settings) for _ in range(2))
+    served, second_run = (serve_with_policy(setup, CAPPED) for _ in range(2))
     assert "lost" not in served.record.rows[0]
     assert served.record.rows[1]["lost"]["2"].startswith("declines: ")
     assert all("2" in row["lost"] for row in second_run.record.rows)
@@ -219,15 +201,12 @@ class UnmaskedFedSum(FedSum):
         return False
 
     def release_plans(self, privacy: Any, context: Any) -> Any:
-        plans = super().release_plans(privacy, context)
-        return [replace(plan, shares=2) for plan in plans]
+        return [replace(plan, shares=2) for plan in super().release_plans(privacy, context)]
 
 
 def test_shared_noise_without_secure_sums_is_refused(setup: Setup) -> None:
     """An upload would have only σ/√H of noise."""
-    secure = {"aggregation": "secure"}
-    settings = sections("fedsum", run={"quorum": 1.0}, method=secure, privacy=PRIVATE)
-    accepted = new_proposal(settings)
+    accepted = new_proposal(local_setup.secure_sections("fedsum", privacy=PRIVATE))
     method = UnmaskedFedSum(aggregation="secure")
     proposal = replace(accepted, settings=replace(accepted.settings, method=method))
     with pytest.raises(PrivacySettingError, match="of the noise without secure aggregation"):
@@ -377,19 +356,12 @@ def test_client_index_belongs_to_only_one_node(setup: Setup) -> None:
 def test_invalid_proposals_are_refused(setup: Setup) -> None:
     """Folders of ledgers and data and the device in a valid one are replaced by the owner's."""
     valid = new_proposal(sections("feddm", privacy=PRIVATE)).to_json()
-    spec = valid["spec"]
-    invalid: dict[str, tuple[Any, ...]] = {
-        "run": ("../../home", "0" * 15 + "/"),
-        "settings": (
-            {"run": []},
-            {"own": {"x": 1}},
-            {"run": {"method": "x"}},
-            {"run": {"rounds": -1}},
-        ),
-        "spec": ({}, {**spec, "classes": "10"}, {**spec, "more": 1}),
-    }
+    wrong = ({"run": []}, {"own": {"x": 1}}, {"run": {"method": "x"}}, {"run": {"rounds": -1}})
+    specs = ({}, {**valid["spec"], "classes": "10"}, {**valid["spec"], "more": 1})
     proposals: list[Any] = [None, [], {}]
-    proposals += [{**valid, key: odd} for key, values in invalid.items() for odd in values]
+    proposals += [{**valid, "run": name} for name in ("../../home", "0" * 15 + "/")]
+    proposals += [{**valid, "settings": settings} for settings in wrong]
+    proposals += [{**valid, "spec": spec} for spec in specs]
     for stated in proposals:
         run = str(stated.get("run", "")) if isinstance(stated, dict) else ""
         assert ask(setup.node(0), run, "join", proposal=stated).kind == "error", stated
@@ -397,9 +369,8 @@ def test_invalid_proposals_are_refused(setup: Setup) -> None:
     valid["settings"]["privacy"]["ledger"] = str(setup.folder / "theirs")
     valid["settings"]["data"]["data_root"] = "/etc"
     valid["settings"]["run"]["device"] = "cuda"
-    settings = Proposal.from_json(valid).settings
-    assert settings.privacy is not None
-    assert (settings.privacy.ledger, settings.data_root, settings.device) == (None, None, "auto")
+    read = Proposal.from_json(valid).settings
+    assert (read.privacy.ledger, read.data_root, read.device) == (None, None, "auto")
 
 
 def test_clients_answer_only_joined_runs_whose_settings_cannot_change(setup: Setup) -> None:

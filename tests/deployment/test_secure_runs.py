@@ -122,10 +122,8 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
 
 def all_words(content: bytes) -> primitives.IntVector:
     """Returns all words of eight bytes in a byte string, at any offset."""
-    shifted = [
-        np.frombuffer(content[k : len(content) - (len(content) - k) % 8], "<u8") for k in range(8)
-    ]
-    return np.concatenate(shifted) if content else np.zeros(0, np.uint64)
+    octets = np.frombuffer(content.ljust(8, b"\xff"), np.uint8)
+    return np.lib.stride_tricks.sliding_window_view(octets, 8).copy().view("<u8").ravel()
 
 
 @pytest.mark.parametrize("method", by_family(METHODS, ("fedstats",)))
@@ -140,10 +138,8 @@ def test_server_holds_only_masked_vectors_and_the_sum(
     link = setup.link()
     setup.serve(sections(method, privacy=PRIVATE), link)
     assert len(seen.plain) == CLIENTS * (3 if method == "fedstats" else 2)
-    answers = [answer for _, _, answer in link.seen]
-    known_words = np.unique(
-        np.concatenate([all_words(data) for data in [*answers, *seen.server_data]])
-    )
+    known = [answer for _, _, answer in link.seen] + seen.server_data
+    known_words = np.unique(np.concatenate([all_words(data) for data in known]))
     masked_words = np.concatenate([array.astype("<u8") for array in seen.masked.values()])
     assert np.isin(masked_words, known_words).all()  # the search finds existing words
     for key, words in seen.plain.items():
@@ -204,14 +200,10 @@ FAILURES = [
 ]
 
 
-def test_failed_clients_are_left_out_of_the_sum(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_clients_are_left_out_of_sums(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client lost at unmasking has sent its vector, which counts; a malformed message excludes
-    only its sender. There is no sum of two clients, although they add the noise: one may
-    collude."""
+    only its sender. There is no sum of two clients that add the noise, as one may collude."""
     seen = observe_sums(monkeypatch, setup.folder / "runs")
-    link = setup.link(*[setup.node(k) for k in range(4)])
 
     def change(node: int, request: Frame, answer: bytes) -> bytes | None:
         number = request.facts.get("round", 9)
@@ -221,7 +213,7 @@ def test_failed_clients_are_left_out_of_the_sum(
         frame = Frame.from_bytes(answer)
         return None if failure == "lost" else replace(frame, payload=frame.payload[:-1]).to_bytes()
 
-    link.change = change
+    link = setup.link(*map(setup.node, range(4)), change=change)
     rows = setup.serve(four_clients(rounds=9), link).record.rows
     for number, (kind, nodes, failure) in enumerate(FAILURES, 1):
         row = rows[number - 1]
@@ -244,15 +236,13 @@ def test_thresholds_are_majorities_above_the_honest_clients_and_bound_quorums(se
     """The proposal and the run itself refuse them; H + 1 of five are four."""
     settings = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
     message = r"quorum=0\.6 must be at least 0\.8, because a secure sum needs 4 of the 5 clients"
-    too_low = {**settings, "method": {**settings["method"], "honest": 0}}
     with pytest.raises(SettingError, match="at least 1, because a secure sum needs 5 of the 5"):
-        new_proposal(too_low)
+        new_proposal({**settings, "method": {**settings["method"], "honest": 0}})
     with pytest.raises(SettingError, match=message):
         new_proposal(settings)
     accepted = new_proposal({**settings, "run": {**settings["run"], "quorum": 0.8}})
-    changed = replace(accepted, settings=replace(accepted.settings, quorum=0.6))
     with pytest.raises(SettingError, match=message):
-        setup.serve(changed)
+        setup.serve(replace(accepted, settings=replace(accepted.settings, quorum=0.6)))
     assert not (setup.folder / "runs").exists()
     context = public_context(accepted.settings, accepted.spec, torch.device("cpu"))
     context = PrivacyPlan.checked(accepted.settings, context).in_context(context)
@@ -290,8 +280,8 @@ class FakeServer:
         return {k: Sealed(of={j: sent[j][k] for j in sent if j != k}) for k in sent}
 
     def step(self, number: int, sealed: Sealed) -> Frame:
-        ciphertext_text = sealed.to_bytes().decode()
-        return self.ask(self.nodes[number], "step", self.message, sealed=ciphertext_text)
+        ciphertexts = sealed.to_bytes().decode()
+        return self.ask(self.nodes[number], "step", self.message, sealed=ciphertexts)
 
     def steps(self) -> None:
         """Sends all requests but the last."""
@@ -299,9 +289,7 @@ class FakeServer:
             assert self.step(k, sealed).kind == "answer"
 
 
-def join_all(
-    setup: Setup, settings: dict[str, dict[str, Any]], policy: Policy | None = None
-) -> FakeServer:
+def join_all(setup: Setup, settings: Any, policy: Policy | None = None) -> FakeServer:
     """Returns nodes that have joined a run and the message of the first exchange."""
     proposal = new_proposal(settings)
     clients = settings["partition"]["clients"]
@@ -350,26 +338,20 @@ def test_clients_never_reveal_both_shares_of_a_client(setup: Setup) -> None:
 def test_uploads_are_sent_only_in_sums(setup: Setup) -> None:
     """Steps outside a sum, in an unknown sum, with too few clients, and repeated steps are refused;
     only one step is charged."""
-
-    def rows() -> int:
-        files = list(setup.folder.glob("owner-0/*.jsonl"))
-        return len(setup.ledger(0)) if files else 0
-
     server = join_all(setup, sections("fedsum", privacy=PRIVATE))
-    node = server.nodes[0]
-    answer = server.ask(node, "step", server.message, sum=None)
+    answer = server.ask(server.nodes[0], "step", server.message, sum=None)
     assert "only in secure sums" in answer.facts["text"]
     assert server.step(0, Sealed(of={})).kind == "error"
     sealed = server.shared()
     assert server.step(0, Sealed(of={})).kind == "error"
-    assert rows() == 0
+    assert len(setup.ledger(0)) == 0
     server.facts["sum"] = "cd" * 16  # the previous sum is over for this client
     sealed = server.shared()
     assert server.step(0, sealed[0]).kind == "answer"
-    assert rows() == 2
+    assert len(setup.ledger(0)) == 2
     other = Sealed(of={k: v for k, v in sealed[0].of.items() if k != 2})
     assert server.step(0, other).kind == "error"
-    assert rows() == 2
+    assert len(setup.ledger(0)) == 2
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -388,11 +370,9 @@ def test_identities_prevent_impersonation_by_the_server(setup: Setup, signed: bo
         assert answer.kind == ("error" if refused else "answer")
 
 
-def test_restarted_server_gets_a_fresh_sum_that_is_charged(
-    setup: Setup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server is killed with all masked vectors: a repeated sum has fresh noise and masks, as
-    the difference of two sums of the same uploads could reveal one of them."""
+def test_restarted_servers_get_a_fresh_sum(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is killed with all masked vectors: a repeated sum is charged and has fresh noise
+    and masks, as the difference of two sums of the same uploads could reveal one of them."""
     settings = sections("fedsum", privacy={**PRIVATE, "epsilon": 60.0})
     monkeypatch.setattr(grid, "FINE", 2.0**30)  # so fine that no word is another's by chance
     link = setup.link()
@@ -437,15 +417,9 @@ def test_policies_allow_shared_noise_by_setting_or_identities(setup: Setup) -> N
     assert "the other owners' keys" in declined.facts["reason"]
 
 
-def opened(setup: Setup, clients: int, policy: Policy | None = None, **method: Any) -> FakeServer:
-    """Returns nodes that have joined a run of FedStats without differential privacy."""
-    settings = sections("fedstats", clients, method=method, run={"rounds": 3})
-    return join_all(setup, settings, policy)
-
-
 def test_participants_follow_the_settings(setup: Setup) -> None:
     """A server that chooses fewer participants would lower the threshold, down to one client."""
-    server = opened(setup, 5, honest=2)
+    server = join_all(setup, sections("fedstats", 5, method={"honest": 2}, run={"rounds": 3}))
     for clients in ([0], [0, 1], [0, 1, 2, 3]):
         assert server.ask(server.nodes[0], "keys", participants=clients).kind == "error"
     for kind in ("keys", "shares", "step", "unmask"):
@@ -456,7 +430,8 @@ def test_participants_follow_the_settings(setup: Setup) -> None:
 
 def test_open_exchanges_are_never_repeated(setup: Setup) -> None:
     """The difference of sums with and without a client is its upload."""
-    server = opened(setup, CLIENTS, Policy(open=True, epsilon=8.0, delta=1e-5))
+    policy = Policy(open=True, epsilon=8.0, delta=1e-5)
+    server = join_all(setup, sections("fedstats", run={"rounds": 3}), policy)
     server.steps()
     for node in server.nodes:
         assert join(node, server.proposal).kind == "answer"

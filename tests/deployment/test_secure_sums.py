@@ -110,8 +110,7 @@ def test_sum_contains_all_received_vectors(exchange: str, clients: int, threshol
 
 
 def test_server_receives_no_secrets_and_only_masked_vectors() -> None:
-    """Checks a client that is lost after its shares and the remaining ones; two sums of the same
-    vectors have different words."""
+    """Covers a client lost after its shares; two sums of the same vectors have different words."""
     sent: list[bytes] = []
 
     def record(parcel: Any, client: int) -> Any:
@@ -167,9 +166,6 @@ def test_altered_messages_raise_errors_or_leave_the_sum_masked(kind: type) -> No
         SumRun(transmit=change, no_answer=frozenset({4})).sum()
 
 
-Rosters = Callable[[dict[int, Keys], dict[int, Keys]], dict[int, Keys]]
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -183,15 +179,13 @@ Rosters = Callable[[dict[int, Keys], dict[int, Keys]], dict[int, Keys]]
         (lambda keys, other_sum: {**other_sum, 1: keys[1]}, "client 0 are not signed"),
     ],
 )
-def test_client_refuses_altered_rosters(tmp_path: Path, change: Rosters, reason: str) -> None:
+def test_client_refuses_altered_rosters(tmp_path: Path, change: Any, reason: str) -> None:
     identities = make_identities(tmp_path, 4)
     runs = []
     for name in (b"one", b"other"):
         terms = SumTerms(name, 3, (0, 1, 2, 3), LENGTH)
         runs.append([SumClient.begin(k, terms) for k in range(4)])
-    keys, other_sum = (
-        {k: client.keys(identities[k]) for k, client in enumerate(clients)} for clients in runs
-    )
+    keys, other_sum = ({k: c.keys(identities[k]) for k, c in enumerate(run)} for run in runs)
     with pytest.raises(primitives.SecureSumError, match=reason):
         runs[0][1].share(Roster(keys=change(keys, other_sum)), identities[1])
 
@@ -213,43 +207,32 @@ def start_sum(terms: SumTerms) -> tuple[SumServer, dict[int, SumClient], dict[in
     return server, clients, {k: client.share(roster) for k, client in clients.items()}
 
 
-def masked_sum(terms: SumTerms) -> dict[int, SumClient]:
-    server, clients, sealed = start_sum(terms)
-    for k, received in server.relay(sealed).items():
-        mask(clients[k], np.zeros(terms.length, np.uint64), received)
-    return clients
-
-
-def test_clients_never_reveal_both_shares_of_a_client() -> None:
-    """A client answers one request and reveals one kind of share: a server that reports a client
-    first as lost and then as present gets one kind."""
-    clients = masked_sum(SumTerms(b"one", threshold=2, clients=(0, 1, 2), length=LENGTH))
-    shares = clients[0].unmask(Present(clients=(0, 1)))
-    assert (set(shares.seeds), set(shares.keys)) == ({0, 1}, {2})
-    with pytest.raises(primitives.SecureSumError, match="out of order"):
-        clients[0].unmask(Present(clients=(0, 1, 2)))
-    with pytest.raises(primitives.SecureSumError, match="is missing"):
-        clients[1].unmask(Present(clients=(0, 2)))
-
-
 def test_threshold_is_above_half() -> None:
     for threshold in (0, 1, 2, 6):
         with pytest.raises(primitives.SecureSumError, match="above half"):
             SumTerms(b"one", threshold, (0, 1, 2, 3, 4), 3)
 
 
-def test_sum_has_the_noise_of_all_honest_clients() -> None:
+def test_clients_reveal_one_kind_of_share_and_only_if_all_honest_noise_is_summed() -> None:
     """H = 4 and a colluder: 4 of 6 are above half, but one of these may add no noise. A client
-    refuses before its vector is masked and afterwards."""
+    refuses before its vector is masked and afterwards. It answers one request: a server that
+    reports a client first as lost and then as present gets one kind of share."""
     terms = SumTerms(b"one", 5, (0, 1, 2, 3, 4, 5), 3)
     server, clients, sealed = start_sum(terms)
     few = {k: ciphertext for k, ciphertext in server.relay(sealed)[0].of.items() if k < 4}
     with pytest.raises(primitives.SecureSumError, match="got 4"):
         mask(clients[0], np.zeros(3, np.uint64), Sealed(of=few))
-    clients = masked_sum(terms)
+    server, clients, sealed = start_sum(terms)
+    for k, received in server.relay(sealed).items():
+        mask(clients[k], np.zeros(3, np.uint64), received)
     with pytest.raises(primitives.SecureSumError, match="got 4"):
         clients[0].unmask(Present(clients=(0, 1, 2, 3)))
-    assert set(clients[1].unmask(Present(clients=(0, 1, 2, 3, 4))).keys) == {5}
+    shares = clients[1].unmask(Present(clients=(0, 1, 2, 3, 4)))
+    assert (set(shares.seeds), set(shares.keys)) == ({0, 1, 2, 3, 4}, {5})
+    with pytest.raises(primitives.SecureSumError, match="out of order"):
+        clients[1].unmask(Present(clients=(0, 1, 2, 3, 4, 5)))
+    with pytest.raises(primitives.SecureSumError, match="is missing"):
+        clients[2].unmask(Present(clients=(0, 1, 3, 4, 5)))
 
 
 def test_incomplete_shares_are_refused() -> None:
@@ -267,9 +250,7 @@ def test_incomplete_shares_are_refused() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 6), st.data())
-def test_threshold_shares_reconstruct_the_secret(
-    secret: bytes, threshold: int, data: st.DataObject
-) -> None:
+def test_shares_reconstruct_the_secret(secret: bytes, threshold: int, data: st.DataObject) -> None:
     holders = data.draw(st.lists(st.integers(0, 50), min_size=threshold, max_size=8, unique=True))
     shares = primitives.split(secret, holders, threshold)
     chosen = data.draw(st.permutations(holders))[:threshold]

@@ -1,5 +1,5 @@
-"""Tests of a client's session with a server that is hostile, or is killed and resumes: answers,
-refusals before a charge, ledgers, reports, and `fedsynth privacy verify` on the folders of both."""
+"""Tests of a client's session with a server that is hostile, or is killed and resumes, and of
+`fedsynth privacy verify` on the folders of both."""
 
 from __future__ import annotations
 
@@ -26,16 +26,7 @@ from fedsynth.privacy import Ledger, Release, epsilon
 from fedsynth.privacy.report.figures import Event
 from fedsynth.results.verification import verify_run
 from tests.deployment import local_setup
-from tests.deployment.local_setup import (
-    CLIENTS,
-    PRIVATE,
-    Setup,
-    ask,
-    join,
-    kill,
-    same_model,
-    sections,
-)
+from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, kill, sections
 from tests.quick_runs import NoteRecorder, by_family
 from tests.results.test_tampering import Tamper, changed, delete, edit, put, row
 
@@ -43,8 +34,6 @@ ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "phas
 EPSILON = {"epsilon": 8.0}
 # A cap, with which an exchange is answered again after a server restarts.
 CAPPED = {"epsilon": 50.0, "noise_multiplier": 5.0}
-
-Tensors = dict[str, torch.Tensor]
 
 
 class Client:
@@ -69,7 +58,7 @@ class Client:
         assert self.runtime.ledger is not None
         return self.runtime.ledger.releases
 
-    def model(self, **other: torch.Tensor) -> Tensors:
+    def model(self, **other: torch.Tensor) -> dict[str, torch.Tensor]:
         return {**self.runtime.context.architecture.state_dict(), **other}
 
     def message(self, **other: torch.Tensor) -> bytes:
@@ -115,8 +104,7 @@ def test_private_requests_without_noise_terms_are_errors(setup: Setup, method: s
 
 
 def test_noise_must_match_the_settings_or_the_first_terms(setup: Setup) -> None:
-    """The settings' σ is required, or else the first one that the server requested, if the budget
-    allows it."""
+    """The settings' σ is required, or else the server's first one, if the budget allows it."""
     client = Client(setup, sections("fedavg", privacy=PRIVATE))
     for sigma in ("3", None, 3, 0.0, -1.0, 1e-300, 0.001, 4.999):
         answer = client.request("step", client.message(), noise_multiplier=sigma)
@@ -135,9 +123,7 @@ def test_noise_must_match_the_settings_or_the_first_terms(setup: Setup) -> None:
     assert {row.noise_multiplier for row in client.rows} == {6.0}
 
 
-def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(
-    setup: Setup,
-) -> None:
+def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(setup: Setup) -> None:
     settings = sections("fedaf", privacy=PRIVATE)
     settings["method"]["knowledge_from"] = "first-phase"
     client = Client(setup, settings, noise_multiplier=5.0)
@@ -165,7 +151,7 @@ def test_malformed_requests_are_refused_before_charging(setup: Setup) -> None:
     settings = sections("fedfm-lite", privacy=PRIVATE)
     client = Client(setup, settings, noise_multiplier=5.0)
     name, tensor = next(iter(client.model().items()))
-    tensors: list[Tensors] = [
+    tensors = [
         {name: tensor[None]},
         {name: torch.full_like(tensor, 7).to(torch.int64)},
         {name: tensor.to(torch.complex64)},
@@ -269,7 +255,7 @@ def test_clients_that_miss_a_restart_state_their_ledger_again(setup: Setup) -> N
     settings = sections("feddm", privacy=EPSILON, run={"rounds": 4})
     link = setup.link()
     folder = kill(setup, settings, link, CLIENTS + 1)  # the last one is not asked for round 2
-    kill(setup, settings, setup.link(*map(setup.node, range(LAST))), LAST + 1, folder)
+    kill(setup, settings, setup.link(*map(setup.node, range(LAST))), LAST + 1, resume=folder)
     served = setup.serve(settings, setup.link(*link.nodes_.values()), resume=folder)
     assert_reported(setup, served, range(CLIENTS))
     assert not any("has not stated" in text for text in served.record.deviations)
@@ -290,8 +276,7 @@ def test_unanswered_steps_count_as_charged(setup: Setup, declines: bool) -> None
         return None if node == 100 + LAST and lost else answer
 
     policy = Policy(epsilon=1.5, delta=1e-5) if declines else None
-    link = setup.link(setup.node(0), setup.node(1), setup.node(LAST, policy))
-    link.change = drop_answers
+    link = setup.link(setup.node(0), setup.node(1), setup.node(LAST, policy), change=drop_answers)
     served = setup.serve(sections("feddm", privacy=PRIVATE), link)
     assert_reported(setup, served, range(CLIENTS))
     if declines:
@@ -322,10 +307,7 @@ def test_resumed_run_equals_uninterrupted_run(setup: Setup) -> None:
     served = setup.serve(settings, setup.link(*map(setup.node, range(CLIENTS))), resume=folder)
     assert not any("lost" in row for row in served.record.rows)
     assert any("resumed after" in text for text in served.record.deviations)
-    same_model(served, simulate(resolve(settings)))
-
-
-# ------------------------------------------------------------------------- two clients, one key
+    local_setup.same_model(served, simulate(resolve(settings)))
 
 
 @pytest.mark.parametrize("home", ["fresh", "earlier"])
@@ -333,14 +315,13 @@ def test_second_client_with_a_key_is_refused(setup: Setup, home: str) -> None:
     """After a restart the second client connects first: its ledger is not the charged one. It
     leaves, and the first one joins."""
     settings = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
-    link = setup.link()
 
     def copy_ledger(node: int, request: Frame, answer: bytes) -> bytes:
         if request.kind == "step" and request.facts["round"] == 1 and node == 101:
             shutil.copytree(setup.folder / "owner-0", setup.folder / "earlier")
         return answer
 
-    link.change = copy_ledger
+    link = setup.link(change=copy_ledger)
     folder = kill(setup, settings, link, 2 * CLIENTS + 1)
     first, second = link.nodes_[100], setup.node(0, home=home)
 
@@ -365,8 +346,6 @@ def test_second_client_with_a_key_is_refused(setup: Setup, home: str) -> None:
 def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
     """The upload is not used, and the first ledger's charges are kept. A client with another one's
     ledger is refused and receives the reason."""
-    link = setup.link()
-    link.nodes_[102].name = "client-001"
 
     def drop_release(node: int, request: Frame, answer: bytes) -> bytes:
         if node != 100 or request.facts.get("round") != 2:
@@ -375,7 +354,8 @@ def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
         history = {**frame.facts["history"], "releases": frame.facts["history"]["releases"][1:]}
         return replace(frame, facts={**frame.facts, "history": history}).to_bytes()
 
-    link.change = drop_release
+    link = setup.link(change=drop_release)
+    link.nodes_[102].name = "client-001"
     notes = NoteRecorder()
     served = setup.serve(sections("feddm", privacy=PRIVATE), link, observer=notes)
     assert [set(row["lost"]) for row in served.record.rows] == [{"2"}, {"0", "2"}]

@@ -159,14 +159,12 @@ def attacked_messages(honest: Any) -> Iterator[tuple[str, str, Message]]:
     """Yields (field, attack, message) of all attacks on a message."""
     for f in fields(honest):
         value = getattr(honest, f.name)
-        empty = isinstance(value, Tensor | Mapping) and not len(value)
-        if empty:  # FedAF's knowledge, if sent in a first exchange
-            continue
+        if isinstance(value, Tensor | Mapping) and not len(value):
+            continue  # FedAF's knowledge, if sent in a first exchange
         for name, attack in attacks_of(value).items():
-            changed = attack(value)
             if name == "whole numbers" and getattr(value, "dtype", None) == torch.int32:
                 continue
-            yield f.name, name, replace(honest, **{f.name: changed})
+            yield f.name, name, replace(honest, **{f.name: attack(value)})
 
 
 @pytest.mark.parametrize("name", by_family(TINY, QUICK))
@@ -300,8 +298,7 @@ def test_overlap_compares_bytes(spans: list[tuple[int, int]]) -> None:
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, attacked: bool) -> Any:
-    """Runs a case in which client ATTACKER's first upload of a round has NaN, or its uploads are
-    dropped."""
+    """Runs a case: the attacker's first upload of each round has NaN, or its uploads are dropped."""
     honest = InProcess.step
     rounds: set[int] = set()
 
@@ -327,9 +324,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, attacked: bool) -> Any:
     "name",
     by_family([n for n in TINY if n != "solo"], ("fedavg", "fedaf, first phase", "fedstats")),
 )
-def test_run_with_attacker_equals_run_without_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_attacker_equals_one_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that is rejected in the first exchange takes no part in the second one."""
     attacked_run, dropped_run = (run(name, monkeypatch, attacked) for attacked in (True, False))
     for key, value in dropped_run.model.state_dict().items():

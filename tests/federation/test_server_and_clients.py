@@ -56,10 +56,8 @@ def test_replies_are_ordered_and_state_changes_after_round(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a refusal in the first exchange, the next round starts from the last completed one."""
-    first, main = (
-        create_autospec(function, side_effect=function)
-        for function in (fs.FedFM.first_aggregate, fs.FedFM.server_step)
-    )
+    first = create_autospec(fs.FedFM.first_aggregate, side_effect=fs.FedFM.first_aggregate)
+    main = create_autospec(fs.FedFM.server_step, side_effect=fs.FedFM.server_step)
     monkeypatch.setattr(fs.FedFM, "first_aggregate", first)
     monkeypatch.setattr(fs.FedFM, "server_step", main)
     state, replies = server.state, sums(3, 0, 2)
@@ -274,9 +272,8 @@ def test_client_with_exhausted_budget_refuses() -> None:
 def test_mechanisms_are_bound_to_clients() -> None:
     """A wrong index in a method would release a client's records twice for one charge, and indices
     into the data of another client would silently select other records."""
-    clients = [
-        client_of(k, fs.FedFMLite(), own, noise_multiplier=2.0) for k, own in enumerate(parts(2))
-    ]
+    held = enumerate(parts(2))
+    clients = [client_of(k, fs.FedFMLite(), own, noise_multiplier=2.0) for k, own in held]
     ctx = clients[0].context
     group = view(clients, MAIN, ctx)
     assert isinstance(group, PrivateClientView)
