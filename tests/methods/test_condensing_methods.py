@@ -1,5 +1,4 @@
-"""FedDM, REAL and FedAF: rounds against plain torch, private uploads, missing classes, and compiled
-passes."""
+"""FedDM, REAL and FedAF: rounds against plain torch, private uploads, and compiled passes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import vector_to_parameters
 
 import fedsynth as fs
-from fedsynth import FedAF, FedDM, ImageData, PrivacySettings, RoundContext
+from fedsynth import FedAF, FedDM, PrivacySettings, RoundContext
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.method import Memory
 from fedsynth.data.images import denormalise, normalise
@@ -42,8 +41,12 @@ from tests.rounds import play_round, take_step
 
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
 PARTS = [torch.arange(0, 40), torch.arange(40, 60)]
-FAST = FedDM(ipc=2, iterations=2, server_epochs=1)
+TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
+FAST = FedDM(**TINY)
 NOISY = PrivacySettings(noise_multiplier=3.0)
+EXAMPLE: Any = runpy.run_path(f"{Path(__file__).parents[2]}/examples/own_condensation.py")
+CONDENSING = [name for name in METHODS if issubclass(method_class(name), fs.CondensingMethod)]
+CHANGES = {"logit_weight": 0.3, "image_momentum": 0.5, "radius": 1.0, "image_clip": 0.01}
 
 
 def clients(*ids: int) -> ExactClientView:
@@ -64,8 +67,7 @@ def test_open_clients_send_classes_of_ten_examples() -> None:
 
 @pytest.mark.parametrize("mechanism", ["residual", "gradient"])
 def test_private_clients_send_every_class(mechanism: str) -> None:
-    """The list of classes that a client has is private, and the start does not depend on its
-    data."""
+    """A client's list of classes is private, and the start does not depend on its data."""
     ledger, ctx = Ledger("0"), round_context(replace(NOISY, mechanism=mechanism))
     clients = private_clients(FAST, ctx, digits(LABELS), PARTS[:1], [ledger])
     assert upload(FAST, ctx, clients).labels.tolist() == [c for c in range(10) for _ in range(2)]
@@ -74,9 +76,6 @@ def test_private_clients_send_every_class(mechanism: str) -> None:
     fixed = replace(FAST, iterations=1, image_lr=0.0)
     groups = (private_clients(fixed, ctx, digits(LABELS), [part]) for part in PARTS)
     assert torch.equal(*(upload(fixed, ctx, group).images for group in groups))
-
-
-CHANGES = {"logit_weight": 0.3, "image_momentum": 0.5, "radius": 1.0, "image_clip": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -198,15 +197,9 @@ def test_real_sends_the_same_images_every_round() -> None:
     assert torch.equal(upload(still, round_context(), clients(0)).images, first.images)
 
 
-EXAMPLE: Any = runpy.run_path(f"{Path(__file__).parents[2]}/examples/own_condensation.py")
-CONDENSING = [name for name in METHODS if issubclass(method_class(name), fs.CondensingMethod)]
-TINY: dict[str, Any] = {"ipc": 2, "iterations": 2, "server_epochs": 1}
-
-
 @pytest.mark.parametrize("name", [*CONDENSING, "fedsum", "own"])
 def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further record would move other records to another kernel. With ipc 2 no pass is
-    partial."""
+    """A record more would move others to another kernel. With ipc 2 no pass is partial."""
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled.append(f.__name__) or f)
     monkeypatch.setattr(matching, "CPU_BYTES", 2 * 4 * 8 * 8 * 4)  # two images a pass
@@ -227,28 +220,20 @@ def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.Monke
     assert sorted(compiled) == functions
 
 
-FEW_LABELS = np.array([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
+FEW = digits([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])
 FEW_PARTS = [torch.arange(8), torch.arange(8, 12)]  # client 1 lacks class 2; both lack 3 … 9
 SERVER: dict[str, Any] = {"server_epochs": 2, "server_batch": 4, "server_lr": 0.05}
 WEIGHTS = {"local_weight": 0.3, "global_weight": 0.7, "temperature": 2.0}
 FEDAF = FedAF(ipc=2, iterations=3, image_lr=0.5, start_average=2, **SERVER, **WEIGHTS)
-
-
-def data(device: torch.device = CPU) -> ImageData:
-    return digits(FEW_LABELS, device=device)
-
-
-def context(number: int = 1, **more: Any) -> RoundContext:
-    privacy = more.pop("privacy", None)
-    return round_context(privacy, number, nominal=6.0, clients=2, **more)
+context = functools.partial(round_context, nominal=6.0, clients=2)
 
 
 def run_rounds(method: FedAF, active: Any, device: torch.device = CPU) -> tuple[list[Any], Any]:
     server = Server(method, context().architecture.to(device).state_dict())
     memories, states, uploads = dict[int, Any](), [], dict[int, Any]()
     for number, ids in enumerate(active, 1):
-        clients = ExactClientView(ids, data(device), [FEW_PARTS[k] for k in ids])
-        ctx = replace(context(number, device=device), participants=ids)
+        clients = ExactClientView(ids, FEW.to(device), [FEW_PARTS[k] for k in ids])
+        ctx = context(number=number, device=device, participants=ids)
         uploads = play_round(server, [clients], memories, ctx)
         states.append(server.state)
     return states, uploads
@@ -265,16 +250,15 @@ def knowledge_loss(method: FedAF, z: Tensor, truth: Tensor, soft: Any, classes: 
 
 def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
     """Computes the rounds equation by equation: (w, pixels of each client)."""
-    x, y = normalise(data().images, SPEC), torch.tensor(FEW_LABELS)
+    x, y = normalise(FEW.images, SPEC), FEW.labels
     C = [[0, 1, 2], [0, 1]]
     model, images, V = context().architecture, {}, None
     for number in range(1, count + 1):
-        ctx, net = context(number), model
+        ctx, net = context(number=number), model
         with torch.no_grad():
             z = net(x)
-        # Eq. 5
+        # Eqs. 5 and 8
         v = [{c: z[part][y[part] == c].mean(0) for c in C[k]} for k, part in enumerate(FEW_PARTS)]
-        # Eq. 8
         average = {c: torch.stack([z[c] for z in v if c in z]).mean(0) for c in C[0]}
         if method.knowledge_from == "first-phase":
             V = average
@@ -313,8 +297,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         optimiser = torch.optim.SGD(model.parameters(), method.server_lr, method.server_momentum)
         shuffle = torch_generator(0, "server training", number)
         for _ in range(method.server_epochs):
-            order = torch.randperm(len(labels), generator=shuffle).split(method.server_batch)
-            for part in order:
+            for part in torch.randperm(len(labels), generator=shuffle).split(method.server_batch):
                 logits, truth = model(union[part]), labels[part]
                 loss = F.cross_entropy(logits, truth)
                 if method.server_matching != "minibatch":
@@ -353,7 +336,7 @@ def test_two_fedaf_rounds_equal_plain_torch(field: str, value: Any, device: torc
 def test_server_step_with_batch_norm_equals_plain_torch(server_matching: str) -> None:
     method = replace(FEDAF, server_batch=12, server_epochs=1, server_matching=server_matching)
     ctx = context(network=convnet("batch"))
-    images, labels = normalise(data().images, SPEC), torch.tensor(FEW_LABELS)
+    images, labels = normalise(FEW.images, SPEC), FEW.labels
     soft = torch.softmax(torch.arange(100.0).view(10, 10).sin(), 1)
     model, plain = (ctx.load(ctx.architecture.state_dict()) for _ in range(2))
     has_labels = torch.arange(10) != 1
@@ -403,7 +386,7 @@ def test_logits_of_absent_clients_persist(knowledge_from: str) -> None:
 
 def private_upload(sigma: float) -> tuple[CondensedSet, list[Any]]:
     ctx, ledger = context(privacy=PrivacySettings(noise_multiplier=sigma)), Ledger("0")
-    (upload,) = client_uploads(FEDAF, ctx, private_clients(FEDAF, ctx, data(), ledgers=[ledger]))
+    (upload,) = client_uploads(FEDAF, ctx, private_clients(FEDAF, ctx, FEW, ledgers=[ledger]))
     return upload, list(ledger.releases)
 
 
@@ -427,8 +410,8 @@ def test_private_clients_charge_every_release() -> None:
     # counts of 5, 6 and 1 reach the floor of 1, so V is the mean; missing classes are marked
     upload, _ = private_upload(1e-9)
     with torch.no_grad():
-        z = convnet()(normalise(data().images, SPEC))
+        z = convnet()(normalise(FEW.images, SPEC))
     for c in range(3):
-        expected = z[torch.tensor(c == FEW_LABELS)].mean(0)
+        expected = z[c == FEW.labels].mean(0)
         torch.testing.assert_close(upload.logits[c], expected, atol=1e-5, rtol=1e-4)
     assert upload.present.tolist() == [True] * 3 + [False] * 7

@@ -1,5 +1,4 @@
-"""FedFM, FedGen, FedFA+ and FedSum: rounds against NumPy, losses, sums over any partition, special
-cases, and private releases."""
+"""FedFM, FedGen, FedFA+ and FedSum: rounds against NumPy, sums, losses and private releases."""
 
 from __future__ import annotations
 
@@ -71,9 +70,8 @@ def fit(w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive
         if anchors is None:
             return plain
         f, a = unit(tiny.embeddings(v, x)), unit(anchors)
-        anchor_loss = (
-            tiny.label_losses(f @ a.T / 0.4, y) if kind == "contrastive" else (f - a[y]) ** 2
-        )
+        contrastive, l2 = tiny.label_losses(f @ a.T / 0.4, y), (f - a[y]) ** 2
+        anchor_loss = contrastive if kind == "contrastive" else l2
         return plain + 0.7 * float(anchor_loss.mean())
 
     return descend(w, loss)
@@ -348,27 +346,18 @@ def test_unsupported_models_and_settings_are_refused() -> None:
     for method in (FedFM(), FedFMLite(), FedGen(), FedFAPlus(), FedKF()):
         with pytest.raises(SettingError, match="embed"):
             method.check_model(nn.Linear(2, 2))
-    for name, values in (
-        ("fedfa-plus", {}),
-        ("fedfm", {"start_round": 2}),
-        ("fedfm", {"weight": 0}),
-    ):
-        sections = {"run": {"method": name, "rounds": 1}, "method": values}
+    for name, more in (("fedfa-plus", {}), ("fedfm", {"start_round": 2}), ("fedfm", {"weight": 0})):
+        sections = {"run": {"method": name, "rounds": 1}, "method": more}
         with pytest.raises((errors.UnaccountedReleaseError, SettingError)):
             simulate(resolve({**sections, "privacy": {"epsilon": 8.0}}))
 
 
-# ------------------------------------------------------------------------------------------ FedSum
-
-
+# FedSum
 WIDTH = 4 * 4 + 10
 RELEASE = GaussianSumMechanism.release
 TINY: dict[str, Any] = {"networks": 3, "ipc": 2, "iterations": 6, "server_epochs": 2}
 DATA = digits(np.arange(60) % 10)
-
-
-def context(privacy: PrivacySettings | None = None, **other: Any) -> RoundContext:
-    return round_context(privacy, nominal=60.0, **other)
+context = partial(round_context, nominal=60.0)
 
 
 def initial_state(ctx: RoundContext) -> CondensedState:
@@ -556,9 +545,8 @@ def test_secure_aggregation_shares_noise_of_honest_clients() -> None:
 
 def test_few_participants_bad_requests_and_batch_norm_are_refused() -> None:
     """Two of four clients take part, too few for complete noise of two or three."""
-    run, partition = {"rounds": 1, "participation": 0.5}, {"clients": 4}
-    noise = {"noise_multiplier": 0.5}
-    sections = quick_sections("fedsum", run=run, partition=partition, privacy=noise)
+    run, privacy = {"rounds": 1, "participation": 0.5}, {"noise_multiplier": 0.5}
+    sections = quick_sections("fedsum", run=run, partition={"clients": 4}, privacy=privacy)
     for honest in (0, 2, 3):
         sections["method"] = {**TINY, "aggregation": "secure", "honest": honest}
         with pytest.raises(SettingError, match="selects only 2 clients"):

@@ -1,5 +1,4 @@
-"""Losses of condensation against NumPy, POT and SciPy, condensation of plain tensors, augmentation,
-students of synthetic sets, and images from statistics."""
+"""Condensation and its losses, augmentation, students of synthetic sets, images from statistics."""
 
 from __future__ import annotations
 
@@ -13,6 +12,7 @@ import numpy.typing as npt
 import ot
 import pytest
 import torch
+from scipy.spatial.distance import cdist
 from scipy.stats import wasserstein_distance
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +41,12 @@ from tests.synthesizer.test_matchers import WIDTH, features_of, network, synthet
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 2, 0, 1])
 PARTS = [torch.arange(8), torch.arange(8, 10)]
 Array = npt.NDArray[np.float64]
+GENERATOR = torch.Generator().manual_seed(0)
+IMAGES = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+THREE_CLASSES = torch.arange(6) % 3
+CLASSES, SHAPE, COLOUR = 3, (1, 8, 8), dataset_spec("cifar10")
+residual = partial(syn.ResidualMatching, clip=1.0)
+condense = partial(syn.condense, per_class=1, lr=0.1)
 
 
 def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatcher:
@@ -51,22 +57,18 @@ def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatch
     return ExactMatcher(clients, batches)
 
 
-def squared(x: Array, y: Array) -> Array:
-    return np.asarray(((x[:, None] - y[None]) ** 2).sum(-1))
-
-
 def gaussian(x: Array, y: Array, blur: float) -> float:
-    return -float(blur**2 * np.exp(-squared(x, y) / (2 * blur**2)).mean())
+    return -float(blur**2 * np.exp(-cdist(x, y, "sqeuclidean") / (2 * blur**2)).mean())
 
 
 def energy(x: Array, y: Array, blur: float) -> float:
-    return float(np.sqrt(squared(x, y)).mean())
+    return float(cdist(x, y).mean())
 
 
 def sinkhorn(x: Array, y: Array, blur: float) -> float:
     """Returns POT's Sinkhorn cost of ½‖x − y‖², with ε = blur²."""
     n, m = np.full(len(x), 1 / len(x)), np.full(len(y), 1 / len(y))
-    matrix, options = squared(x, y) / 2, {"numItermax": 20_000, "stopThr": 1e-12}
+    matrix, options = cdist(x, y, "sqeuclidean") / 2, {"numItermax": 20_000, "stopThr": 1e-12}
     plan = ot.sinkhorn(n, m, matrix, blur**2, method="sinkhorn_log", **options)
     return float((plan * matrix).sum() + blur**2 * (plan * np.log(plan / (n[:, None] * m))).sum())
 
@@ -121,9 +123,6 @@ def test_distribution_losses_run_only_without_privacy() -> None:
         private = {"model": {"norm": "instance"}, "privacy": {"epsilon": 10.0}}
         with pytest.raises(SettingError, match="matching"):
             simulate(resolve({**sections, **private}))
-
-
-GENERATOR = torch.Generator().manual_seed(0)
 
 
 def test_eqs_8_and_12_average_over_holders_of_a_class() -> None:
@@ -191,13 +190,8 @@ def test_knowledge_matching_is_zero_at_equality_and_finite() -> None:
     extreme = losses.knowledge_matching(certain, opposite, torch.tensor([True]), 1.0)
     (gradient,) = torch.autograd.grad(extreme, certain)
     assert torch.isfinite(torch.cat([extreme[None], gradient[0]])).all()
-    soft = losses.soft_labels(v, 1.0)
-    assert torch.autograd.gradcheck(
-        lambda t: losses.knowledge_matching(t, soft, all_classes, 1.0), (leaf,)
-    )
-
-
-CLASSES = 3
+    fixed = {"soft_CC": losses.soft_labels(v, 1.0), "usable_C": all_classes, "temperature": 1.0}
+    assert torch.autograd.gradcheck(partial(losses.knowledge_matching, **fixed), (leaf,))
 
 
 def records(count: int = 60) -> tuple[Tensor, Tensor]:
@@ -255,10 +249,6 @@ def test_objectives_have_the_gradient_of_the_loss(without_noise: None) -> None:
 class Mixing(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.flatten(1)[:, :16] - x.mean()
-
-
-residual = partial(syn.ResidualMatching, clip=1.0)
-condense = partial(syn.condense, per_class=1, lr=0.1)
 
 
 def test_only_the_loop_charges_whatever_the_number_of_records() -> None:
@@ -332,26 +322,21 @@ def test_sliced_distance_equals_scipy_along_directions() -> None:
     assert bool(leaf.grad.abs().sum() > 0)
 
 
-def draws() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-def transform(seed: int, segments: int = 40, flip: bool = True) -> augmentation.SiameseAugmentation:
-    return augmentation.SiameseAugmentation(
-        segments, torch.Generator().manual_seed(seed), flip=flip
-    )
+def draws(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def test_images_of_a_segment_share_their_transform() -> None:
     x = torch.rand(1, 3, 16, 16, generator=draws())
-    t = transform(1)
+    t = augmentation.SiameseAugmentation(40, draws(1), flip=True)
     out = t(x.expand(80, -1, -1, -1), torch.arange(40).repeat(2))
     assert torch.equal(out[:40], out[40:])
     assert len(out[:40].flatten(1).unique(dim=0)) > 30  # segments differ
     torch.testing.assert_close(t(x, torch.tensor([7])), out[7:8])
     ramp = torch.linspace(0, 1, 16).expand(400, 1, 16, 16)
     for flip in (False, True):
-        out = transform(3, segments=400, flip=flip)(ramp, torch.arange(400))
+        t = augmentation.SiameseAugmentation(400, draws(3), flip=flip)
+        out = t(ramp, torch.arange(400))
         slopes = out[:, 0, 6:10, 12].mean(1) - out[:, 0, 6:10, 3].mean(1)
         assert bool((slopes < -0.5).any()) is flip
 
@@ -370,9 +355,6 @@ def test_warped_images_differ_and_blends_mix_two() -> None:
     torch.testing.assert_close(blends.sum(dim=1), torch.ones(4))
     assert int((blends > 1e-6).sum(dim=1).max()) <= 2
     assert bool((blends.diagonal() > 0).all())  # each image contributes to its blend
-
-
-COLOUR = dataset_spec("cifar10")
 
 
 def colour_images(device: torch.device) -> Tensor:
@@ -405,10 +387,6 @@ def test_crops_are_windows_of_the_padded_image(device: torch.device) -> None:
     assert len(fits.flatten(1).int().argmax(dim=1).unique()) > 20
 
 
-IMAGES = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-THREE_CLASSES = torch.arange(6) % 3
-
-
 def linear_network(seed: int = 0) -> nn.Module:
     return build_model(ModelSettings("linear"), (1, 8, 8), classes=3, seed=seed)
 
@@ -430,9 +408,7 @@ def test_student_training_is_reproducible() -> None:
     """Without copies, mixup ignores the teacher."""
     rng_state = torch.get_rng_state()
 
-    def trained(
-        labels: Tensor = THREE_CLASSES, teacher: nn.Module | None = None, **values: int
-    ) -> Tensor:
+    def trained(labels: Tensor = THREE_CLASSES, teacher: Any = None, **values: int) -> Tensor:
         model = linear_network().eval()
         train_student(model, IMAGES, labels, StudentSettings(**values), teacher=teacher)
         if values["steps"] == 100:
@@ -441,19 +417,13 @@ def test_student_training_is_reproducible() -> None:
 
     copies = {"steps": 100, "views": 1}
     first = trained(**copies, seed=0)
-    assert torch.equal(
-        first, trained(torch.eye(3)[THREE_CLASSES], **copies, seed=0)
-    )  # one-hot rows
+    one_hot, few = torch.eye(3)[THREE_CLASSES], {"steps": 5, "views": 0}
+    assert torch.equal(first, trained(one_hot, **copies, seed=0))
     assert not torch.equal(first, trained(**copies, seed=1))
-    taught = trained(THREE_CLASSES, linear_network(1), steps=5, views=0)
-    assert torch.equal(taught, trained(steps=5, views=0))
-    assert not torch.equal(
-        taught, trained(THREE_CLASSES, linear_network(1), steps=5, views=0, mixup=False)
-    )
+    taught = trained(teacher=linear_network(1), **few)
+    assert torch.equal(taught, trained(**few))
+    assert not torch.equal(taught, trained(teacher=linear_network(1), **few, mixup=False))
     assert torch.equal(rng_state, torch.get_rng_state())
-
-
-SHAPE = (1, 8, 8)
 
 
 def statistics() -> images_from.ReleasedStatistics:
@@ -468,7 +438,7 @@ def statistics() -> images_from.ReleasedStatistics:
 
 
 def start_images(released: images_from.ReleasedStatistics, seed: int = 0) -> Tensor:
-    return images_from.public_start(released, 2, SHAPE, torch.Generator().manual_seed(seed))
+    return images_from.public_start(released, 2, SHAPE, draws(seed))
 
 
 def test_images_start_in_their_classes_and_approach_the_means() -> None:
@@ -480,9 +450,8 @@ def test_images_start_in_their_classes_and_approach_the_means() -> None:
     scores = released.embed(start.flatten(0, 1)) @ released.weight.T
     correct = scores.argmax(dim=1) == torch.arange(3).repeat_interleave(2)
     assert float(correct.float().mean()) > 0.8
-    images = images_from.images_from_statistics(
-        released, start, images_from.ImageSteps(image_steps=30)
-    )
+    steps = images_from.ImageSteps(image_steps=30)
+    images = images_from.images_from_statistics(released, start, steps)
     z = [released.embed(batch.flatten(0, 1)).unflatten(0, (3, 2)) for batch in (start, images)]
     assert released.distance(z[1]) < 0.7 * released.distance(z[0])
     assert torch.equal(start, start_images(released))  # not changed in place

@@ -1,5 +1,4 @@
-"""Losses, generators, FedHydra's Eqs. 2 to 11, and epochs of FedHydra's and DENSE's servers,
-against numbers, plain layers and loops."""
+"""Losses, generators, FedHydra's Eqs. 2 to 11, and epochs of FedHydra's and DENSE's servers."""
 
 from __future__ import annotations
 
@@ -22,6 +21,14 @@ from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, OneS
 from fedsynth.synthesizer.distillation.generator import DoublingConv2d, make_generator
 from tests.digits import SPEC, convnet
 from tests.rounds import take_step
+
+RATES: dict[str, Any] = {"generator_lr": 0.05, "server_lr": 0.1}
+SMALL_SETTINGS = {"generator_batch": 6, "generator_width": 4, "latent": 5, **RATES}
+FIELDS = ("generator_reset", "learn_noise", "generator_beta1", "student_images", "replay")
+DENSE: dict[str, Any] = {"hard_weight": 0.0, "server_momentum": 0.9}
+DENSE.update({name: getattr(Dense(), name) for name in FIELDS})
+SEED, ROUND = 3, 2
+Passes = list[tuple[Tensor, Tensor]]
 
 
 def models(device: torch.device, norm: str = "instance") -> list[Any]:
@@ -103,9 +110,7 @@ def test_generated_images_have_shape_and_pixel_range(name: str) -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(7, 7), (2, 5), (1, 1)])
-def test_doubling_convolution_equals_two_layers(
-    rows: int, columns: int, device: torch.device
-) -> None:
+def test_doubling_layer_equals_two_layers(rows: int, columns: int, device: torch.device) -> None:
     fused = DoublingConv2d(3, 4).double().to(device)
     separate = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(3, 4, 3, padding=1)).double()
     separate[1].load_state_dict(fused.state_dict())
@@ -177,17 +182,7 @@ def test_pair_losses_equal_separate_loops(
                 assert float(actual[step, j, k]) == pytest.approx(float(loss.detach()), rel=5e-3)
 
 
-RATES: dict[str, Any] = {"generator_lr": 0.05, "server_lr": 0.1}
-SMALL_SETTINGS = {"generator_batch": 6, "generator_width": 4, "latent": 5, **RATES}
-FIELDS = ("generator_reset", "learn_noise", "generator_beta1", "student_images", "replay")
-DENSE: dict[str, Any] = {"hard_weight": 0.0, "server_momentum": 0.9}
-DENSE.update({name: getattr(Dense(), name) for name in FIELDS})
-SEED, ROUND = 3, 2
-
-
-def distil(
-    device: torch.device, epochs: int, steps: int, targets: Any = None, **settings: Any
-) -> Any:
+def distil(device: Any, epochs: int, steps: int, targets: Any = None, **settings: Any) -> Any:
     """Distils two models into a third; returns the distillation, batches per epoch and student."""
     *clients, student = models(device)
     values = {**SMALL_SETTINGS, "server_epochs": epochs, "generator_steps": steps, **settings}
@@ -260,9 +255,6 @@ def test_epochs_equal_plain_torch(settings: dict[str, Any], device: torch.device
     assert not torch.allclose(flatten(student), flatten(other), atol=1e-3)
 
 
-Passes = list[tuple[Tensor, Tensor]]
-
-
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """The images and targets of the student's passes."""
@@ -288,9 +280,7 @@ def test_ensemble_labels_new_views_in_each_pass(passes: Passes, device: torch.de
         torch.testing.assert_close(answer, torch.stack([m(images) for m in clients]).mean(dim=0))
 
 
-def test_student_learns_custom_targets_on_the_same_images(
-    passes: Passes, device: torch.device
-) -> None:
+def test_student_learns_custom_targets_on_same_images(passes: Passes, device: Any) -> None:
     """The generator is trained on the average; the student learns the first model's logits."""
     distil(device, 2, 2, server_lr=0.0)
     distil(device, 2, 2, server_lr=0.0, targets=lambda logits, labels: logits[0])

@@ -1,5 +1,4 @@
-"""Distribution matching against NumPy and autograd, private mechanisms against the exact
-gradient."""
+"""Distribution matching against autograd, private mechanisms against the exact gradient."""
 
 from __future__ import annotations
 
@@ -35,9 +34,8 @@ from tests.quick_runs import quick_sections
 
 N, CLASSES, IPC = 60, 10, 3
 WIDTH = 4 * 4 + CLASSES
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
-)
+near = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
 def network(**settings: Any) -> Any:
@@ -64,9 +62,6 @@ def group(*parts: Tensor) -> PrivateClientView:
     return PrivateClientView(range(len(parts)), digits(np.arange(N) % CLASSES), parts, [])
 
 
-near = partial(torch.testing.assert_close, atol=1e-5, rtol=1e-4)
-
-
 def synthetic_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
     segments, ipc = synthetic_SICHW.shape[:2]
     numbers = torch.arange(segments, device=synthetic_SICHW.device)
@@ -79,17 +74,14 @@ def noisy_series(clients: int, sigma: float, clip: float, width: int, **other: A
     return [series(CLASSES, **row, dimension=CLASSES * width) for _ in range(clients)]
 
 
-def private_matcher(
-    mechanism: Any, sigma: float, clip: float, divisor: float, rate: float = 1
-) -> Any:
-    width = WIDTH if mechanism is ResidualMatcher else IPC * 64
+def private_matcher(kind: Any, sigma: float, clip: float, divisor: float, rate: float = 1) -> Any:
+    width = WIDTH if kind is ResidualMatcher else IPC * 64
     noisy = noisy_series(1, sigma, clip, width, sample_rate=rate)
-    return mechanism(group(torch.arange(N)), noisy, divisor)  # type: ignore[no-any-return]
+    return kind(group(torch.arange(N)), noisy, divisor)  # type: ignore[no-any-return]
 
 
 def test_mean_of_per_example_gradients_is_the_batch_gradient(device: torch.device) -> None:
-    """Eq. 15 (FedDM's App. B) for classes of unequal sizes, one of them empty, in several
-    passes."""
+    """Eq. 15 (FedDM's App. B) for classes of unequal sizes, one empty, in several passes."""
     features, S = features_of(device), synthetic(4, device)
     x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
     segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
@@ -203,8 +195,7 @@ def test_feature_vjp_equals_autograd(norm: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_chunks_may_split_classes_and_clients(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Means over segments and private sums over clients of unequal sizes do not depend on
-    chunks."""
+    """Also with clients of unequal sizes, means and private sums do not depend on chunks."""
     features, parts = features_of(), torch.arange(N).split([5, 28, 27])
     exact = exact_matcher(parts)
     clients = exact.clients
@@ -317,9 +308,7 @@ def test_charges_are_m_sums_and_one_count() -> None:
         assert epsilon([row], 1e-5) == pytest.approx(target, rel=0.02)
 
 
-def test_round_without_large_counts_writes_a_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_round_without_large_counts_writes_a_report(tmp_path: Path, capsys: Any) -> None:
     """The ledger is charged. The warning blames the noise, not true counts."""
     images = digits(np.zeros(200, dtype=np.int64))
     privacy = {"noise_multiplier": 1.0, "mechanism": "features"}

@@ -1,5 +1,4 @@
-"""Training on resident data equals torch's SGD; training of many clients in one pass equals
-separate training; optimisers against NumPy."""
+"""Steps and optimisers against torch and NumPy; one pass of many clients equals separate ones."""
 
 from __future__ import annotations
 
@@ -44,9 +43,7 @@ def dense(*sizes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), layers[0], *(m for x in layers[1:] for m in (nn.ReLU(), x)))
 
 
-def learners(
-    settings: Any, penalties: bool = False, sizes: Any = SIZES, device: Any = "cpu"
-) -> Any:
+def learners(settings: Any, pulls: bool = False, sizes: Any = SIZES, device: Any = "cpu") -> Any:
     """Returns clients with separate models, as in SOLO, and parts of one tensor of data."""
     clients, order = [], torch.randperm(60, generator=seeded(1))
     for k, size in enumerate(sizes):
@@ -55,7 +52,7 @@ def learners(
         torch.nn.utils.vector_to_parameters(weights + 0.01 * k, model.parameters())
         examples, order = order[:size].to(device), order[size:]
         center, linear = torch.randn(2, len(weights), generator=seeded(k)).to(device)
-        extra = Pull(0.3 * k, center, 0.1 * linear) if penalties and k % 2 else None
+        extra = Pull(0.3 * k, center, 0.1 * linear) if pulls and k % 2 else None
         draws = seeded(10 + k)
         clients.append(Learner(model, examples, settings(k), draws, extra))
     return clients
