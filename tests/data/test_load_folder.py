@@ -50,9 +50,9 @@ def test_mixed_sizes_are_rejected_and_mixed_modes_become_rgb(tmp_path: Path) -> 
 
 def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
-    damaged = tmp_path / "north" / "well" / "03.png"
+    damaged, pipe = tmp_path / "north/well/03.png", tmp_path / "south/ill/00.png"
     damaged.write_bytes(damaged.read_bytes()[:60])
-    (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
+    pipe.write_bytes(b"not at all")
     message = r"2 of 24 files .*north/well/03.png .*, south/ill/00.png .*data.skip_corrupt=True"
     with pytest.raises(DataFilesCorruptError, match=message):
         load_folder(tmp_path, image_size=16)
@@ -62,7 +62,6 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     assert [len(part) for part in loaded.sites] == [11, 11]
     assert loaded.train.labels[loaded.sites[1]].tolist() == [0] * 5 + [1] * 6
     damaged.write_bytes(png(9_000, 9_000))  # is not decoded
-    pipe = tmp_path / "south" / "ill" / "00.png"
     pipe.unlink()
     os.mkfifo(pipe)  # does not block
     message = r"9000×9000, but may .*/ill/00.png \(the path is not a reg"
