@@ -51,17 +51,14 @@ def writer(n: int) -> tuple[Bytes, list[int]]:
     return RNG.integers(0, 256, (n, 784), dtype=np.uint8), RNG.integers(0, 62, n).tolist()
 
 
-def inexact(x: Bytes) -> npt.NDArray[np.float64]:
-    return np.clip(x + 0.4 * np.resize([1, -1], x.shape), 0, 255) / 255
-
-
 def leaf(writers: Writers) -> dict[str, Any]:
     """Returns the content of a LEAF file, of grey levels ± 0.4 divided by 255."""
-    return {
-        "users": list(writers),
-        "num_samples": [len(y) for _, y in writers.values()],
-        "user_data": {name: {"x": inexact(x).tolist(), "y": y} for name, (x, y) in writers.items()},
-    }
+    user_data = {}
+    for name, (x, y) in writers.items():
+        inexact = np.clip(x + 0.4 * np.resize([1, -1], x.shape), 0, 255) / 255
+        user_data[name] = {"x": inexact.tolist(), "y": y}
+    sizes = [len(y) for _, y in writers.values()]
+    return {"users": list(writers), "num_samples": sizes, "user_data": user_data}
 
 
 def leaf_path(split: str, number: int) -> str:
@@ -76,20 +73,16 @@ class OfficialFiles:
     patch: pytest.MonkeyPatch
 
     def write_idx(
-        self,
-        folder: str,
-        splits: tuple[str, str],
-        first: int = 0,
-        sizes: tuple[int, int] = (20, 10),
+        self, name: str, splits: tuple[str, str], first: int = 0, sizes: tuple[int, int] = (20, 10)
     ) -> list[Bytes]:
-        raw = self.root / folder / "raw"
+        raw = self.root / name / "raw"
         raw.mkdir(parents=True)
         written = []
         for split, n in zip(splits, sizes, strict=True):
             images = RNG.integers(0, 256, (n, 28, 28), dtype=np.uint8)
             labels = (np.arange(n) % 10 + first).astype(np.uint8)
-            for kind, content in (("images-idx3", idx(images)), ("labels-idx1", idx(labels))):
-                (raw / f"{split}-{kind}-ubyte").write_bytes(content)
+            (raw / f"{split}-images-idx3-ubyte").write_bytes(idx(images))
+            (raw / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels))
             written += [images, labels]
         return written
 
@@ -107,9 +100,8 @@ class OfficialFiles:
         x = RNG.integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
         for name in ("train_32x32.mat", "test_32x32.mat"):
             savemat(self.root / name, {"X": x, "y": np.array([[10], [1], [9], [10]], np.uint8)})
-            self.patch.setitem(
-                array_files.SVHN_MD5, name, hashlib.md5((self.root / name).read_bytes()).hexdigest()
-            )
+            md5 = hashlib.md5((self.root / name).read_bytes()).hexdigest()
+            self.patch.setitem(array_files.SVHN_MD5, name, md5)
         return x
 
     def write_leaf(self, split: str, number: int, content: object) -> None:

@@ -107,8 +107,8 @@ def dicom_files() -> list[bytes]:
 def leaves(rng: random.Random) -> bytes:
     """Returns a damaged LEAF file of one image."""
     row = [0.5] * 784
-    x = rng.choice((row, "row"))
-    file = {"users": ["a"], "num_samples": [1], "user_data": {"a": {"x": [x], "y": [3]}}}
+    user = {"x": [rng.choice((row, "row"))], "y": [3]}
+    file = {"users": ["a"], "num_samples": [1], "user_data": {"a": user}}
     changed = json_bytes(altered_json(file, rng), rng)
     return changed.replace(b'"row"', json.dumps(row).encode())
 
@@ -137,8 +137,7 @@ def read_record_file(path: Path) -> None:
 
 
 def read_image(path: Path) -> None:
-    x = read_images([path], OFFICE, resize=True)
-    assert x.shape == (1, 3, 64, 64)
+    assert read_images([path], OFFICE, resize=True).shape == (1, 3, 64, 64)
 
 
 def read_user_image(path: Path) -> None:
@@ -156,12 +155,11 @@ def read_batch(path: Path) -> None:
 
 
 def read_writer(path: Path) -> None:
-    root = path.parent
     for split in ("train", "test"):
-        (root / "femnist" / split).mkdir(parents=True, exist_ok=True)
-        (root / "femnist" / split / "a.json").write_bytes(path.read_bytes())
-    train, _ = read_femnist(FEMNIST, root)
-    assert train.images.shape[1:] == (1, 28, 28)
+        copy = path.parent / "femnist" / split / "a.json"
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(path.read_bytes())
+    assert read_femnist(FEMNIST, path.parent)[0].images.shape[1:] == (1, 28, 28)
 
 
 def read_list(path: Path) -> None:

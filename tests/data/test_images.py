@@ -28,30 +28,26 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError, SettingError
 from fedsynth.federation.run_data import Clients
 from fedsynth.simulation.simulate import simulate
+from tests.digits import digits
 from tests.quick_runs import quick_settings, verified
 
 DIGITS, CIFAR = dataset_spec("digits"), dataset_spec("cifar10")
 RNG = np.random.default_rng(0)
 DIMENSION = 12
+KEY = bytes(range(32))
 VECTORS = DatasetSpec(
     **{"name": "vectors", "channels": 1, "height": 1, "width": DIMENSION, "classes": 3},
     **{"train_size": 600, "test_size": 90, "source": "drawn by a test", "bounds": (-4.0, 4.0)},
     **{"mean": (0.5,), "std": (0.25,), "class_names": ("a", "b", "c")},
 )
-
-
-def random_digits(n: int = 20) -> ImageData:
-    images = RNG.integers(0, 256, (n, 8, 8), dtype=np.uint8)
-    return from_arrays(images, np.arange(n) % 10, DIGITS)
+TWENTY = digits(np.arange(20) % 10)
 
 
 def test_from_arrays_rounds_floats_to_nearest_level() -> None:
     levels = torch.arange(256, dtype=torch.float64).view(4, 1, 8, 8)
     for nudge in (-0.4, 0.0, 0.4):
         x = ((levels + nudge) / 255).clamp(0, 1)
-        assert torch.equal(
-            from_arrays(x, torch.zeros(4, dtype=torch.int64), DIGITS).images, levels.to(torch.uint8)
-        )
+        assert torch.equal(from_arrays(x, np.zeros(4, int), DIGITS).images, levels.byte())
 
 
 def test_values_are_scaled_and_clipped_to_bounds() -> None:
@@ -78,8 +74,6 @@ def floats(value: float) -> npt.NDArray[np.float32]:
 
 VALID = np.zeros((3, 8, 8), np.uint8)
 LABELS = np.array([0, 1, 2])
-
-
 INVALID_ARRAYS: list[tuple[Any, Any, str]] = [
     (floats(np.nan), LABELS, "2 of 192 are NaN or infinite"),
     (floats(-np.inf), LABELS, "2 of 192 are NaN or infinite"),
@@ -123,8 +117,8 @@ SIX = np.zeros((6, 8, 8), np.uint8)
             (partial(from_arrays, SIX, np.arange(6), DIGITS, groups=indices), message)
             for indices, message in INVALID_INDICES
         ),
-        *((partial(random_digits().subset, ids), message) for ids, message in INVALID_INDICES),
-        (partial(random_digits().subset, [20]), r"indices .* in \[0, 20\).* such as 20"),
+        *((partial(TWENTY.subset, ids), message) for ids, message in INVALID_INDICES),
+        (partial(TWENTY.subset, [20]), r"indices .* in \[0, 20\).* such as 20"),
         *(
             (partial(from_arrays, SIX, np.arange(6), SCANS, domains), r"domains .* must")
             for domains in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex))
@@ -133,10 +127,7 @@ SIX = np.zeros((6, 8, 8), np.uint8)
             (partial(from_arrays, pairs, spec=VECTORS), "pairs of an array and a label")
             for pairs in ([], [1, 2], [(np.zeros(3), 0), (np.zeros(4), 1)])
         ),
-        (
-            partial(from_arrays, TYPES, spec=replace(VECTORS, width=2, bounds=None)),
-            "different types",
-        ),
+        (partial(from_arrays, TYPES, spec=replace(VECTORS, width=2)), "different types"),
         (partial(from_arrays, np.full((1, DIMENSION), np.nan), [0], VECTORS), "NaN"),
         (partial(ImageData, UNSCALED, torch.zeros(1, dtype=torch.int64), VECTORS), "from_arrays"),
     ],
@@ -157,14 +148,13 @@ def test_subsets_keep_domains_and_groups() -> None:
     assert part.class_counts().tolist() == [1, 0, 0, 2, 0, 0, 0, 0, 0, 0]
     assert torch.equal(part.images[0], data.images[3])
     assert [origin.tolist() for origin in part.origins()] == [[1, 0, 1], [3000, 7, 3000]]
-    assert random_digits().domains is None
+    assert TWENTY.domains is None
 
 
 def test_classes_without_examples_are_named() -> None:
-    data = random_digits(20)
-    require_all_classes(data)
+    require_all_classes(TWENTY)
     with pytest.raises(DataError, match="no example of 1 classes, such as 4"):
-        require_all_classes(data.subset(np.flatnonzero(np.arange(20) % 10 != 4)))
+        require_all_classes(TWENTY.subset(np.flatnonzero(TWENTY.labels != 4)))
 
 
 @pytest.mark.parametrize("spec", [DIGITS, CIFAR, dataset_spec("svhn")], ids=lambda spec: spec.name)
@@ -178,17 +168,16 @@ def test_denormalise_inverts_normalise_at_every_level(spec: Any) -> None:
 
 
 def test_normalise_keeps_its_input() -> None:
-    data = random_digits()
-    original = data.images.clone()
+    original = TWENTY.images.clone()
     for value, level in ((100.0, 255), (-100.0, 0)):
         assert denormalise(torch.full((1, 1, 8, 8), value), DIGITS).unique().tolist() == [level]
-    assert normalise(data.images, DIGITS).dtype == torch.float32
-    assert torch.equal(data.images, original)
+    assert normalise(TWENTY.images, DIGITS).dtype == torch.float32
+    assert torch.equal(TWENTY.images, original)
     spec = replace(DIGITS, mean=(0.123,))  # its constants are not those of a test before
     with torch.inference_mode():
-        normalise(data.images, spec)
+        normalise(original, spec)
     weight = torch.ones(1, 1, 8, 8, requires_grad=True)
-    (normalise(data.images, spec) * weight).sum().backward()
+    (normalise(original, spec) * weight).sum().backward()
     assert weight.grad is not None
 
 
@@ -236,16 +225,14 @@ def test_private_vectors_are_released_in_original_units(tmp_path: Path) -> None:
 
 
 def people(users: np.ndarray) -> ImageData:
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (len(users), 1, 8, 8)).astype(np.uint8)
-    return from_arrays(images, rng.integers(0, 10, len(users)), DIGITS, groups=users)
+    labels = np.random.default_rng(0).integers(0, 10, len(users))
+    return replace(digits(labels), groups=torch.from_numpy(users))
 
 
 def test_bounded_keeps_at_most_m_records_per_user() -> None:
-    users = np.repeat([3, 0, 8], [10, 2, 5])
-    data = people(users)
+    data = people(np.repeat([3, 0, 8], [10, 2, 5]))
     selected = bounded(np.arange(17), data, 4, 0)
-    assert np.bincount(users[selected], minlength=9)[[3, 0, 8]].tolist() == [4, 2, 4]
+    assert data.groups[selected].bincount().tolist() == [2, 0, 0, 4, 0, 0, 0, 0, 4]
     assert bounded(np.arange(17), data, 10, 0).tolist() == list(range(17))
     assert bounded(np.arange(17), data, 4, 1).tolist() != selected.tolist()
     assert bounded(np.arange(0), data, 4, 0).tolist() == []
@@ -267,8 +254,7 @@ def test_bounded_is_independent_of_other_users() -> None:
 
 
 def test_local_splits_are_disjoint_with_given_share() -> None:
-    """Equal records are in the same split, also from different files; the label is part of a
-    record."""
+    """Equal records are in one split, also from several files. A label is part of its record."""
     data = people(np.zeros(3000, np.int64))
     parts = [np.arange(2000), np.array([2001]), np.array([], np.int64), np.arange(2100, 3000)]
     training, testing = hold_out(parts, 0.2, 0, data)
@@ -276,7 +262,7 @@ def test_local_splits_are_disjoint_with_given_share() -> None:
         assert sorted([*a, *b]) == part.tolist()
     assert 330 < len(testing[0]) < 470
     assert hold_out(parts, 0.2, 1, data)[1][0].tolist() != testing[0].tolist()
-    labelled = ImageData(data.images, (data.labels + 1) % 10, data.spec)
+    labelled = replace(data, labels=(data.labels + 1) % 10)
     assert hold_out(parts, 0.2, 0, labelled)[1][0].tolist() != testing[0].tolist()
     twice = data.subset(np.concatenate([np.arange(200)[::-1], np.arange(200)]))
     files = torch.arange(400).view(-1, 1).view(torch.uint8)
@@ -296,26 +282,21 @@ def test_removing_record_or_user_keeps_other_splits(by_user: bool) -> None:
     for removed in (0, 50, 99):
         drop = np.flatnonzero(users == removed) if by_user else np.array([removed])
         rest = np.delete(np.arange(300), drop)[::-1].copy()
-        subset = data.subset(rest)
-        groups = subset.groups - (subset.groups > removed).long()
-        renumbered = ImageData(subset.images, subset.labels, DIGITS, None, groups)
+        renumbered = replace(data, groups=data.groups - (data.groups > removed).long()).subset(rest)
         (train,), _ = hold_out([np.arange(len(rest))], 0.3, 0, renumbered, by_user=by_user)
         assert set(rest[train].tolist()) == set(training.tolist()) - set(drop.tolist())
     assert hold_out([np.arange(0)], 0.3, 0, data, by_user=by_user)[0][0].tolist() == []
 
 
-KEY = bytes(range(32))
-
-
 def test_digests_are_blake2b_of_record_and_label(device: torch.device) -> None:
     """Vectors are hashed as float32 in their units, without negative zeros, so that a ledger
     recognises them under other bounds."""
-    digits, _ = load_dataset("digits")
-    repeated = np.random.default_rng(0).permutation(5000) % len(digits)
+    train, _ = load_dataset("digits")
+    repeated = np.random.default_rng(0).permutation(5000) % len(train)
     vectors, labels = draw(3, 0)
     vectors[0, 3] = -0.0
     single = vectors.astype(np.float32)
-    cases = [(digits, repeated, digits.images.numpy()), (digits, repeated[:0], single)]
+    cases = [(train, repeated, train.images.numpy()), (train, repeated[:0], single)]
     for x, bounds in ((vectors, (-4.0, 4.0)), (single, (0.0, 4.001))):
         data = from_arrays(x, labels, replace(VECTORS, bounds=bounds))
         cases.append((data.subset([2, 0, 1]), np.array([1, 0]), single[[2, 0]] + 0.0))
@@ -331,10 +312,9 @@ def test_digests_are_blake2b_of_record_and_label(device: torch.device) -> None:
 
 def test_client_digests_ignore_labels() -> None:
     """A second study on the same images continues their spent budget."""
-    digits, _ = load_dataset("digits")
-    relabelled = ImageData(digits.images, 9 - digits.labels, digits.spec)
+    relabelled = replace(TWENTY, labels=9 - TWENTY.labels)
     parts = [np.arange(5), np.arange(5, 9)]
-    digests = Clients(digits, parts).digests(KEY)
+    digests = Clients(TWENTY, parts).digests(KEY)
     assert [first.shape for first in digests] == [(5, 16), (4, 16)]
     for first, second in zip(digests, Clients(relabelled, parts).digests(KEY), strict=True):
         assert np.array_equal(first, second)
@@ -373,8 +353,7 @@ def test_pictures_are_shaded_by_count_and_labelled(tmp_path: Path) -> None:
     assert pixels[40 + 1, [13, 39]].tolist() == [[255, 255, 255], [8, 48, 107]]
     halfway = [132, 152, 181]  # sqrt(1/4) = 1/2
     assert pixels[40 + 27, [13, 39]].tolist() == [halfway, [255, 255, 255]]
-    grid = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
-    image_grid_png(grid, tmp_path / "g.png", 1, ("ill", "healthy"))
+    image_grid_png(torch.zeros(2, 1, 8, 8).byte(), tmp_path / "g.png", 1, ("ill", "healthy"))
     pixels = np.asarray(Image.open(tmp_path / "g.png"))
     margin = pixels.shape[1] - 50
     for row in range(2):  # letters before each row, and the image behind them
@@ -382,11 +361,9 @@ def test_pictures_are_shaded_by_count_and_labelled(tmp_path: Path) -> None:
         assert pixels[49 * row + 24, margin + 24].max() == 0
 
 
-@pytest.mark.parametrize(("count", "channels", "columns"), [(7, 1, 3), (6, 3, 3), (2, 3, 5)])
-def test_image_grid_equals_torchvision(
-    count: int, channels: int, columns: int, tmp_path: Path
-) -> None:
-    x = torch.arange(count * channels * 50 * 60).to(torch.uint8).view(count, channels, 50, 60)
+@pytest.mark.parametrize(("shape", "columns"), [((7, 1), 3), ((6, 3), 3), ((2, 3), 5)])
+def test_image_grid_equals_torchvision(shape: Any, columns: int, tmp_path: Path) -> None:
+    x = torch.arange(3000 * np.prod(shape)).byte().view(*shape, 50, 60)
     image_grid_png(x, tmp_path / "g.png", columns)
     expected = make_grid(x, nrow=columns, padding=1, pad_value=GREY).permute(1, 2, 0)
     assert np.array_equal(np.asarray(Image.open(tmp_path / "g.png")), expected)
@@ -394,7 +371,6 @@ def test_image_grid_equals_torchvision(
 
 def test_image_grid_is_ordered_by_class() -> None:
     images = torch.arange(5, dtype=torch.uint8).view(5, 1, 1, 1)
-    labels = torch.tensor([2, 0, 2, 2, 0])
-    rows, names = by_class(images, labels, ("a", "b", "c"), columns=3)
+    rows, names = by_class(images, torch.tensor([2, 0, 2, 2, 0]), ("a", "b", "c"), columns=3)
     assert names == ["a", "c"]
     assert rows.flatten().tolist() == [1, 4, 200, 0, 2, 3]

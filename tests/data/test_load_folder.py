@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tomllib
 import unicodedata
@@ -49,9 +50,9 @@ def test_mixed_sizes_are_rejected_and_mixed_modes_become_rgb(tmp_path: Path) -> 
 
 def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     make_image_folder(tmp_path)
-    damaged = tmp_path / "north" / "well" / "03.png"
+    damaged, pipe = tmp_path / "north/well/03.png", tmp_path / "south/ill/00.png"
     damaged.write_bytes(damaged.read_bytes()[:60])
-    (tmp_path / "south" / "ill" / "00.png").write_bytes(b"not at all")
+    pipe.write_bytes(b"not at all")
     message = r"2 of 24 files .*north/well/03.png .*, south/ill/00.png .*data.skip_corrupt=True"
     with pytest.raises(DataFilesCorruptError, match=message):
         load_folder(tmp_path, image_size=16)
@@ -61,7 +62,6 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     assert [len(part) for part in loaded.sites] == [11, 11]
     assert loaded.train.labels[loaded.sites[1]].tolist() == [0] * 5 + [1] * 6
     damaged.write_bytes(png(9_000, 9_000))  # is not decoded
-    pipe = tmp_path / "south" / "ill" / "00.png"
     pipe.unlink()
     os.mkfifo(pipe)  # does not block
     message = r"9000×9000, but may .*/ill/00.png \(the path is not a reg"
@@ -90,9 +90,9 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
 def test_invalid_layouts_raise_one_line_errors(
     tmp_path: Path, files: tuple[str, ...], text: str
 ) -> None:
-    for name in files:
-        write_image(tmp_path / Path(name).with_suffix(".png"), 1)
-        (tmp_path / Path(name).with_suffix(".png")).rename(tmp_path / name)
+    for path in map(tmp_path.joinpath, files):
+        write_image(path.with_suffix(".png"), 1)
+        path.with_suffix(".png").rename(path)
     with pytest.raises(DataError, match=text) as caught:
         load_folder(tmp_path)
     assert "\n" not in str(caught.value)
@@ -139,8 +139,8 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
     loaded = load_folder(tmp_path / "scans")
     assert (loaded.names, len(loaded.train)) == (("north", "south"), 25)
+    link = tmp_path / "scans" / "west"
     for target in ("disk/south", "scans"):  # a site twice, a loop
-        link = tmp_path / "scans" / "west"
         link.symlink_to(tmp_path / target)
         with pytest.raises(DataFilesCorruptError, match="the same folder"):
             load_folder(tmp_path / "scans")
@@ -155,9 +155,7 @@ def test_ledgers_and_hidden_files_are_not_images(tmp_path: Path) -> None:
     (tmp_path / "north" / "ill" / "._00.png").write_bytes(b"of a Macintosh")
     for image in (tmp_path / "south" / "ill").iterdir():  # a site may lack a class
         image.unlink()
-    with pytest.warns(
-        UserWarning, match=r"empty folders: 1 \(south/ill\).*hidden: 2|hidden: 2.*empty"
-    ):
+    with pytest.warns(match=r"empty folders: 1 \(south/ill\).*hidden: 2|hidden: 2.*empty"):
         assert len(load_folder(tmp_path).train) == 18
 
 
@@ -219,13 +217,12 @@ FORMS: list[Callable[[str], bytes]] = [
 @pytest.mark.parametrize("encode", FORMS)
 @pytest.mark.parametrize("name", ["users.csv", "manifest.csv"])
 def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], name: str) -> None:
-    """Both readers accept the same tables. A Macintosh may store the accents of a name
-    separately."""
-    rows = [(f"KÖLN/{label}/{number}.png", label) for label in "AB" for number in (1, 2)]
-    for path, _ in rows:
+    """Both readers accept the same tables. A Macintosh may store a name's accents separately."""
+    text = "Image,Label,Patient,Site\n"
+    for label, number in itertools.product("AB", (1, 2)):
+        path = f"KÖLN/{label}/{number}.png"
         write_image(tmp_path / unicodedata.normalize("NFD", path), 1)
-    header = "Image,Label,Patient,Site\n"
-    text = header + "".join(f"{path},{label},P{label},S{path[-5]}\n" for path, label in rows)
+        text += f"{path},{label},P{label},S{number}\n"
     (tmp_path / name).write_bytes(encode(text))
     loaded = load_folder(tmp_path)
     assert loaded.train.groups.tolist() == [0, 0, 1, 1]

@@ -65,8 +65,7 @@ def write_ct(path: Path, patient: str = "P1", **elements: Any) -> Path:
 def levels(path: Path, window: tuple[float, float] | None = None, slice: int = -1) -> Array:
     """Returns the grey levels of an image in its own size."""
     (header,), _ = read_headers([path])
-    decoding = Decoding(window, slice)
-    images, faults, _ = read_pixels([path], 1, header.height, header.width, decoding)
+    images, faults, _ = read_pixels([path], 1, header.height, header.width, Decoding(window, slice))
     assert not faults, faults
     return images[0, 0].astype(int)
 
@@ -78,10 +77,9 @@ def windowed(values: Array, center: float, width: float) -> Array:
 def fault(path: Path, slice: int = -1) -> str:
     """Returns the error of a file that cannot be read, which is one line without the header."""
     _, faults, _ = read_pixels([path], 1, 8, 8, Decoding(slice=slice))
-    text = faults[0]
-    assert text.isprintable()
-    assert "Muster" not in text
-    return text
+    assert faults[0].isprintable()
+    assert "Muster" not in faults[0]
+    return faults[0]
 
 
 # -------------------------------------------------------------------------------------- DICOM
@@ -92,8 +90,8 @@ def test_dicom_values_are_rescaled_and_windowed(tmp_path: Path) -> None:
     plain = write_ct(tmp_path / "plain.dcm")
     lung = write_ct(tmp_path / "lung", WindowCenter=[-600, 40], WindowWidth=[1500, 400])
     assert np.array_equal(levels(plain), windowed(HOUNSFIELD, 0, 2000))
-    linear = windowed(HOUNSFIELD, -600.5, 1499)  # DICOM PS3.3 C.11.2.1.2.1
-    assert np.array_equal(levels(lung), linear)
+    # DICOM PS3.3 C.11.2.1.2.1
+    assert np.array_equal(levels(lung), windowed(HOUNSFIELD, -600.5, 1499))
     for path in (plain, lung):
         assert np.array_equal(levels(path, (40, 400)), windowed(HOUNSFIELD, 40, 400))
     losses = read_pixels([plain, lung], 1, 8, 8, Decoding())[2]
@@ -125,8 +123,7 @@ def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
         key = f"{colour}PaletteColorLookupTable"
         plain[f"{key}Descriptor"] = segmented[f"{key}Descriptor"] = [64, 0, 16]
         plain[f"{key}Data"] = (rgb.reshape(64, 3)[:, number].astype("<u2") * 257).tobytes()
-        black_to_full = np.array([0, 1, 0, 1, 63, 65535], "<u2")
-        segmented[f"Segmented{key}Data"] = black_to_full.tobytes()
+        segmented[f"Segmented{key}Data"] = np.array([0, 1, 0, 1, 63, 65535], "<u2").tobytes()
     files = [
         write_dicom(tmp_path / "rgb.dcm", rgb),
         write_dicom(tmp_path / "ybr.dcm", ybr, PhotometricInterpretation="YBR_FULL"),
@@ -134,8 +131,7 @@ def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
     ]
     images, faults, _ = read_pixels(files, 3, 8, 8, Decoding())
     assert not faults
-    for image in images:
-        assert np.abs(image.transpose(1, 2, 0).astype(int) - rgb).max() <= 3
+    assert np.abs(images.transpose(0, 2, 3, 1).astype(int) - rgb).max() <= 3
     path = write_dicom(tmp_path / "segmented.dcm", indices, **segmented)
     assert fault(path) == "segmented palettes are not supported. Use a plain palette"
 
@@ -160,8 +156,8 @@ def test_middle_or_chosen_frame_is_used(tmp_path: Path) -> None:
 def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
     good = write_ct(tmp_path / "good.dcm").read_bytes()
     broken = tmp_path / "broken.dcm"
-    for content in (good[:-40], good[:300], good[:140]):
-        broken.write_bytes(content)
+    for length in (-40, 300, 140):
+        broken.write_bytes(good[:length])
         assert fault(broken).startswith("the DICOM file ")
     broken.write_bytes(b"not at all")
     assert fault(broken) == "the DICOM file is damaged or unsupported"
@@ -219,11 +215,10 @@ def test_listed_users_replace_patient_ids(tmp_path: Path) -> None:
     (tmp_path / "fedsynth.toml").unlink()
     users = tmp_path / "users.csv"
     users.write_text("path,user\n" + "".join(f"{path},P1\n" for path in paths))
+    assert load_folder(tmp_path).train.groups.tolist() == [0] * 4
     lines = [f"{path},{path.split('/')[0]}\n" for path in paths]
-    for manifest in ("", "path,label\n" + "".join(lines)):
-        if manifest:
-            (tmp_path / "manifest.csv").write_text(manifest)
-        assert load_folder(tmp_path).train.groups.tolist() == [0] * 4
+    (tmp_path / "manifest.csv").write_text("path,label\n" + "".join(lines))
+    assert load_folder(tmp_path).train.groups.tolist() == [0] * 4
     users.write_text("path,user\nill/0.dcm,P1\nwell/1.dcm,P1\n")
     records = read_records(tmp_path, declaration, lambda text: None, by_user=True)
     assert records.groups.tolist() == [0, 0]
@@ -242,9 +237,8 @@ def test_nifti_slice_is_upright_in_any_orientation(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     volume = rng.integers(0, 256, (6, 7, 5)).astype(np.uint8)
     ras = nibabel.Nifti1Image(volume, np.eye(4))
-    expected = volume[::-1, ::-1, 2].T  # x grows towards the patient's right in RAS
-    low, high = expected.min(), expected.max()
-    expected = np.rint((expected - low) * (255 / (high - low)))
+    middle = volume[::-1, ::-1, 2].T  # x grows towards the patient's right in RAS
+    expected = np.rint((middle - middle.min()) * (255 / np.ptp(middle)))
     for name, codes in (("a.nii", "RAS"), ("b.nii.gz", "LPI"), ("c.nii", "PSR")):
         target = nibabel.orientations.axcodes2ornt(codes)
         change = nibabel.orientations.ornt_transform(nibabel.io_orientation(ras.affine), target)
@@ -288,13 +282,11 @@ def test_hostile_nifti_files_raise_one_line_errors(tmp_path: Path) -> None:
 def test_window_scales_wide_levels_and_16_bits_are_counted(tmp_path: Path) -> None:
     """Without a window, all 65,536 levels count, so that a 12-bit image becomes dark."""
     stored = np.arange(0, 4096, 64, dtype=np.uint16).reshape(8, 8)
-    Image.fromarray(stored).save(tmp_path / "a.png")
-    Image.fromarray(stored).save(tmp_path / "b.tif")
-    Image.fromarray(stored.astype(np.int32)).save(tmp_path / "c.tiff")
-    Image.fromarray(stored.astype(np.float32)).save(tmp_path / "d.tif")
-    for name in ("a.png", "b.tif", "c.tiff"):
-        assert np.array_equal(levels(tmp_path / name), np.rint(stored / 257))
-    assert np.array_equal(levels(tmp_path / "d.tif"), np.rint(stored * (255 / 4032)))
+    files = {"a.png": np.uint16, "b.tif": np.uint16, "c.tiff": np.int32, "d.tif": np.float32}
+    for name, kind in files.items():
+        Image.fromarray(stored.astype(kind)).save(tmp_path / name)
+        factor = 255 / 4032 if kind is np.float32 else 1 / 257
+        assert np.array_equal(levels(tmp_path / name), np.rint(stored * factor))
     paths = sorted(tmp_path.iterdir())
     images, _, losses = read_pixels(paths, 1, 8, 8, Decoding((2048, 4096)))
     assert np.array_equal(images[:, 0], [windowed(stored, 2048, 4096)] * 4)

@@ -45,14 +45,9 @@ rules = st.builds(
 )
 
 
-def balanced(classes: int, size: int) -> IntArray:
-    return np.repeat(np.arange(classes), size)
-
-
-def counts_of(sizes: npt.ArrayLike, **rule: Any) -> IntArray:
-    """Partitions `sizes[c]` examples of each class c; returns the count of each client and
-    class."""
-    classes = len(np.asarray(sizes))
+def counts_of(sizes: list[int], **rule: Any) -> IntArray:
+    """Partitions `sizes[c]` examples of each class c; returns the counts [client, class]."""
+    classes = len(sizes)
     y = np.repeat(np.arange(classes), sizes)
     return count_matrix(y, partition(y, PartitionSettings(**rule), classes), classes)
 
@@ -85,7 +80,7 @@ def test_every_example_is_assigned_exactly_once(y: IntArray, rule: PartitionSett
 
 @pytest.mark.parametrize("kind", BY_LABELS)
 def test_seed_determines_partition(kind: str) -> None:
-    y = balanced(CLASSES, 50)
+    y = np.repeat(np.arange(CLASSES), 50)
 
     def parts(seed: int) -> list[list[int]]:
         rule = PartitionSettings(kind=kind, clients=4, classes_per_client=3, seed=seed)
@@ -194,18 +189,13 @@ def test_upload_sizes_match_feddm_table_3(sizes: list[int], alpha: float, publis
 # ------------------------------------------------------------------------------------- other skews
 
 
-@pytest.mark.parametrize(
-    ("classes", "size", "dominant", "many", "few"),
-    [(10, 5000, 1, 2300, 300), (200, 500, 20, 230, 30)],
-)
-def test_dominant_matches_fedfm(
-    classes: int, size: int, dominant: int, many: int, few: int
-) -> None:
+def test_dominant_matches_fedfm() -> None:
     """CIFAR-10 and Tiny-ImageNet over 10 clients, as noniid-2 of pytorch/utils.py."""
-    counts = counts_of([size] * classes, kind="dominant", dominant_classes=dominant, seed=3)
-    assert set(counts.flatten().tolist()) == {many, few}
-    assert ((counts == many).sum(axis=1) == dominant).all()
-    assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client
+    for sizes, dominant, many, few in ((CIFAR10, 1, 2300, 300), ([500] * 200, 20, 230, 30)):
+        counts = counts_of(sizes, kind="dominant", dominant_classes=dominant, seed=3)
+        assert set(counts.flatten().tolist()) == {many, few}
+        assert ((counts == many).sum(axis=1) == dominant).all()
+        assert ((counts == many).sum(axis=0) == 1).all()  # each class dominates one client
 
 
 def test_dominant_keeps_shares_of_uneven_classes() -> None:
@@ -238,13 +228,10 @@ def test_quantity_matches_niid_bench() -> None:
     assert redraws > 40  # the least size decides
 
 
-@pytest.mark.parametrize("alpha", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize(("clients", "classes"), [(20, 26), (10, 4)])
-def test_clients_dominate_one_class_before_a_second(
-    clients: int, classes: int, alpha: float
-) -> None:
+def test_clients_dominate_one_class_before_a_second(clients: int, classes: int) -> None:
     """Ten clients form groups of 4, 4 and 2, which have 400, 400 and 200 of 1000 examples."""
-    for seed in range(5):
+    for alpha, seed in itertools.product((0.01, 0.1, 1.0), range(5)):
         rule: dict[str, Any] = {"clients": clients, "alpha": alpha, "seed": seed}
         counts = counts_of([1000] * classes, kind="dirichlet-dominant", **rule)
         for first in range(0, clients, classes):
@@ -279,60 +266,53 @@ def test_dominated_dirichlet_matches_fedkf_redraws() -> None:
         difference = np.abs(shares[:, :, 0] - shares[:, :, 1]).mean()
         return np.array([*by_rank.ravel(), (shares.max(axis=1) ** 2).mean(), difference])
 
-    sizes = np.full(4, size)
     rule = PartitionSettings(clients=K, alpha=0.5)
-    ours = [dominated_dirichlet(sizes, rule, rng) for _ in range(draws)]
+    ours = [dominated_dirichlet(np.full(4, size), rule, rng) for _ in range(draws)]
     np.testing.assert_allclose(moments(ours), moments([redrawn() for _ in range(draws)]), atol=0.02)
 
 
-GROUPS = np.array([5, 2, 9, 2, 5, 5, 9, 0])
-ZEROS = np.zeros(8, np.int64)
-
-
-def natural(clients: int, seed: int = 0, **origins: IntArray) -> list[list[int]]:
-    rule = PartitionSettings(kind="natural", clients=clients, seed=seed)
-    return [part.tolist() for part in partition(ZEROS, rule, 1, **origins)]
+def by_origin(kind: str, clients: int, seed: int = 0, **origins: IntArray) -> list[list[int]]:
+    rule = PartitionSettings(kind=kind, clients=clients, seed=seed)
+    return [part.tolist() for part in partition(np.zeros(9, np.int64), rule, 1, **origins)]
 
 
 def test_natural_clients_are_groups() -> None:
-    all_groups = natural(4, groups=GROUPS)
-    assert all_groups == [[7], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
-    assert natural(4, domains=GROUPS) == natural(4, groups=GROUPS, domains=ZEROS) == all_groups
-    drawn = {tuple(map(all_groups.index, natural(2, seed, groups=GROUPS))) for seed in range(200)}
+    groups = np.array([5, 2, 9, 2, 5, 5, 9, 0, 0])
+    parts = by_origin("natural", 4, groups=groups)
+    assert parts == [[7, 8], [1, 3], [0, 4, 5], [2, 6]]  # of groups 0, 2, 5 and 9
+    assert by_origin("natural", 4, domains=groups) == parts
+    assert by_origin("natural", 4, groups=groups, domains=np.zeros(9, np.int64)) == parts
+    pairs = [by_origin("natural", 2, seed, groups=groups) for seed in range(200)]
+    drawn = {tuple(map(parts.index, pair)) for pair in pairs}
     assert drawn == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
     with pytest.raises(PartitionError, match="must be at most"):
-        natural(5, groups=GROUPS)
+        by_origin("natural", 5, groups=groups)
     rule, groups = PartitionSettings(kind="natural", clients=2, subset=0.5), np.repeat([3, 8], 50)
-    parts = partition(np.zeros(100, np.int64), rule, 1, groups=groups)
-    assert [set(groups[part].tolist()) for part in parts] == [{3}, {8}]
-    assert sum(map(len, parts)) == 50
+    halves = partition(np.zeros(100, np.int64), rule, 1, groups=groups)
+    assert [set(groups[half].tolist()) for half in halves] == [{3}, {8}]
+    assert sum(map(len, halves)) == 50
 
 
 def test_domain_partition_assigns_domains() -> None:
     domains = np.array([0, 0, 0, 1, 1, 3, 3, 3, 3])
-    labels = np.zeros(9, np.int64)
-    parts = partition(labels, PartitionSettings(kind="domain", clients=3), 1, domains)
-    assert [part.tolist() for part in parts] == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
-    six = partition(labels, PartitionSettings(kind="domain", clients=6), 1, domains)
+    assert by_origin("domain", 3, domains=domains) == [[0, 1, 2], [3, 4], [5, 6, 7, 8]]
+    six = by_origin("domain", 6, domains=domains)
     assert [sorted(set(domains[part])) for part in six] == [[0], [1], [3]] * 2
     assert sorted(np.concatenate(six).tolist()) == list(range(9))
     assert [len(part) for part in six] == [2, 1, 2, 1, 1, 2]
     with pytest.raises(PartitionError, match="multiple of the number of domains"):
-        partition(labels, PartitionSettings(kind="domain", clients=4), 1, domains)
+        by_origin("domain", 4, domains=domains)
     for kind, origin in (("domain", "domains"), ("natural", "groups")):
         with pytest.raises(PartitionError, match=f"needs a data set with {origin}"):
-            partition(labels, PartitionSettings(kind=kind, clients=3), 1)
+            by_origin(kind, 3)
 
 
 def test_domain_partition_reports_domain_accuracies() -> None:
     spec = replace(dataset_spec("digits"), name="scans", domains=("A", "B", "C"))
     train, _ = load_dataset("digits")
     data = from_arrays(train.images[:300], train.labels[:300], spec, np.arange(300) % 2)
-    sections = {
-        "run": {"method": "fedavg", "rounds": 1},
-        "partition": {"kind": "domain", "clients": 2},
-        "model": {"name": "linear"},
-    }
+    run, model = {"method": "fedavg", "rounds": 1}, {"name": "linear"}
+    sections = {"run": run, "partition": {"kind": "domain", "clients": 2}, "model": model}
     result = simulate(resolve(sections), data=(data, data))
     row = result.metrics[0]
     assert set(row["domain_accuracy"]) == {"A", "B"}

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, create_autospec
 
 import datasets
 import huggingface_hub
@@ -64,8 +65,7 @@ def write_npy(path: Path) -> None:
 
 def write_csv(path: Path, delimiter: str = ",") -> None:
     options = pa.csv.WriteOptions(delimiter=delimiter, quoting_style="needed")
-    table = TABLE.set_column(6, "hospital", pa.array(SITES))
-    pa.csv.write_csv(table, path, options)
+    pa.csv.write_csv(TABLE.set_column(6, "hospital", pa.array(SITES)), path, options)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # a spreadsheet's byte-order mark
 
 
@@ -106,9 +106,8 @@ def test_formats_give_equal_records(name: str, tmp_path: Path) -> None:
 
 def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)
-    parts = {"train": slice(4), "val": slice(4, 5), "test": slice(5, 6)}
     arrays: dict[str, Any] = {}
-    for part, rows in parts.items():
+    for part, rows in (("train", slice(4)), ("val", slice(4, 5)), ("test", slice(5, 6))):
         arrays[f"{part}_images"] = pixels[rows]
         arrays[f"{part}_labels"] = np.arange(6, dtype=np.uint8)[rows, None] % 2
     np.savez(tmp_path / "med.npz", **arrays)
@@ -176,33 +175,28 @@ def test_expanding_arrays_and_tables_are_refused(
     with pytest.raises(DataError, match=r"'x' in .* at most 65,536 bytes\. Split"):
         parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
     monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**19)
+    path = tmp_path / "bomb.parquet"
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
-        options = {"compression": "zstd", "use_dictionary": repeats}
         table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
-        pa.parquet.write_table(table, tmp_path / "bomb.parquet", **options)
+        pa.parquet.write_table(table, path, compression="zstd", use_dictionary=repeats)
         with pytest.raises(DataError, match="may expand to at most 524,288 bytes"):
-            parts_of(str(tmp_path / "bomb.parquet"))["train"].read("x")
+            parts_of(str(path))["train"].read("x")
         monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
 
 
 def test_parquet_reads_needed_columns_and_stores_repeated_text_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[list[str]] = []
     original = pa.parquet.ParquetFile.iter_batches
-
-    def iter_batches(file: Any, columns: list[str], **options: Any) -> Any:
-        read.append(list(columns))
-        return original(file, columns=columns, **options)
-
-    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", iter_batches)
+    read = create_autospec(original, side_effect=original)
+    monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", read)
     monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**20)
     rows = 10_000  # 10 MB of text
     table = pa.table({"x": np.zeros(rows), "label": ["a" * 1000] * rows, "note": ["b"] * rows})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     records = read_part(parts_of(str(tmp_path / "a.parquet"))["train"], COLUMNS, print)
     assert records.class_names == ("a" * 1000,)
-    assert sorted(read) == [["label"], ["x"]]
+    assert sorted(call.kwargs["columns"] for call in read.call_args_list) == [["label"], ["x"]]
 
 
 def test_csv_with_image_paths_is_not_a_table(tmp_path: Path) -> None:
@@ -220,11 +214,8 @@ def sign(path: Path, bounds: str) -> None:
 
 
 def settings_of(partition: dict[str, Any], **more: dict[str, Any]) -> Any:
-    run = {"method": "fedavg", "rounds": 1}
-    method = {"local_steps": 1}
-    return resolve(
-        {"run": run, "method": method, "model": {"name": "linear"}, "partition": partition, **more}
-    )
+    sections = {"run": {"method": "fedavg", "rounds": 1}, "method": {"local_steps": 1}}
+    return resolve({**sections, "model": {"name": "linear"}, "partition": partition, **more})
 
 
 def private(file: Path, **changes: Any) -> Any:
@@ -252,8 +243,8 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="bounds must be"):
         load_file(file, bounds="0,1")
     private(file, unit="user")
-    ledgers = sorted(path.name for path in (tmp_path / "fedsynth-ledger").glob("*.jsonl"))
-    assert ledgers == ["north.jsonl", "south.jsonl"]
+    ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/*.jsonl")}
+    assert ledgers == {"north.jsonl", "south.jsonl"}
     draft.path.write_text(draft.path.read_text().replace('"0", "1", "2"', '"0", "1", "3"'))
     with pytest.raises(DataError, match=r"the class '2', but .* declares only"):
         private(file)
@@ -295,19 +286,16 @@ def test_hubs_keep_class_names_splits_and_commits(
     assert loaded.train.images[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
     assert loaded.train.images.shape == (4, 1, 9, 8)
     assert loaded.test.labels.tolist() == [1, 0, 1]
-    requests: list[Any] = []
-
-    def snapshot(name: str, **options: Any) -> str:
-        requests.append((name, options["revision"], options["allow_patterns"]))
-        return str(hub)
-
+    snapshot = Mock(return_value=str(hub))
     info = SimpleNamespace(dataset_info=lambda name, revision: SimpleNamespace(sha="c0ffee"))
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     settings = settings_of({"kind": "iid", "clients": 2}, data={"dataset": "hf:clinic/scans"})
     result = simulate(settings, quiet=True)
     assert result.settings.folder.revision == "c0ffee"
-    assert requests[-1] == ("clinic/scans", "c0ffee", ["*.parquet", "*.safetensors"])
+    assert snapshot.call_args.args == ("clinic/scans",)
+    assert snapshot.call_args.kwargs["revision"] == "c0ffee"
+    assert snapshot.call_args.kwargs["allow_patterns"] == ["*.parquet", "*.safetensors"]
     (hub / "other").mkdir()
     shutil.copy(next((hub / "data").iterdir()), hub / "other")
     with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
@@ -318,10 +306,9 @@ def test_hubs_keep_class_names_splits_and_commits(
 def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
     for number, name in enumerate(("hub[d]/train-*", "hub[d]/train-1", "hubd/train-1")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        table = pa.table({"x": [0.0, 1.0], "label": [number] * 2})
+        table = pa.table({"x": [0.0], "label": [number]})
         pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    labels = parts_of(f"hf:{tmp_path / 'hub[d]'}")["train"].read("label")
-    assert labels.tolist() == [0, 0, 1, 1]
+    assert parts_of(f"hf:{tmp_path / 'hub[d]'}")["train"].read("label").tolist() == [0, 1]
 
 
 # --------------------------------------------------------------------------------------- Python
@@ -370,10 +357,8 @@ def test_users_and_records_in_both_splits_are_noted(tmp_path: Path) -> None:
     data = {"folder": str(tmp_path / "a.npz"), "test_folder": str(tmp_path / "b.npz")}
     settings = settings_of({"kind": "given"}, data={**data, "bounds": "-8,8"})
     data_of_run(settings, None, None, notes.append, download=False)
-    text = "\n".join(notes)
-    assert "1 of 3 users" in text
-    assert "If they are the same people" in text
-    assert "4 of 4 test images are identical" in text
+    for part in ("1 of 3 users", "If they are the same people", "4 of 4 test images are identical"):
+        assert part in "\n".join(notes)
 
 
 def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
@@ -382,8 +367,7 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     path = tmp_path / "scans.csv"
     columns = {"label": Y, "patient": PATIENTS, "site": SITES, "f0": X[:, 0], "f1": X[:, 1]}
     pandas.DataFrame(columns).to_csv(path)  # its first column has no name
-    data = load_file(path, bounds="-9,9")
-    assert data.train.spec.width == 2
+    assert load_file(path, bounds="-9,9").train.spec.width == 2
     with pytest.raises(DataError, match="--label-column must name one column"):
         load_file(path, bounds="-9,9", label_column="label,site")
     monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
