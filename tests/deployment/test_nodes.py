@@ -356,8 +356,8 @@ def test_client_index_belongs_to_only_one_node(setup: Setup) -> None:
 def test_invalid_proposals_are_refused(setup: Setup) -> None:
     """Folders of ledgers and data and the device in a valid one are replaced by the owner's."""
     valid = new_proposal(sections("feddm", privacy=PRIVATE)).to_json()
-    wrong = ({"run": []}, {"own": {"x": 1}}, {"run": {"method": "x"}}, {"run": {"rounds": -1}})
-    specs = ({}, {**valid["spec"], "classes": "10"}, {**valid["spec"], "more": 1})
+    wrong: Any = ({"run": []}, {"own": {"x": 1}}, {"run": {"method": "x"}}, {"run": {"rounds": -1}})
+    specs: Any = ({}, {**valid["spec"], "classes": "10"}, {**valid["spec"], "more": 1})
     proposals: list[Any] = [None, [], {}]
     proposals += [{**valid, "run": name} for name in ("../../home", "0" * 15 + "/")]
     proposals += [{**valid, "settings": settings} for settings in wrong]
