@@ -1,5 +1,4 @@
-"""Commands, the installed script, runs on a user's images, and user errors: one line on stderr, and
-exit code 2, without a run folder, blocking on a pipe or reading a device."""
+"""Commands, the installed script, runs on a user's images, and user errors of one line."""
 
 from __future__ import annotations
 
@@ -90,8 +89,7 @@ def test_damaged_summaries_are_rejected(fedsynth: Call, tmp_path: Path) -> None:
         summary.write_text(text)
         fedsynth(f"runs {tmp_path}").assert_refused("")
     summary.write_text('{"method": "a", "test_accuracy": null}')
-    result = fedsynth(f"runs {tmp_path}")
-    assert (result.code, "accuracy" in result.stdout) == (0, False)
+    assert "accuracy" not in fedsynth(f"runs {tmp_path}").ok.stdout
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +195,7 @@ def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
 
 
 def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:
-    cell = "fedprox:synthetic --dataset 'synthetic(0,0)' --cell '90 %' --method fedprox"
-    line = f"reproduce {cell} --output {tmp_path / 'found'}"
+    line = f"reproduce {CELL} --output {tmp_path / 'found'}"
     changes = "--set run.rounds=2 --set local_epochs=1"
     first = fedsynth(f"{line} {changes}").ok
     assert "changed: no verdict" in first.stdout
@@ -387,7 +384,6 @@ CELL = "fedprox:synthetic --dataset 'synthetic(0,0)' --cell '90 %' --method fedp
 LINES = (
     ("feddm --method feddmm", "unknown method 'feddmm'; did you mean feddm"),
     ("feddm --dataset mnits", "unknown data set 'mnits'; did you mean mnist"),
-    ("feddm --set icp=3", "unknown setting of feddm 'icp'; did you mean ipc"),
     ("feddm --set ipc", "--set must be KEY=VALUE or SECTION.KEY=VALUE, got 'ipc'"),
     ("feddm --bogus 3", "No such option: --bogus"),  # errors of the parser
     ("feddm --dp-sigma big", "'--dp-sigma'"),
@@ -415,9 +411,7 @@ LINES = (
 
 
 @pytest.mark.parametrize(("line", "text"), LINES)
-def test_user_errors_print_one_line(
-    train: Call, fedsynth: Call, tmp_path: Path, line: str, text: str
-) -> None:
+def test_user_errors(train: Call, fedsynth: Call, tmp_path: Path, line: str, text: str) -> None:
     (tmp_path / "file").write_text("a file, and no folder")
     run = (train if line.split()[0] in METHODS else fedsynth)(line.format(tmp=tmp_path))
     run.assert_refused(text.format(tmp=tmp_path))
@@ -442,10 +436,9 @@ def test_invalid_configs_are_rejected(train: Call, tmp_path: Path) -> None:
 
 def test_errors_of_all_settings_are_in_one_message(train: Call) -> None:
     """Regression: each error hides the next one until it is corrected."""
-    run = train(
-        "feddm --set ipcs=2 --set iterations=x --set model.depth=0 --set partition.alpha=-1"
-    )
-    for text in ("unknown setting of feddm 'ipcs'", "method.iterations", "model.depth"):
+    line = "feddm --set ipcs=2 --set iterations=x --set model.depth=0 --set partition.alpha=-1"
+    run = train(line)
+    for text in ("of feddm 'ipcs'; did you mean ipc", "method.iterations", "model.depth"):
         run.assert_refused(text)
     run.assert_refused("fedsynth: error: partition.alpha must be")
     text = "method.image_lr must be at least 0, got -1.0. Also: method.image_momentum must be"
@@ -473,17 +466,11 @@ READ = tuple(line.strip() for line in """
     fidelity {} --features=x
     deploy init A --spec={}
 """.strip().splitlines())  # fmt: skip
-PATHS = (
-    *READ,
-    "train --output={}",
-    "train --data-root={} --dataset=mnist",
-)
+PATHS = (*READ, "train --output={}", "train --data-root={} --dataset=mnist")
 
 
 @pytest.mark.parametrize("line", PATHS)
-def test_impossible_and_special_files_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_unreadable_files_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     """The home folder of an unknown user, a loop of links, and a name that is too long."""
 
     def error_of(name: str) -> str:
@@ -508,9 +495,7 @@ def test_non_utf8_names_are_rejected(train: Call, tmp_path: Path) -> None:
     assert not result.output.exists()
 
 
-def test_file_system_errors_print_one_line_and_bugs_raise(
-    fedsynth: Call, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_bugs_print_tracebacks(fedsynth: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     finished_runs = Mock()
     monkeypatch.setattr("fedsynth.results.finished.finished_runs", finished_runs)
     for error in (PermissionError(13, "Permission denied", "/x/y"), OSError(28, "No space left")):
@@ -536,7 +521,6 @@ RUN = "import sys; sys.argv = ['fedsynth', 'methods']; from fedsynth.cli.app imp
     ],
 )
 def test_broken_streams_print_no_traceback(shell: str, code: int, text: str) -> None:
-    """Python does not print a traceback at its shutdown either."""
     line = shell.format(f'"{sys.executable}" -c "{RUN}"')
     run = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr.count("\n")) == (code, 1 if text else 0), run.stderr

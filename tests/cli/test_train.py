@@ -1,5 +1,4 @@
-"""`fedsynth train`: its messages, its files, and the values that stay private. `fedsynth privacy …`:
-plans, reports, signatures, audits, and commands on ledgers."""
+"""`fedsynth train` and its private values; plans, reports, audits and ledgers of `privacy …`."""
 
 from __future__ import annotations
 
@@ -25,14 +24,14 @@ from fedsynth.results.run_messages import LONG_PHASE, StderrObserver, round_line
 from tests.cli.conftest import Call, call_train
 from tests.quick_runs import interrupt_in_round
 
+PAPER = "feddm --dp-sigma 3 --dp-mechanism paper"
 CASES = {  # line: mechanism
     "feddm": "",
     "fedavg": "",
     "feddm --dp-epsilon 4": "residual",
-    "feddm --dp-sigma 3 --dp-mechanism paper": "paper",
+    PAPER: "paper",
     "fedavg --dp-sigma 3 --set batch=719": "dp-sgd",
 }
-PAPER = "feddm --dp-sigma 3 --dp-mechanism paper"
 FILES = {"config.toml", "metrics.jsonl", "summary.json", "model.safetensors"} | {
     f"simulation_only/{name}" for name in ("README.txt", "partition.txt", "partition.png")
 }
@@ -59,9 +58,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     return outcome
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("line", CASES)
@@ -112,9 +110,7 @@ def test_private_runs_report_epsilon_first(outcomes: Callable[[str], Any], line:
     assert "--dp-epsilon" not in line or 3.6 < epsilon <= 4  # the noise is computed
 
 
-def test_configs_repeat_runs(
-    outcomes: Callable[[str], Any], fedsynth: Call, tmp_path: Path
-) -> None:
+def test_config_repeats_run(outcomes: Callable[[str], Any], fedsynth: Call, tmp_path: Path) -> None:
     first = outcomes("feddm")
     options = f"--config {first.folder / 'config.toml'} --output {tmp_path / 'out'}"
     rerun = fedsynth(f"train --json {options}")
@@ -211,19 +207,14 @@ def test_remaining_time_follows_mean_round(
         assert times[1:] == ["round 3/10 train 1/10, about 4 days, 15:10:40 left"]
 
 
-REASON = "a round of real (none): a run on the same data without differential privacy"
-
-
-def plans(fedsynth: Call, line: str) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = json.loads(fedsynth(f"privacy plan {line} --json").stdout)
-    return entries
+def plans(fedsynth: Call, line: str) -> Any:
+    return json.loads(fedsynth(f"privacy plan {line} --json").stdout)
 
 
 def test_plan_computes_sigma_for_each_mechanism(fedsynth: Call) -> None:
     """Every plan's ε equals the accountant's for its σ, q and releases, just below the budget."""
-    entries = plans(
-        fedsynth, "--dp-epsilon 3 --rounds 2 --set iterations=50 --dp-nominal-size 6000"
-    )
+    line = "--dp-epsilon 3 --rounds 2 --set iterations=50 --dp-nominal-size 6000"
+    entries = plans(fedsynth, line)
     assert [p["mechanism"] for p in entries] == ["residual", "gradient", "features"]
     residual, _, features = entries
     sigma, rate = residual["noise_multiplier"], residual["sample_rate"]
@@ -265,9 +256,7 @@ def test_plan_uses_set_options(fedsynth: Call) -> None:
     assert "plan for one patient with all examples, δ" in text
 
 
-def test_dry_run_prints_guarantee_and_writes_nothing(
-    train: Call, fedsynth: Call, tmp_path: Path
-) -> None:
+def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Path) -> None:
     line = f"feddm --rounds 2 --dp-ledger {tmp_path / 'kept'} --dp-sigma"
     dry = train(f"{line} 3 --dry-run")
     as_json = json.loads(train(f"{line} 3 --dry-run --json").stdout)
@@ -283,10 +272,10 @@ def test_dry_run_prints_guarantee_and_writes_nothing(
 
 def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
     folder = train("feddm --dp-epsilon 4 --dp-mechanism features").folder
-    markdown = fedsynth(f"privacy report {folder}").stdout
-    assert markdown == (folder / "privacy_report.md").read_text()
+    markdown = (folder / "privacy_report.md").read_text()
+    assert fedsynth(f"privacy report {folder}").stdout == markdown
     file = folder / "privacy_report.json"
-    report = json.loads(file.read_text())
+    report = read_json(file)
     verified = fedsynth(f"privacy verify {folder}").ok
     for text in ("does not show that", "were compared with the ledger files", "is not signed"):
         assert text in verified.stdout
@@ -313,8 +302,7 @@ def test_unfinished_runs_have_report_on_request(train: Call, fedsynth: Call) -> 
     with interrupt_in_round(2):
         folder = train("feddm --rounds 3 --dp-sigma 3").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
-    result = fedsynth(f"privacy report {folder}")
-    assert (result.code, "the run did not finish" in result.stderr) == (0, True)
+    assert "the run did not finish" in fedsynth(f"privacy report {folder}").ok.stderr
     assert fedsynth(f"privacy verify {folder}").ok
 
 
@@ -395,8 +383,9 @@ def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> Non
     dry, run = train(f"real {ledger} --dry-run"), train(f"real {ledger}")
     for text in (dry.stdout, run.stderr):
         assert "no later run on these data can state an ε" in text
+    reason = "a round of real (none): a run on the same data without differential privacy"
     for budget in ("--dp-epsilon 8", "--dp-sigma 3 --dp-epsilon 100", "--dp-epsilon 8 --dry-run"):
-        train(f"feddm {budget} {ledger}").assert_refused(REASON)
+        train(f"feddm {budget} {ledger}").assert_refused(reason)
     assert "no ε can be stated" in train(f"feddm --dp-sigma 3 {ledger} --dry-run").stdout
     noisy = train(f"feddm --dp-sigma 3 {ledger}")
     assert "no differential privacy guarantee: a ledger in" in noisy.stderr
@@ -414,8 +403,8 @@ def test_carry_over_confirms_ledgers(train: Call, fedsynth: Call, tmp_path: Path
     command = f"fedsynth privacy carry-over '{folder}' client-000"
     train(line).assert_refused(f"run {command}")
     for name in names:
-        result = fedsynth(f"privacy carry-over '{folder}' {name}")
-        assert (result.code, "count for all records of" in result.stdout) == (0, True)
+        confirmed = fedsynth(f"privacy carry-over '{folder}' {name}").ok
+        assert "count for all records of" in confirmed.stdout
     assert train(line).ok
     assert len(read_ledger(folder / "client-001.jsonl").releases) == 2
 

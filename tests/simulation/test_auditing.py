@@ -50,8 +50,7 @@ WIDTHS = {"gradient": 8, "dp-sgd": 16, "fedfm": 16}
 def audit_settings(
     method: str, values: dict[str, Any], width: int = 32, rounds: int = 2, **privacy: Any
 ) -> RunSettings:
-    """Returns settings on the digits' shape; each client nominally has 100 records and the
-    canaries."""
+    """Returns settings on the digits' shape: nominally 100 records a client, and the canaries."""
     run = {"method": method, "rounds": rounds, "device": "cpu"}
     sections = {"run": run, "partition": {"clients": 1}, "model": {"width": width}}
     return resolve({**sections, "method": values, "privacy": {"nominal_size": 100, **privacy}})
@@ -94,12 +93,10 @@ def seeded_audit(settings: RunSettings, seed: int = 0, **options: Any) -> AuditR
     return audit_run(settings, test_only=np.random.default_rng(seed), **options)
 
 
-HONEST = by_family(
-    (*MECHANISMS, "moments", "covariances"), ("residual", "features", "dp-sgd", "moments")
-)
+QUICK = ("residual", "features", "dp-sgd", "moments")
 
 
-@pytest.mark.parametrize("mechanism", HONEST)
+@pytest.mark.parametrize("mechanism", by_family((*MECHANISMS, "moments", "covariances"), QUICK))
 def test_audits_of_honest_runs_are_powerful_and_consistent(mechanism: str) -> None:
     sums = mechanism in PHASES
     audit = seeded_audit(statistics(mechanism, 1.37) if sums else settings_of(mechanism, 3.0))
@@ -108,12 +105,8 @@ def test_audits_of_honest_runs_are_powerful_and_consistent(mechanism: str) -> No
 
 
 def quarter_noise(patch: pytest.MonkeyPatch) -> None:
-    original = SecretGenerator.normal
-
-    def normal(self: SecretGenerator, shape: Any, noise_std: float, device: Any = "cpu") -> Tensor:
-        return original(self, shape, noise_std / 4, device)
-
-    patch.setattr(SecretGenerator, "normal", normal)
+    draw = SecretGenerator.normal
+    patch.setattr(SecretGenerator, "normal", lambda *a: draw(*a[:2], a[2] / 4, *a[3:]))
 
 
 def skip_clipping(patch: pytest.MonkeyPatch) -> None:
@@ -141,12 +134,8 @@ def repeat_noise(patch: pytest.MonkeyPatch) -> None:
 
 
 def charge_one_release(patch: pytest.MonkeyPatch) -> None:
-    original = BudgetEnforcer.charge
-
-    def charge(self: BudgetEnforcer, release: Release) -> None:
-        original(self, replace(release, steps=1))
-
-    patch.setattr(BudgetEnforcer, "charge", charge)
+    charge = BudgetEnforcer.charge
+    patch.setattr(BudgetEnforcer, "charge", lambda guard, row: charge(guard, replace(row, steps=1)))
 
 
 # canaries change their sign from round to round: equal noise cancels in their scores
@@ -171,9 +160,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], float] = {
         ("residual", charge_one_release),
     ],
 )
-def test_faulty_mechanisms_are_detected(
-    mechanism: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_are_detected(mechanism: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # sampling hides canaries, and thus the faults
     all_records = {"sample_rate": 1.0} if mechanism in ("dp-sgd", "fedfm") else {}
     settings = settings_of(mechanism, FAULTS[fault], **all_records)
@@ -184,18 +171,14 @@ def test_faulty_mechanisms_are_detected(
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_reduced_noise_is_detected_in_each_fedstats_release(
-    phase: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_less_noise_of_fedstats_is_detected(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     quarter_noise(monkeypatch)
     canaries = 320 if phase in SCATTERED else 1000
     assert seeded_audit(statistics(phase, 3.74), canaries=canaries).fault
 
 
 @pytest.mark.parametrize("clips", [True, False])
-def test_audited_sums_clip_products_like_other_sums(
-    clips: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audited_sums_clip_products(clips: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: an audit that clips expanded products itself misses products without a clip."""
     if not clips:
         monkeypatch.setattr("fedsynth.privacy.products.clip_rows", lambda x, clip: x)
@@ -213,9 +196,7 @@ def test_audited_sums_clip_products_like_other_sums(
     assert (float(released.norm()) > 50) is not clips
 
 
-def test_audits_follow_the_plan_without_using_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audits_follow_plan_without_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Public sizes are kept, although the random data are fewer and have no test split."""
     sections = quick_sections("feddm", run={"rounds": 1}, partition={"local_test": 0.2})
     ledger = {"ledger": str(tmp_path)}
@@ -238,21 +219,18 @@ def test_audited_client_takes_part_most_often() -> None:
     assert audit.epsilon == pytest.approx(plan_of(settings).planned_epsilon())
 
 
-NOISE = {"noise_multiplier": 1.0}
-SECURE = quick_sections("fedstats", method={"aggregation": "secure"}, privacy=NOISE)
-PAPER = quick_sections("feddm", privacy={**NOISE, "mechanism": "paper"})
-
-
 def test_runs_that_cannot_be_audited_are_refused() -> None:
-    honest = settings_of("residual", 2.0)
+    noise, honest = {"noise_multiplier": 1.0}, settings_of("residual", 2.0)
+    secure = quick_sections("fedstats", method={"aggregation": "secure"}, privacy=noise)
+    paper = quick_sections("feddm", privacy={**noise, "mechanism": "paper"})
     cases: list[tuple[RunSettings, dict[str, Any], str]] = [
         (replace(honest, privacy=None), {}, "noise_multiplier or privacy.epsilon must be set"),
         (honest, {"canaries": 1}, "canaries must be at least 2"),
         (honest, {"guesses": 7}, "must be even"),
         (honest, {"guesses": 1002}, "must be even"),
         (honest, {"confidence": 1.0}, "confidence must be in"),
-        (resolve(SECURE), {}, "aggregation"),  # an upload is part of a sum
-        (resolve(PAPER), {}, "has no ε to test"),
+        (resolve(secure), {}, "aggregation"),  # an upload is part of a sum
+        (resolve(paper), {}, "has no ε to test"),
     ]
     for settings, options, message in cases:
         with pytest.raises((FedsynthError, PrivacyError), match=message):
@@ -317,17 +295,15 @@ def test_scores_are_likelihood_ratios_with_others_as_noise(rate: float, orthogon
     np.testing.assert_allclose(scores.numpy(), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("count", "width"), [(1, 1), (3, 60), (40, 40), (40, 7), (3, 10 * COLUMNS)]
-)
-def test_directions_are_unit_vectors_and_orthogonal_if_possible(count: int, width: int) -> None:
-    drawn = draw_directions(count, width, torch.Generator().manual_seed(0))
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 60), (40, 40), (40, 7), (3, 10 * COLUMNS)])
+def test_directions_are_unit_vectors_and_orthogonal_if_possible(rows: int, width: int) -> None:
+    drawn = draw_directions(rows, width, torch.Generator().manual_seed(0))
     gram = drawn.units @ drawn.units.T
-    torch.testing.assert_close(gram.diagonal(), torch.ones(count, dtype=torch.float64))
-    assert drawn.orthogonal == (count <= width)
+    torch.testing.assert_close(gram.diagonal(), torch.ones(rows, dtype=torch.float64))
+    assert drawn.orthogonal == (rows <= width)
     assert len(set(drawn.columns.tolist())) == min(width, COLUMNS)
     if width > COLUMNS:  # of all parts
         tenths = torch.bincount(drawn.columns // COLUMNS, minlength=10)
         assert int(tenths.min()) > COLUMNS / 10 * 0.8
     if drawn.orthogonal:
-        assert float((gram - torch.eye(count)).abs().max()) < 1e-12
+        assert float((gram - torch.eye(rows)).abs().max()) < 1e-12

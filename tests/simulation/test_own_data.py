@@ -1,5 +1,4 @@
-"""Tests of runs on a user's own data and image folders: no data are public by default, all runs are
-charged, declarations and ledgers hold, and runs may protect users with all their records."""
+"""Tests of runs on a user's own data and image folders: declarations, ledgers, and users."""
 
 from __future__ import annotations
 
@@ -37,10 +36,9 @@ from tests.quick_runs import NoteRecorder, folder_of, interrupt_in_round, quick_
 from tests.simulation.test_recorded_numbers import user_data
 from tests.user_files import make_image_folder, write_declaration
 
-SPEC = replace(
-    dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="our clinic"
-)
+SPEC = replace(dataset_spec("digits"), name="scans", train_size=200, test_size=40, source="clinic")
 DECLARED_PUBLIC = re.compile(r"declare\w*[^.;|\n]{0,60}public")
+BUDGET = {"noise_multiplier": 3.0}
 PARTS = [np.arange(120), np.arange(120, 200)]
 
 
@@ -55,7 +53,7 @@ def tiny(method: str = "feddm", **sections: Any) -> fs.RunSettings:
 
 
 def private(**privacy: Any) -> dict[str, Any]:
-    return {"noise_multiplier": 3.0, "max_records": 1000, **privacy}
+    return {**BUDGET, "max_records": 1000, **privacy}
 
 
 def run(settings: fs.RunSettings, **more: Any) -> fs.RunResult:
@@ -82,12 +80,12 @@ def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
     assert not DECLARED_PUBLIC.search(data_statements(folder))
     assert verify_run(folder, ledger=ledgers).problems == []
     assert not (folder / "ledger").exists()
-    secrets = [path.read_bytes() for path in (ledgers / "private").iterdir()]
-    names = [path.name for path in (ledgers / "private").iterdir() if path.suffix != ".key"]
-    for file in (path for path in folder.rglob("*") if path.is_file()):
-        content = file.read_bytes()
-        assert not any(secret in content or secret.hex().encode() in content for secret in secrets)
-        assert not any(name.encode() in content for name in names)
+    private_files = list((ledgers / "private").iterdir())
+    secrets = [path.name.encode() for path in private_files if path.suffix != ".key"]
+    for content in map(Path.read_bytes, private_files):
+        secrets += [content, content.hex().encode()]
+    for file in filter(Path.is_file, folder.rglob("*")):
+        assert not [secret for secret in secrets if secret in file.read_bytes()]
     for ledger in ("none", "None: this data set is public!", "", "none:"):
         with pytest.raises(PrivacySettingError, match="or exactly 'none: this data set is public'"):
             fs.PrivacySettings(noise_multiplier=1.0, ledger=ledger)
@@ -123,11 +121,8 @@ def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
         run(settings, names=["north"])
 
 
-def test_runs_without_privacy_void_later_guarantees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Regression: the next report states ε = 2 after a run that published raw images. Rows of
-    ledgers are written before the clients' steps."""
+def test_open_runs_void_later_guarantees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the next report states ε = 2. Rows are written before the clients' steps."""
     ledgers, notes = tmp_path / "ledgers", NoteRecorder()
     rows: list[int] = []
     step = fs.Real.client_step
@@ -159,8 +154,7 @@ def test_runs_without_privacy_void_later_guarantees(
 
 
 def test_only_clients_with_releases_are_charged(tmp_path: Path) -> None:
-    """Participants are charged; all clients are if sampling uses sizes or test splits are
-    measured."""
+    """All clients are charged if sampling uses sizes or test splits are measured."""
     (client,) = Participation(0, 2, 0.5).in_round(1)
     for name, sampling, local_test, charged in (
         ("part", "uniform", 0.0, {client}),
@@ -193,8 +187,7 @@ def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
 def test_accuracy_on_private_test_images_is_in_simulation_only(
     declared: str | None, protected: bool, tmp_path: Path
 ) -> None:
-    """Own test images are private unless declared public; runs without differential privacy show
-    all accuracies."""
+    """Own test images are private unless declared public or the run has no privacy."""
     absent = declared == "none"
     public = declared == "public" or (not protected and not absent)
     settings = tiny("fedavg", privacy=private(ledger=NO_LEDGER) if protected else {})
@@ -215,9 +208,9 @@ def test_accuracy_on_private_test_images_is_in_simulation_only(
     assert ("private_test" in row) == (declared is None)
     if declared is None:
         assert row["private_test"]["test_accuracy"] == result.accuracy
-        for file in (path for path in folder.rglob("*") if path.is_file()):
-            if "simulation_only" not in file.parts:
-                text = file.read_bytes().decode(errors="replace")
+        for file in folder.rglob("*"):
+            if file.is_file() and "simulation_only" not in file.parts:
+                text = file.read_text(errors="replace")
                 assert '"private_test"' not in text, file
                 assert '"test_accuracy"' not in text.replace('"test_accuracy": null', ""), file
 
@@ -245,11 +238,10 @@ def test_invalid_data_and_test_statuses_are_rejected() -> None:
 
 USERS = np.arange(320) // 8
 USER_PARTS = list(np.arange(320).reshape(4, 80))
-USER_PRIVACY = {"noise_multiplier": 3.0, "unit": "user", "nominal_size": 10}
 
 
 def user_settings(method: str = "feddm", **privacy: Any) -> fs.RunSettings:
-    return tiny(method, privacy={**USER_PRIVACY, **privacy})
+    return tiny(method, privacy={**BUDGET, "unit": "user", "nominal_size": 10, **privacy})
 
 
 def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:
@@ -272,12 +264,12 @@ def test_one_more_user_moves_sums_by_at_most_the_clip(
     local_test: float, user_records: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs the engine's split, bound, sampling at rate 1 and clipping, with releases of zero."""
-    sums: list[tuple[Tensor, float]] = []
+    sums: list[Tensor] = []
 
     def release(self: GaussianSumMechanism) -> Released:
         assert self._sums is not None
         self._users.close(self._sums)
-        sums.append((self._sums.clone(), self._release.sensitivity))
+        sums.append(self._sums / self._release.sensitivity)
         self._sums, self.steps_left = None, self.steps_left - 1
         return Released(torch.zeros(self._groups, self._width))
 
@@ -293,11 +285,8 @@ def test_one_more_user_moves_sums_by_at_most_the_clip(
         sums.clear()
         fs.simulate(settings, data=(data.subset(indices), test), parts=parts)
         runs.append(list(sums))
-    shifts = []
-    for other in runs[1:]:
-        assert len(other) == len(runs[0]) > 0
-        for (a, clip), (b, _) in zip(runs[0], other, strict=True):
-            shifts.append(float((a - b).norm()) / clip)
+    pairs = [pair for other in runs[1:] for pair in zip(runs[0], other, strict=True)]
+    shifts = [float((a - b).norm()) for a, b in pairs]
     assert max(shifts) <= 1 + 1e-6
     assert max(shifts) > 0.5  # some user trains and is clipped
 
@@ -324,9 +313,6 @@ def test_invalid_user_settings_are_refused() -> None:
         run(user_settings(), data=(test, test), parts=np.split(np.arange(100), 2))
     with pytest.raises(PartitionError, match="records of the same user"):
         run(user_settings(), data=(data, test), parts=[np.arange(95), np.arange(95, 320)])
-
-
-BUDGET = {"noise_multiplier": 3.0}
 
 
 def on_folder(folder: Path, **sections: Any) -> fs.RunSettings:
@@ -360,9 +346,7 @@ def test_sites_are_clients_and_pooled_folders_need_a_partition(tmp_path: Path) -
         fs.simulate(on_folder(pooled), quiet=True)
 
 
-def test_no_file_of_a_run_has_dicom_headers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_run_file_has_dicom_headers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Patients are the privacy unit, but neither their IDs nor hashes of them leave the reader."""
     folder = tmp_path / "clinic"
     for site, label, number in product(("north", "south"), ("ill", "well"), range(4)):
@@ -374,8 +358,7 @@ def test_no_file_of_a_run_has_dicom_headers(
     result = fs.simulate(private, output=tmp_path / "runs")
     hidden = [NAME, "ID-north", patient_of(folder / "north/ill/0.dcm")]
     paths = (*result.folder.rglob("*"), *(folder / "fedsynth-ledger").rglob("*"))
-    texts = [capsys.readouterr().err.encode()]
-    texts += [path.read_bytes() for path in paths if path.is_file()]
+    texts = [capsys.readouterr().err.encode(), *map(Path.read_bytes, filter(Path.is_file, paths))]
     assert len(texts) > 5
     assert not [text for text in texts for secret in hidden if secret.encode() in text]
 
@@ -428,12 +411,9 @@ def test_private_runs_use_the_declaration(clinic: Path, tmp_path: Path) -> None:
 def test_reports_do_not_depend_on_image_counts(tmp_path: Path) -> None:
     reports = []
     for count in (5, 9):
-        folder = tmp_path / f"{count}" / "clinic"
-        write_declaration(make_image_folder(folder, per_class=count))
-        run = fs.simulate(
-            on_folder(folder, privacy=BUDGET), output=tmp_path / f"{count}", quiet=True
-        )
-        report: Any = run.privacy
+        folder = make_image_folder(tmp_path / f"{count}" / "clinic", per_class=count)
+        write_declaration(folder)
+        report: Any = fs.simulate(on_folder(folder, privacy=BUDGET), output=folder.parent).privacy
         # the folder's name has the time; hashes are of files that hold released noise
         run_specific = ("ledger_heads", "run", "files")
         reports.append({k: v for k, v in report.items() if k not in run_specific})
@@ -452,11 +432,8 @@ def test_plans_and_audits_read_the_declaration_and_no_image(clinic: Path) -> Non
     assert not (clinic / "fedsynth-ledger").exists()
 
 
-def test_duplicate_test_images_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Copies of training images in the test folder are counted under any name; public data sets are
-    not checked."""
+def test_duplicate_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copies are counted under any name; public data sets are not checked."""
     make_image_folder(tmp_path / "scans")
     test_folder = make_image_folder(tmp_path / "test", sites=(), per_class=2)  # from equal seeds
     Image.open(test_folder / "ill/00.png").save(test_folder / "ill/00.bmp")
@@ -491,11 +468,8 @@ def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
 
 
 def test_ledgers_recognise_files_of_other_clients_and_sizes(clinic: Path) -> None:
-    """Regression: the same images get two budgets, one pooled and one by site, or at another
-    size."""
-    fs.simulate(
-        on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET), quiet=True
-    )
+    """Regression: the same images get two budgets, pooled and by site, or at another size."""
+    fs.simulate(on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET))
     with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
         fs.simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
     declaration = clinic / "fedsynth.toml"

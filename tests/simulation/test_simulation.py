@@ -1,5 +1,4 @@
-"""Tests of the round loop: reproducibility, accounting, refusals, failing figures and clients, and
-memory."""
+"""Tests of the round loop: reproducibility, accounting, refusals, failures, and memory."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, create_autospec
@@ -25,7 +24,7 @@ import fedsynth as fs
 from fedsynth.config.participation import CRASHED, KINDS, LATE, TIMED_OUT, Failure, Failures
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.errors import DataError, DeviceMemoryError, PartitionError, SettingError
-from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
+from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import BudgetExceededError, Release, epsilon, read_ledger
@@ -37,11 +36,6 @@ from fedsynth.simulation.run import Simulation
 from tests.digits import digits
 from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
 from tests.simulation import test_recorded_numbers as recorded
-
-
-def settings_of(method: str, /, **sections: Any) -> fs.RunSettings:
-    partition = {"local_test": 0.2, **sections.pop("partition", {})}
-    return fs.resolve(quick_sections(method, partition=partition, **sections))
 
 
 def tiny(**privacy: Any) -> fs.RunSettings:
@@ -75,7 +69,7 @@ def test_budget_caps_end_the_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_missing_classes_are_refused_only_without_privacy() -> None:
+def test_missing_classes_and_few_records_are_refused() -> None:
     """With DP the presence of a class is private: no rule may depend on it."""
     train = digits(np.arange(200) % 9)
     with pytest.raises(DataError, match="class"):
@@ -86,9 +80,6 @@ def test_missing_classes_are_refused_only_without_privacy() -> None:
     fs.simulate(tiny(), data=(few, few), parts=[np.arange(182)], observer=notes)
     assert notes.lines[0].startswith("no differential privacy")
     assert "no client sends images of these classes: 9" in notes.lines[1]
-
-
-def test_runs_without_images_or_with_too_few_records_are_refused() -> None:
     many = replace(tiny(), partition=replace(tiny().partition, clients=500, min_size=0))
     with pytest.raises(SettingError, match=r"method\.min_examples"):
         fs.simulate(many)
@@ -138,7 +129,8 @@ def test_failing_figures_do_not_end_runs(
     """Regression: an error after the round's charge, so that `--resume` charges and fails again."""
     monkeypatch.setattr(target, Mock(side_effect=ZeroDivisionError))
     notes = NoteRecorder()
-    settings = settings_of("feddm", privacy={"noise_multiplier": 2.0})
+    more = {"partition": {"local_test": 0.2}, "privacy": {"noise_multiplier": 2.0}}
+    settings = fs.resolve(quick_sections("feddm", **more))
     result = fs.simulate(settings, output=tmp_path, observer=notes)
     assert len(result.metrics) == 2
     charged = (verified(result) / "ledger" / "client-000.jsonl").read_text().splitlines()
@@ -158,7 +150,7 @@ def test_non_finite_figures_are_null_and_closed_pipes_end_no_run(
     monkeypatch.setattr(fs.FedDM, "artefacts", lambda *args: matrix, raising=False)
     closed = Mock(side_effect=BrokenPipeError(32, "Broken pipe"))  # stderr
     monkeypatch.setattr("fedsynth.results.run_messages.print", closed, raising=False)
-    folder = folder_of(fs.simulate(settings_of("feddm"), output=tmp_path))
+    folder = folder_of(fs.simulate(tiny(), output=tmp_path))
     closed.assert_called()
     row = read_rows(folder)[0]
     assert (row["a"], row["b"], row["c"]) == (None, [1.0, None], {"d": None})
@@ -175,17 +167,15 @@ UNUSUAL_SPLITS: dict[str, tuple[int, ...]] = {
 
 @pytest.mark.parametrize("split", UNUSUAL_SPLITS)
 def test_unusual_partitions_do_not_end_runs(split: str) -> None:
-    settings = settings_of("fedavg", partition={"local_test": 0.97})
+    settings = fs.resolve(quick_sections("fedavg", partition={"local_test": 0.97}))
     divided = [np.arange(*ends) for ends in pairwise(UNUSUAL_SPLITS[split])]
     result = fs.simulate(settings, data=fs.load_dataset("digits"), parts=divided)
     for row in result.metrics:
         if "local" in row:  # of clients with test records, weighted by all their records
-            pairs = zip(divided, row["local"]["client_accuracy"], strict=True)
-            sizes, tested = zip(
-                *[(len(part), a) for part, a in pairs if a is not None], strict=True
-            )
-            assert row["local"]["amp"] == pytest.approx(np.average(tested, weights=sizes))
-            assert row["local"]["wlp"] == min(tested)
+            tested = np.ma.masked_invalid(np.array(row["local"]["client_accuracy"], float))
+            weighted = np.ma.average(tested, weights=list(map(len, divided)))
+            assert row["local"]["amp"] == pytest.approx(weighted)
+            assert row["local"]["wlp"] == tested.min()
 
 
 ROUNDS = 4
@@ -206,12 +196,9 @@ def test_failures_are_reproducible_shares_of_each_kind() -> None:
 
     every = draw(1, 0.3)
     assert draw(1, 0.3) == every != draw(2, 0.3)
-    failures = [failure for failure in every if failure is not None]
-    assert len(failures) == pytest.approx(1200, abs=4 * np.sqrt(4000 * 0.3 * 0.7))
-    for kind in KINDS:
-        for phase in (FIRST, MAIN):
-            count = sum(failure == Failure(kind, phase) for failure in failures)
-            assert count == pytest.approx(200, abs=60)
+    assert every.count(None) == pytest.approx(2800, abs=4 * np.sqrt(4000 * 0.3 * 0.7))
+    for kind, phase in product(KINDS, (FIRST, MAIN)):
+        assert every.count(Failure(kind, phase)) == pytest.approx(200, abs=60)
     assert not any(draw(1, 0.0))
     assert all(draw(1, 1.0))
 
@@ -244,9 +231,7 @@ def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
 
 
 @pytest.mark.parametrize(("kind", "moves"), [(CRASHED, False), (TIMED_OUT, False), (LATE, True)])
-def test_only_late_clients_update_their_memory(
-    kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_late_memories_move(kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = {(2, 1): Failure(kind, MAIN)}
     monkeypatch.setattr(Failures, "of", lambda self, *place: failures.get(place))
     moved = []
@@ -266,9 +251,8 @@ def test_only_late_clients_update_their_memory(
 @pytest.mark.parametrize("name", by_family(PRIVATE, ("feddm", "fedfm")))
 def test_private_runs_with_failures_are_verified(name: str, tmp_path: Path) -> None:
     """Includes rounds below the quorum, with or without their second exchange."""
-    result = fs.simulate(
-        failing_case(name, recorded.private, quorum=0.75, rounds=3), output=tmp_path
-    )
+    settings = failing_case(name, recorded.private, quorum=0.75, rounds=3)
+    result = fs.simulate(settings, output=tmp_path)
     verified(result)
     assert any("lost" in row for row in result.metrics)
     missed = [row["not_counted"]["exchange"] for row in result.metrics if "not_counted" in row]
@@ -281,8 +265,9 @@ def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_p
     client whose answer is lost is charged in full."""
     charged = fs.simulate(failing_case("fedfm", recorded.private), output=tmp_path)
     kinds = set()
+    folder, rows = folder_of(charged), read_rows(folder_of(charged))
     for client in range(recorded.CLIENTS):
-        file = folder_of(charged) / "ledger" / f"client-{client:03d}.jsonl"
+        file = folder / "ledger" / f"client-{client:03d}.jsonl"
         releases = [(row.round, row.mechanism) for row in read_ledger(file).releases]
         for number in range(1, ROUNDS + 1):
             failure = charged.settings.failures.of(number, client)
@@ -295,7 +280,6 @@ def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_p
                 kinds.add((failure.kind, failure.phase))
     assert len(kinds) >= 4
 
-    folder, rows = folder_of(charged), read_rows(folder_of(charged))
     index = next(index for index, row in enumerate(rows) if "lost" in row)
     honest = rows[index]
     for false_fields in (
@@ -313,9 +297,7 @@ def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_p
         assert f"metrics.jsonl: round {index + 1}" in problems, false_fields
 
 
-def test_rejections_are_recorded_in_private_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_runs_record_rejections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason depends only on the message, which was released."""
     honest = InProcess.step
 
@@ -452,9 +434,8 @@ def test_steps_before_noise_are_repeated_in_smaller_groups(
     if not sections:
         assert equal_results(expected, actual)
         return
-    assert expected.privacy is not None
-    assert actual.privacy is not None
-    assert recorded.ledger_rows(actual.privacy) == recorded.ledger_rows(expected.privacy)
+    ledgers = [recorded.ledger_rows(result.privacy or {}) for result in (expected, actual)]
+    assert ledgers[0] == ledgers[1]
     verified(actual)
 
 
@@ -473,41 +454,24 @@ def test_single_client_without_memory_ends_run(monkeypatch: pytest.MonkeyPatch) 
         simulate_five()
 
 
-def exhaust_after_noise(monkeypatch: pytest.MonkeyPatch, round: int) -> list[tuple[int, Release]]:
-    """Lets passes of a round run out of memory after noise was drawn, and returns the later charges
-    with the clients' numbers."""
-    charges: list[tuple[int, Release]] = []
-    charge = ClientBudget.charge
+def test_steps_after_noise_are_final(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The run ends with a one-line error, and a report built from the ledgers, including the failed
+    round, is verified. A forced repetition releases nothing, as a series cannot be taken twice."""
     sums = PrivateClientView.class_sums
-
-    def recorded_charge(self: ClientBudget, context: Any, phase: str) -> Any:
-        count = len(self.ledger.history().releases)
-        granted = charge(self, context, phase)
-        charges.extend((self.client, row) for row in self.ledger.history().releases[count:])
-        return granted
 
     def without_memory(self: PrivateClientView, series: Any, *args: Any, **kwargs: Any) -> Any:
         released = sums(self, series, *args, **kwargs)
-        if charges[-1][1].round == round:
+        if series[0]._release.round == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return released
 
-    monkeypatch.setattr(ClientBudget, "charge", recorded_charge)
     monkeypatch.setattr(PrivateClientView, "class_sums", without_memory)
-    return charges
-
-
-def test_steps_after_noise_are_not_repeated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The run ends with a one-line error, and a report built from the ledgers, including the failed
-    round, is verified. A forced repetition releases nothing, as a series cannot be taken twice."""
-    charges = exhaust_after_noise(monkeypatch, 2)
     with pytest.raises(DeviceMemoryError, match=r"round 2: cpu .* of 5 client.* .*memory_gb"):
         simulate_five(None, tmp_path, **SAMPLED)
-    for client in range(5):
-        assert [row.round for number, row in charges if number == client] == [1, 2]
     (folder,) = tmp_path.iterdir()
+    for client in range(5):
+        charged = read_ledger(folder / "ledger" / f"client-{client:03d}.jsonl")
+        assert [row.round for row in charged.releases] == [1, 2]
     report: Any = unfinished_report(folder)
     write_report(report, folder)
     assert verify_run(folder).problems == []
