@@ -411,7 +411,9 @@ LINES = (
 
 
 @pytest.mark.parametrize(("line", "text"), LINES)
-def test_user_errors(train: Call, fedsynth: Call, tmp_path: Path, line: str, text: str) -> None:
+def test_user_errors_print_one_line(
+    train: Call, fedsynth: Call, tmp_path: Path, line: str, text: str
+) -> None:
     (tmp_path / "file").write_text("a file, and no folder")
     run = (train if line.split()[0] in METHODS else fedsynth)(line.format(tmp=tmp_path))
     run.assert_refused(text.format(tmp=tmp_path))
@@ -470,7 +472,9 @@ PATHS = (*READ, "train --output={}", "train --data-root={} --dataset=mnist")
 
 
 @pytest.mark.parametrize("line", PATHS)
-def test_unreadable_files_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+def test_impossible_and_special_files_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
     """The home folder of an unknown user, a loop of links, and a name that is too long."""
 
     def error_of(name: str) -> str:

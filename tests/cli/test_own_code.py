@@ -134,7 +134,9 @@ def test_code_named_in_config_is_never_executed(code: Path, fedsynth: Call) -> N
         ("--method fedstats {features}", "features", "enc.py"),
     ],
 )
-def test_resume_needs_its_code(line: str, kind: str, name: str, code: Path, fedsynth: Call) -> None:
+def test_resume_needs_same_code(
+    line: str, kind: str, name: str, code: Path, fedsynth: Call
+) -> None:
     option = OPTIONS[kind].format(code)
     line = f"{base(code, 2)} {line.format(**{kind: option})}"
     complete = fedsynth(line)

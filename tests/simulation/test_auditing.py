@@ -160,7 +160,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], float] = {
         ("residual", charge_one_release),
     ],
 )
-def test_faults_are_detected(mechanism: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faulty_mechanisms_are_detected(
+    mechanism: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # sampling hides canaries, and thus the faults
     all_records = {"sample_rate": 1.0} if mechanism in ("dp-sgd", "fedfm") else {}
     settings = settings_of(mechanism, FAULTS[fault], **all_records)
@@ -171,7 +173,9 @@ def test_faults_are_detected(mechanism: str, fault: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_less_noise_of_fedstats_is_detected(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reduced_noise_is_detected_in_each_fedstats_release(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     quarter_noise(monkeypatch)
     canaries = 320 if phase in SCATTERED else 1000
     assert seeded_audit(statistics(phase, 3.74), canaries=canaries).fault

@@ -231,7 +231,9 @@ def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
 
 
 @pytest.mark.parametrize(("kind", "moves"), [(CRASHED, False), (TIMED_OUT, False), (LATE, True)])
-def test_only_late_memories_move(kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_late_clients_update_their_memory(
+    kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     failures = {(2, 1): Failure(kind, MAIN)}
     monkeypatch.setattr(Failures, "of", lambda self, *place: failures.get(place))
     moved = []
@@ -454,7 +456,9 @@ def test_single_client_without_memory_ends_run(monkeypatch: pytest.MonkeyPatch) 
         simulate_five()
 
 
-def test_steps_after_noise_are_final(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_steps_after_noise_are_not_repeated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The run ends with a one-line error, and a report built from the ledgers, including the failed
     round, is verified. A forced repetition releases nothing, as a series cannot be taken twice."""
     sums = PrivateClientView.class_sums

@@ -51,7 +51,9 @@ def changed(file: Path, to: Path, shift: float = 0.0, **stated: str) -> Path:
     return to
 
 
-def test_exported_models_load(run: fs.RunResult, share: Path, bare: Path, tmp_path: Path) -> None:
+def test_exported_models_give_the_logits_of_the_run(
+    run: fs.RunResult, share: Path, bare: Path, tmp_path: Path
+) -> None:
     test = fs.load_dataset("digits")[1]
     images = normalise(test.images[:20], test.spec)
     exported = fs.load_model(share)
