@@ -1,5 +1,4 @@
-"""Training and distillation in bfloat16 (`--precision bf16`) against float32, and the values "auto"
-of run.precision and run.compile."""
+"""Training and distillation in bfloat16 against float32, and the automatic choice of speed."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def weights(model: nn.Module) -> Tensor:
 
 
 def test_student_gets_images_of_the_updated_generator() -> None:
-    """Autocast caches cast weights, so that images would come from the generator before its
-    step."""
+    """Autocast caches cast weights: images came from the generator before its step."""
     method = fs.FedKF(generator_batch=16, generator_width=8, generator_lr=0.3, use_kl=True)
     teacher = network(0).state_dict()
     models = TwoModels(teacher, 1.0, teacher)
@@ -95,8 +93,7 @@ def test_server_distillation_differs_by_rounding(dtypes: set[torch.dtype]) -> No
 
 @pytest.mark.parametrize("name", ["fedavg", "feddf"])
 def test_precision_setting_reaches_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are close to those in float32 but differ. For FedDF, training stays in float32 and
-    only the distillation is in bfloat16."""
+    """Weights differ slightly from float32's. Only the distillation of FedDF is in bfloat16."""
     method: Any = fs.FedAvg(local_epochs=2, batch=32, lr=0.1)
     if name == "feddf":
         method = fs.FedDF(proxy="noise", local_epochs=1, server_steps=5)

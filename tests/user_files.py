@@ -1,5 +1,4 @@
-"""Small image folders of a user, and files that must never be read: pipes, devices and other endless
-files."""
+"""Small image folders of a user, and files that must never be read, such as pipes."""
 
 from __future__ import annotations
 

@@ -431,8 +431,7 @@ def test_longer_examples_reach_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_surrogate_matches_objective_at_zero(tmp_path: Path) -> None:
-    """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), for means and objective
-    alike."""
+    """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), of means and objective."""
     script = runpy.run_path(str(ROOT / "examples" / "surrogate_1d.py"))
     lines, w = script["main"](tmp_path / "picture.png"), script["W"]
     x, y = script["make_data"]()

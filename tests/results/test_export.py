@@ -360,8 +360,7 @@ def logits(file: Path, values: np.ndarray) -> Any:
 
 @pytest.mark.parametrize("method", [fs.FedAvg(local_steps=1), fs.FedStats(features="pixels")])
 def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> None:
-    """Broken versions would leave the normalisation out, fix the number of images, or store lines
-    of the source code with the paths of the machine."""
+    """Broken versions omit the normalisation, fix the batch, or store paths of the machine."""
     result = model_run(method, tmp_path)
     file = fs.export_onnx(str(result.folder), tmp_path / "new" / "model.onnx")
     _, test = fs.load_dataset("digits")

@@ -1,5 +1,4 @@
-"""Tests of the verification of unchanged run folders, of reports of unfinished runs, of the values
-that a private run may show, and of loggers (with the real libraries, where they are installed)."""
+"""Verification of unchanged runs, reports of unfinished runs, public values, and loggers."""
 
 from __future__ import annotations
 
