@@ -47,9 +47,7 @@ def random_message(message_type: type[Packed], rng: random.Random) -> Packed:
     hints = get_type_hints(message_type)
     for field in fields(message_type):
         types = field_types(hints[field.name])
-        field_type = rng.choice(
-            [choice for choice in types if field.default is None or choice != NoneType]
-        )
+        field_type = rng.choice([t for t in types if field.default is None or t != NoneType])
         if field_type is NoneType:
             values[field.name] = None
         elif field_type is float:

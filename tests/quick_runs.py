@@ -1,5 +1,4 @@
-"""Quick runs for tests: settings of a few steps instead of the papers' values, one method of each
-family, an observer of notes, and interruptions."""
+"""Settings of quick runs, one method of each family, an observer of notes, and interruptions."""
 
 from __future__ import annotations
 

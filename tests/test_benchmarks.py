@@ -49,8 +49,7 @@ def test_scripts_are_not_imported() -> None:
 
 @pytest.mark.parametrize("name", EXPECTED_ROWS)
 def test_settings_match_the_hashes_of_rows(name: str, script: Any) -> None:
-    """After a change of a default or a setting, its rows must be deleted or repeated. A tuned
-    setting must be the best of its grid."""
+    """After a change of settings, rows must be deleted or repeated, and tuned values be best."""
     grid, library = script(f"grids.{name}").GRID, script("library.grid")
     path = script("library.machine").rows_file(name, False)
     rows = library.Rows(path, budget=-1.0)

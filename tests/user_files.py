@@ -1,5 +1,4 @@
-"""Small image folders of a user, and files that must never be read: pipes, devices and other endless
-files."""
+"""Small image folders of a user, and files that must never be read, such as pipes."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def write_declaration(
     users: int = 0,
 ) -> Path:
     """Writes a signed declaration of the images in a folder."""
-    site_list = "[" + ", ".join(f'"{site}"' for site in sites) + "]"
-    text = DECLARATION.format(sites=site_list, by=by, ledger=ledger, users=users)
+    text = DECLARATION.format(sites=list(sites), by=by, ledger=ledger, users=users)
     (root / "fedsynth.toml").write_text(text, encoding="utf-8")
     return root / "fedsynth.toml"
 

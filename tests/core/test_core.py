@@ -1,6 +1,4 @@
-"""Serialisation of messages, states and frames, and refusals of malformed bytes. The context of a
-round: loading of networks, active clients and pickling. The cache of features and embeddings: equal
-to fresh values, computed once, keyed by embedding."""
+"""Serialisation of messages, states, frames and contexts; the cache of features and embeddings."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ from tests.message_examples import message_types, random_message
 
 def assert_same(a: Packed, b: Packed) -> None:
     assert type(a) is type(b)
-    for (name, x), (other_value, y) in zip(a.arrays(), b.arrays(), strict=True):
-        assert (name, x.dtype) == (other_value, y.dtype)
-        assert torch.equal(x, y)
+    torch.testing.assert_close(dict(a.arrays()), dict(b.arrays()), rtol=0, atol=0)
     for field in fields(a):
         value, other_value = getattr(a, field.name), getattr(b, field.name)
         if isinstance(value, Mapping):
@@ -122,15 +118,11 @@ class Forged(Message):
     weight: Tensor = released()
 
 
-def edited(
-    good: bytes = GOOD, version: str = "", shape: list[int] | None = None, **header: Any
-) -> bytes:
-    """Returns `good` with a changed JSON header, and optionally another version, or another shape
-    of `parameters.w` without its numbers."""
+def edited(good: bytes = GOOD, shape: list[int] | None = None, **header: Any) -> bytes:
+    """Changes the JSON header of `good`, or the shape of its `w` without numbers."""
     length = struct.unpack("<Q", good[:8])[0]
     outer = json.loads(good[8 : 8 + length])
     inner = {**json.loads(outer["__metadata__"]["header"]), **header}
-    inner["fedsynth_message"] = version or inner["fedsynth_message"]
     outer["__metadata__"]["header"] = json.dumps(inner)
     tensors = good[8 + length :]
     if shape is not None:
@@ -170,7 +162,7 @@ MALFORMED = (
     (edited(values={"parameters": [1]}), "must have text as keys"),
     (edited(values={"parameters": "w"}), "finite number"),
     (edited(values={"weight": 3}), r"ModelParameters\.parameters is missing"),
-    (edited(version="1"), INVALID),
+    (edited(fedsynth_message="1"), INVALID),
     (edited(values={**W, "weight": None}), "weight has the wrong type NoneType"),
     (edited(values={**W, "weight": {"weight": 1}}), "finite number"),
     (edited(values={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
@@ -312,15 +304,14 @@ def embedding(seed: int) -> Embedding:
     return Embedding(torch.rand(64, generator=draws), 3.0, (root,))
 
 
-def numpy_embedding(images: ImageData, embedding: Embedding) -> np.ndarray:
+def numpy_embedding(images: ImageData, embedding: Embedding) -> Any:
     """Computes clip₁(A·(Φ − m)·B/R), where Φ are an image's pixels less ½."""
     ((channels, cells),) = embedding.roots
     phi = images.images[:, 0].double().numpy() / 255 - 0.5
     about = phi - embedding.centre.double().numpy().reshape(8, 8)
     turned = channels.double().numpy() @ about @ cells.double().numpy()
     z = turned.reshape(len(phi), 64) / embedding.radius
-    actual: np.ndarray = z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
-    return actual
+    return z / np.maximum(1, np.linalg.norm(z, axis=1, keepdims=True))
 
 
 @pytest.fixture
@@ -335,8 +326,7 @@ def embedded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_cached_vectors_match_their_embedding(
     max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A broken cache would return z of another centre or transform, or features instead of z, or
-    keep the caller's tensors, which may change."""
+    """Broken caches mix centres, transforms or features, or keep tensors of a caller."""
     monkeypatch.setattr(feature_cache, "MAX_BYTES", max_bytes)
     images = data()
     records = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))

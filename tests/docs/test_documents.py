@@ -265,9 +265,7 @@ def test_every_example_has_page(generated: dict[str, str]) -> None:
 
 
 PACKAGES = ("fedsynth", "privacy", "cli")
-DENIED: dict[str, Any] = tomllib.loads(
-    Path(__file__).with_name("deny_list.toml").read_text(encoding="utf-8")
-)
+DENIED: dict[str, Any] = tomllib.loads(Path(__file__).with_name("deny_list.toml").read_text())
 
 
 def modules() -> Iterator[tuple[str, str]]:
@@ -296,9 +294,8 @@ def defined_names(body: list[ast.stmt]) -> Iterator[str]:
 
 def denied_name(name: str) -> str | None:
     """Returns the reason why a public name is denied, or None."""
-    replacement = DENIED["replaced"].get(name)
-    if replacement is not None:
-        return f"`{name}`: use `{replacement}`"
+    if name in DENIED["replaced"]:
+        return f"`{name}`: use `{DENIED['replaced'][name]}`"
     parts = set(name.lower().strip("_").split("_"))
     if parts and parts <= set(DENIED["vague_words"].split()):
         return f"`{name}`: name the thing that it holds or does"
@@ -309,8 +306,7 @@ def problems(path: str, text: str) -> dict[str, str]:
     """Returns the reason for each denied name or docstring."""
     reasons = {}
     for name in defined_names(ast.parse(text).body):
-        reason = None if name.startswith("_") else denied_name(name)
-        if reason is not None:
+        if not name.startswith("_") and (reason := denied_name(name)):
             reasons[name] = f"{path}: {reason}"
     starts = DENIED["docstring_starts"].strip()
     for line in re.findall(rf'(?:\A|:\n) *"""((?:{starts}) .*?)(?:""")?$', text, re.MULTILINE):
@@ -336,7 +332,6 @@ def test_public_names_and_docstrings_avoid_deny_list(generate: ModuleType) -> No
 
 
 # ----------------------------------------------------------------- examples, also of docstrings
-
 ACCURACY = r"accuracy ([\d.]+) %"
 
 
@@ -385,8 +380,7 @@ def test_own_data_exhausts_budget(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert {read_ledger(path).releases for path in paths} == {ledger}
     report = (folder / "privacy_report.md").read_text()
     assert "ONE PERSON OF ONE CLIENT" in report
-    # the exact number of records, except inside a hash
-    assert not re.search(r"(?<![\w.])570(?![\w.])", report)
+    assert not re.search(r"(?<![\w.])570(?![\w.])", report)  # the number of records, not in a hash
 
 
 @pytest.mark.slow
@@ -431,8 +425,7 @@ def test_longer_examples_reach_accuracy(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_surrogate_matches_objective_at_zero(tmp_path: Path) -> None:
-    """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), for means and objective
-    alike."""
+    """At w = 0 each loss is log 2 with the derivative x·(1/2 − y), of means and objective."""
     script = runpy.run_path(str(ROOT / "examples" / "surrogate_1d.py"))
     lines, w = script["main"](tmp_path / "picture.png"), script["W"]
     x, y = script["make_data"]()

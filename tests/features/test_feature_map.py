@@ -1,5 +1,4 @@
-"""Feature maps: vectors, constants and maps of users; the scattering transform against kymatio, the
-dictionary against NumPy, and the random-process images."""
+"""Feature maps, also of users; scattering, the dictionary and the random-process images."""
 
 from __future__ import annotations
 
@@ -73,8 +72,7 @@ def test_vectors_are_independent_and_differentiable(name: str, shape: Shape) -> 
 
 @pytest.mark.parametrize(("name", "shape"), [MAPS[2], MAPS[6]])
 def test_constants_come_from_public_images(name: str, shape: Shape) -> None:
-    """Recomputing the constants from seeded images gives the stored digits, so no data is
-    needed."""
+    """Seeded images give the stored digits again, so no data is needed."""
     features = feature_map(name, shape)
     norm, radius = constants(public_vectors(features.function, shape))
     smaller = random_process.SMALLER if name in (PAIR, MIRRORED) else 1.0
@@ -140,7 +138,6 @@ def test_measured_constants_are_medians_over_public_images() -> None:
 
 
 # ------------------------------------------------------------------------------ scattering
-
 
 # kymatio 0.3.0's Scattering2D(J=2, (16, 20)) of `waves()`: channel -> values at (0, 0), (2, 3), (3, 4)
 KYMATIO = {
@@ -209,13 +206,12 @@ def test_whitening_directions_are_white_and_sorted(num_channels: int | None) -> 
 
 def test_mirrored_images_have_equal_vectors() -> None:
     """The vector is the mean of the pair map's vectors, which differ."""
-    x, shape = images(6, COLOUR), COLOUR
-    mirrored = feature_map(MIRRORED, shape)
+    x = images(6, COLOUR)
+    mirrored, pair = feature_map(MIRRORED, COLOUR), feature_map(PAIR, COLOUR)
+    a, b = pair(x), pair(x.flip(-1))
     torch.testing.assert_close(mirrored(x), mirrored(x.flip(-1)), rtol=1e-4, atol=1e-4)
-    pair = feature_map(PAIR, shape)
-    vectors = (pair(x), pair(x.flip(-1)))
-    torch.testing.assert_close(mirrored(x), (vectors[0] + vectors[1]) / 2, rtol=1e-4, atol=1e-4)
-    assert float((vectors[0] - vectors[1]).norm(dim=1).min()) > 0.1 * pair.radius
+    torch.testing.assert_close(mirrored(x), (a + b) / 2, rtol=1e-4, atol=1e-4)
+    assert float((a - b).norm(dim=1).min()) > 0.1 * pair.radius
 
 
 def test_feature_kinds_have_balanced_scales() -> None:
@@ -223,15 +219,13 @@ def test_feature_kinds_have_balanced_scales() -> None:
     vectors = public_vectors(feature_map(PAIR, LARGER).function, LARGER)
     channels, cells = sizes(LARGER)
     size = math.ceil(random_process.CHANNEL_SHARE * channels) * cells
-    about = vectors - vectors.mean(dim=0)
-    scattering = about[:, :size].norm(dim=1).median()
-    dictionary = about[:, size:].norm(dim=1).median()
-    assert float(dictionary / scattering) == pytest.approx(random_process.DICTIONARY, rel=0.02)
+    scattering, dictionary = (vectors - vectors.mean(dim=0)).tensor_split([size], dim=1)
+    ratio = dictionary.norm(dim=1).median() / scattering.norm(dim=1).median()
+    assert float(ratio) == pytest.approx(random_process.DICTIONARY, rel=0.02)
 
 
 def test_blocks_are_matrices_of_channels_by_cells() -> None:
-    """A broken version would have cells before channels, or blocks in another order, and
-    covariances of cells that are no neighbours."""
+    """Broken versions have cells before channels, or blocks in another order."""
     features = feature_map(PAIR, LARGER)
     assert sum(a * s for a, s in features.blocks) == features.dimension
     assert [cells for _, cells in features.blocks] == [9, 9]
@@ -246,8 +240,6 @@ def test_blocks_are_matrices_of_channels_by_cells() -> None:
 
 
 # --------------------------------------------------------- random-process images and dictionary
-
-
 @pytest.mark.parametrize("shape", [(3, 20, 48), (5, 9, 8), (1, 4, 4)], ids=str)
 def test_pixels_are_between_0_and_1_for_any_shape(shape: Shape) -> None:
     x = images(6, shape)
@@ -293,17 +285,14 @@ def numpy_features(x: np.ndarray, mean: np.ndarray, atoms: np.ndarray) -> np.nda
         r = np.maximum(sign * z - random_process.THRESHOLD, 0)
         height, width = (rows + 1) // 2, (columns + 1) // 2
         starts = [(0, (n - s) // 2, n - s) for n, s in ((rows, height), (columns, width))]
-        cells = [
-            r[a : a + height, b : b + width].mean((0, 1)) for a in starts[0] for b in starts[1]
-        ]
-        halves.append(np.stack(cells, axis=1).ravel())
+        windows = [r[a : a + height, b : b + width] for a in starts[0] for b in starts[1]]
+        halves.append(np.stack([cells.mean((0, 1)) for cells in windows], axis=1).ravel())
     return np.concatenate(halves)
 
 
 def test_dictionary_features_equal_numpy() -> None:
     rng = np.random.default_rng(0)
-    mean = rng.normal(0, 0.1, SIZE)
-    atoms = rng.normal(0, 0.3, (SIZE, 5))
+    mean, atoms = rng.normal(0, 0.1, SIZE), rng.normal(0, 0.3, (SIZE, 5))
     dictionary = random_process.Dictionary(torch.tensor(mean), torch.tensor(atoms))
     x = images(3, (3, 16, 13)).double()
     expected = np.stack([numpy_features(image.numpy(), mean, atoms) for image in x])

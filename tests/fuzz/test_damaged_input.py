@@ -95,8 +95,7 @@ def finite(settings: RunSettings) -> bool:
 
 
 def read_settings(path: Path) -> None:
-    """Reads the settings of a file, and asserts possible numbers and the round trip through
-    TOML."""
+    """Reads settings, and asserts possible numbers and the round trip through TOML."""
     settings = resolve(read_sections(path))
     assert finite(settings), settings
     text = to_toml(settings.to_mapping())
@@ -226,8 +225,7 @@ def write_ledger(folder: Path) -> bytes:
 
 def rehashed(lines: list[dict[str, Any]]) -> bytes:
     """Returns the lines with the chain of hashes of the ledger's format."""
-    chain = ""
-    content = b""
+    chain, content = "", b""
     for line in lines:
         entry = {key: value for key, value in line.items() if key != "chain"}
         text = chain + json.dumps(entry, sort_keys=True)
@@ -355,8 +353,6 @@ def messages(fuzzer: Fuzzer) -> None:
 
 # --------------------------------------------------------------------------- frames to a client
 RUN = "0123456789abcdef"
-
-
 PROPOSAL = {
     "run": {"method": "fedavg", "rounds": 3, "device": "cpu"},
     "partition": {"clients": 1, "subset": 0.03},
@@ -366,22 +362,16 @@ PROPOSAL = {
 }
 
 
-def conversation() -> list[Frame]:
-    """Returns all frames of a server to a private client, in order."""
+def conversation() -> Iterator[Frame]:
+    """Yields all frames of a server to a private client, in order."""
     proposal = Proposal(RUN, resolve(PROPOSAL), dataset_spec("digits"))
     context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
     message, _ = proposal.settings.method.exchange_types("main")
     sent = message(parameters=context.architecture.state_dict(), weight=1.0).to_bytes()
     step = {"participants": [0], "sizes": None, "noise_multiplier": 3.0, "phase": "main"}
-    requests = [
-        ("join", {"proposal": proposal.to_json(), "last_round": 0}, b""),
-        ("step", {**step, "round": 1}, sent),
-        ("step", {**step, "round": 2}, sent),
-    ]
-    return [
-        Frame(kind, {**facts, "number": number}, payload)
-        for number, (kind, facts, payload) in enumerate(requests, 1)
-    ]
+    yield Frame("join", {"proposal": proposal.to_json(), "last_round": 0, "number": 1}, b"")
+    yield Frame("step", {**step, "round": 1, "number": 2}, sent)
+    yield Frame("step", {**step, "round": 2, "number": 3}, sent)
 
 
 def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
@@ -391,8 +381,7 @@ def damaged_frame(frame: Frame, rng: random.Random) -> bytes:
             return altered(frame.to_bytes(), rng)
         case 1 if frame.payload:
             return replace(frame, payload=altered(frame.payload, rng)).to_bytes()
-    content = [frame.kind, dict(frame.facts)]
-    header = json_bytes(altered_json(content, rng), rng)
+    header = json_bytes(altered_json([frame.kind, dict(frame.facts)], rng), rng)
     return len(header).to_bytes(8, "little") + header + frame.payload
 
 

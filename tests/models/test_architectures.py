@@ -1,5 +1,4 @@
-"""The package's networks: parameter counts, torchvision's layers, embeddings, private steps,
-refusals, batch norm in condensation, and memory formats."""
+"""The package's networks against torchvision's, their private steps, and fast layers."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.client import ExactClientView
 from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.features.feature_map import Shape
 from fedsynth.models import registry
 from fedsynth.models.convnet import WIDE, InstanceNorm, channels_last
 from fedsynth.models.flat import flatten
@@ -30,7 +30,6 @@ from tests.digits import digits
 from tests.privacy.support import series
 from tests.quick_runs import by_family
 
-Shape = tuple[int, int, int]
 TORCHVISION = ("resnet18", "resnet50", "googlenet")
 MNIST, CIFAR, LARGE = (1, 28, 28), (3, 32, 32), (3, 64, 64)
 
@@ -205,9 +204,8 @@ def test_fast_instance_norm_equals_group_norm(
 def test_torchvision_is_imported_only_for_its_networks() -> None:
     """Importing it takes longer than torch and would delay each command."""
     code = (
-        "import sys, fedsynth; from fedsynth import ModelSettings, RunSettings, FedDM; "
-        "from fedsynth.models.registry import build_model; "
-        "build_model(RunSettings(FedDM()).model, (1, 8, 8), 10, 0); "
+        "import sys, fedsynth; from fedsynth.models.registry import ModelSettings, build_model; "
+        "build_model(fedsynth.RunSettings(fedsynth.FedDM()).model, (1, 8, 8), 10, 0); "
         "assert 'torchvision' not in sys.modules; "
         "build_model(ModelSettings('resnet18'), (3, 32, 32), 10, 0); "
         "assert 'torchvision' in sys.modules"

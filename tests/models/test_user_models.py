@@ -1,5 +1,4 @@
-"""Models of users and libraries, and models on fixed feature maps: checks, training and
-refusals."""
+"""Models of users and libraries, and models on fixed feature maps."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from fedsynth.data.images import normalise
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.features import feature_map
+from fedsynth.features.feature_map import Shape
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.flat import flatten
 from fedsynth.models.layers import check_embedding, has_batch_norm
@@ -33,8 +33,6 @@ from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
 from tests.digits import SPEC, digits
 from tests.quick_runs import by_family, quick_settings
-
-Shape = tuple[int, int, int]
 
 
 class Net(nn.Module):
@@ -287,10 +285,10 @@ def test_local_training_is_softmax_regression(kind: type[fs.TrainsLocally], ridg
 
 def test_maps_of_equal_names_do_not_share_vectors() -> None:
     """A cache by name and dimension would give the second map the first map's vectors."""
-    records, shifts = torch.arange(4), (0.5, 0.25)
-    functions = [lambda x, shift=shift: x.flatten(1) - shift for shift in shifts]
-    maps = [replace(PIXELS, name="own-shifted", function=function) for function in functions]
-    for features, shift in zip(maps, shifts, strict=True):
+    records = torch.arange(4)
+    for shift in (0.5, 0.25):
+        function = partial(lambda shift, x: x.flatten(1) - shift, shift)
+        features = replace(PIXELS, name="own-shifted", function=function)
         expected = IMAGES.images[:4].flatten(1) / 255 - shift
         torch.testing.assert_close(feature_table(IMAGES, features, records)(records), expected)
 

@@ -342,14 +342,10 @@ def test_exported_vectors_load_with_datasets(datasets: Any, tmp_path: Path) -> N
     assert [field["source"]["extract"]["column"] for field in fields] == rows.column_names
 
 
-BOUNDS = (-4.0, 4.0)
-
-
 def model_run(method: Any, place: Path) -> fs.RunResult:
     model = fs.ModelSettings("linear" if isinstance(method, fs.FedAvg) else "convnet")
-    settings = fs.RunSettings(
-        method, rounds=3, model=model, privacy=fs.PrivacySettings(epsilon=20.0)
-    )
+    privacy = fs.PrivacySettings(epsilon=20.0)
+    settings = fs.RunSettings(method, rounds=3, model=model, privacy=privacy)
     return fs.simulate(settings, output=place / "runs", quiet=True)
 
 
@@ -360,8 +356,7 @@ def logits(file: Path, values: np.ndarray) -> Any:
 
 @pytest.mark.parametrize("method", [fs.FedAvg(local_steps=1), fs.FedStats(features="pixels")])
 def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> None:
-    """Broken versions would leave the normalisation out, fix the number of images, or store lines
-    of the source code with the paths of the machine."""
+    """Broken versions omit the normalisation, fix the batch, or store paths of the machine."""
     result = model_run(method, tmp_path)
     file = fs.export_onnx(str(result.folder), tmp_path / "new" / "model.onnx")
     _, test = fs.load_dataset("digits")
@@ -379,8 +374,8 @@ def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> No
 def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     vectors, labels = rng.normal(size=(200, 6)) * 3, np.arange(200) % 3
-    shape, names = (1, 1, 6), ("a", "b", "c")
-    spec = DatasetSpec("x", *shape, 3, 200, 200, (0.5,), (0.25,), names, "test", bounds=BOUNDS)
+    facts = ((0.5,), (0.25,), ("a", "b", "c"), "test")
+    spec = DatasetSpec("x", 1, 1, 6, 3, 200, 200, *facts, bounds=(-4.0, 4.0))
     data = fs.from_arrays(vectors, labels, spec)
     settings = fs.RunSettings(fs.FedAvg(), rounds=1, model=fs.ModelSettings("linear"))
     result = fs.simulate(settings, data=(data, data), output=tmp_path, quiet=True)
@@ -389,7 +384,7 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     file = fs.export_onnx(str(result.folder), tmp_path / "model.onnx", unprotected=True)
     expected = result.model(normalise(data.images, spec)).detach().numpy()
     values = vectors.astype(np.float32).reshape(200, 1, 1, 6)
-    assert np.abs(values).max() > BOUNDS[1]
+    assert np.abs(values).max() > 4
     assert logits(file, values) == pytest.approx(expected, abs=1e-4)
     loaded = fs.load_model(folder_of(result))
     assert np.array_equal(loaded(normalise(data.images, spec)).detach(), expected)

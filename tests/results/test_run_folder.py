@@ -27,6 +27,7 @@ from fedsynth.models.registry import own_model
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.files import file_hash
 from fedsynth.results import checkpoint, saved_model
+from fedsynth.results.checkpoint import CheckpointFolder, LoopCheckpoints, read_loop_state
 from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.verification import verify_run
@@ -86,18 +87,16 @@ def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> N
 def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path, "a")
     shutil.rmtree(folder.path)
-    writes = (
-        lambda: folder.write_config(""),
-        lambda: folder.append_metrics(Disclosed({"round": 1})),
-        lambda: folder.write_partition(np.ones((2, 3), dtype=np.int64)),
-        lambda: folder.write_synthetic(
-            [(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long(), None)], SPEC
-        ),
-        lambda: folder.finish(Disclosed({})),
-    )
-    for write in writes:
+    images = [(0, torch.zeros(1, 1, 8, 8), torch.zeros(1).long(), None)]
+    for write, *values in (
+        (folder.write_config, ""),
+        (folder.append_metrics, Disclosed({"round": 1})),
+        (folder.write_partition, np.ones((2, 3), dtype=np.int64)),
+        (folder.write_synthetic, images, SPEC),
+        (folder.finish, Disclosed({})),
+    ):
         with pytest.raises(OutputError, match="cannot write"):
-            write()
+            write(*values)
     assert os.listdir(tmp_path) == []
 
 
@@ -140,8 +139,7 @@ def test_report_is_written_despite_failed_model(
 def test_files_are_synced_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: set[tuple[int, int]] = set()
     at_rename: list[set[tuple[int, int]]] = []
-    original_sync = os.fsync
-    original_rename = Path.rename
+    original_sync, original_rename = os.fsync, Path.rename
 
     def sync(descriptor: int) -> None:
         status = os.fstat(descriptor)
@@ -168,18 +166,15 @@ WEIGHTS = {"w": torch.ones(3)}
 
 
 def checkpoints(
-    folder: Path, seconds: float = 60.0, shared: Path | None = None
-) -> checkpoint.LoopCheckpoints:
-    return checkpoint.LoopCheckpoints(
-        checkpoint.CheckpointFolder(folder, "this run", shared), 1, seconds
-    )
+    folder: Path, seconds: float = 60.0, shared: Path | None = None, run: str = "this run"
+) -> LoopCheckpoints:
+    return LoopCheckpoints(CheckpointFolder(folder, run, shared), 1, seconds)
 
 
 def test_finished_loops_are_written_every_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: of a hundred clients of half a minute each, every second one was trained
-    again."""
+    """Regression: with half a minute each, every second client was trained again."""
     now = 0.0
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: now)
     writer = checkpoints(tmp_path)
@@ -195,8 +190,7 @@ def test_finished_loops_are_written_every_minute(
 
 
 def test_loops_of_equal_name_are_separate(tmp_path: Path) -> None:
-    """Regression: if a method trained a client twice in a round, the second training was
-    skipped."""
+    """Regression: a client's second training in a round was skipped."""
     writer = checkpoints(tmp_path, 0.0)
     for weights in (1.0, 2.0):
         assert writer.load("train-0") is None
@@ -215,10 +209,7 @@ def test_damaged_or_foreign_checkpoints_are_ignored(
     path = tmp_path / "steps-1-train-0"
     intact = path.read_bytes()
     assert checkpoints(tmp_path).load("train-0") is not None
-    other_run = checkpoint.LoopCheckpoints(
-        checkpoint.CheckpointFolder(tmp_path, "that run"), 1, 0.0
-    )
-    assert other_run.load("train-0") is None
+    assert checkpoints(tmp_path, run="that run").load("train-0") is None
     for content in (intact[:-1] + bytes([intact[-1] ^ 1]), intact[:-5], b""):
         path.write_bytes(content)
         assert checkpoints(tmp_path).load("train-0") is None
@@ -239,8 +230,7 @@ def test_damaged_shared_files_are_replaced_and_unwritable_folders_tolerated(tmp_
         assert writer.load(NAME) is None
         writer.finish(NAME, 3, lambda: WEIGHTS)
         assert checkpoints(tmp_path / f"run-{folder}").load(NAME) is not None
-    state = checkpoint.read_loop_state(tmp_path / "shared" / NAME, "")
-    assert state is not None
+    state: Any = read_loop_state(tmp_path / "shared" / NAME, "")
     assert state.step == 3
 
 
@@ -256,7 +246,7 @@ def test_concurrent_processes_finish_same_training(tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         pool.starmap(finish_many, [(tmp_path / name, shared) for name in ("a", "b")])
     assert len(list(shared.iterdir())) == 20
-    assert all(checkpoint.read_loop_state(path, "") is not None for path in shared.iterdir())
+    assert all(read_loop_state(path, "") is not None for path in shared.iterdir())
 
 
 def batch_norm_sections(method: str) -> dict[str, dict[str, Any]]:
@@ -276,8 +266,7 @@ def test_methods_with_equal_training_share_models(
     assert [name.split("-")[0] for name, _ in trained] == ["trained"] * (2 * 4)
     assert len(list(shared.iterdir())) == 4
     for path in shared.iterdir():
-        state = checkpoint.read_loop_state(path, "")
-        assert state is not None
+        state: Any = read_loop_state(path, "")
         path.write_bytes(checkpoint._with_hash(replace(state, seconds=1000.0), ""))
     trained.clear()
     actual = run(batch_norm_sections("dense"), tmp_path / "second", trained=shared)
@@ -290,8 +279,7 @@ def test_methods_with_equal_training_share_models(
 def test_custom_private_or_multi_round_training_is_not_shared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The dependencies of a custom network are unknown, and the models of all rounds would fill a
-    disk."""
+    """A custom network's dependencies are unknown; models of all rounds would fill a disk."""
     record_steps(monkeypatch)
     shared = tmp_path / "shared"
     run(sections("fedavg"), tmp_path / "rounds", trained=shared)
@@ -333,10 +321,8 @@ def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) 
     }
 
     def digest(**changed: Any) -> str:
-        inputs = {**base, **changed}
-        *arguments, seed, penalty, data, precision = inputs.values()
-        generator = torch.Generator().manual_seed(seed)
-        learner = Learner(*arguments, generator, penalty)
+        *arguments, seed, penalty, data, precision = {**base, **changed}.values()
+        learner = Learner(*arguments, torch.Generator().manual_seed(seed), penalty)
         return training_digest(learner, data, torch.device("cpu"), precision)
 
     base_digest = digest()
@@ -345,19 +331,15 @@ def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) 
     pixel[4, 0, 7, 7] += 1
     label[4] = 0
     networks = [small_network(name) for name in small_network().state_dict()]
+    optimiser = MomentumSgd(0.1, 0.9, 0.1)
+    sgd_changes = {"epochs": 3, "steps": 3, "batch": 2, "radius": 1.0, "optimiser": optimiser}
+    pull_changes = {"weight": 0.6, "center": torch.ones(20), "linear": torch.zeros(20)}
     changes: dict[str, list[Any]] = {
         "network": [*networks, small_network("", nn.Identity())],
         "where": [torch.arange(4), torch.tensor([1, 0, 2, 3, 4])],
-        "settings": [
-            *(replace(sgd, **{name: 3}) for name in ("epochs", "steps")),
-            *(replace(sgd, batch=2), replace(sgd, radius=1.0)),
-            replace(sgd, optimiser=MomentumSgd(0.1, 0.9, 0.1)),
-        ],
+        "settings": [replace(sgd, **{key: sgd_changes[key]}) for key in sgd_changes],
         "seed": [1],
-        "penalty": [
-            *(None, replace(pull, weight=0.6)),
-            *(replace(pull, center=torch.ones(20)), replace(pull, linear=torch.zeros(20))),
-        ],
+        "penalty": [None, *(replace(pull, **{key: pull_changes[key]}) for key in pull_changes)],
         "data": [data_of(pixel, y), data_of(x, label)],
         "precision": [torch.bfloat16],
     }

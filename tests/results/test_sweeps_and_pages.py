@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -226,26 +227,24 @@ def test_sweep_trains_real_run(tmp_path: Path) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     """Returns runs of FedAvg with seeds 0 and 1, of FedDM, and of FedDM with privacy."""
     local: Any = {"partition": {"local_test": 0.2}}
-    base, loaded = tmp_path_factory.mktemp("runs"), []
-    for sections in (
+    base = tmp_path_factory.mktemp("runs")
+    kinds = (
         quick_sections("fedavg", **local),
         quick_sections("fedavg", run={"seed": 1}, **local),
         quick_sections("feddm"),
         quick_sections("feddm", privacy={"noise_multiplier": 3.0}),
-    ):
-        loaded.append(Run.read(folder_of(simulate(resolve(sections), output=base))))
-    return loaded
+    )
+    return [Run.read(folder_of(simulate(resolve(kind), output=base))) for kind in kinds]
 
 
 def test_curve_points_match_rows(runs: list[Run]) -> None:
-    rows = runs[0].rows
-    accuracies = [row["test_accuracy"] for row in rows]
-    assert curve(runs[0], "test_accuracy", "rounds") == list(zip([1, 2], accuracies, strict=True))
-    megabytes = [row["upload_bytes"] / 1e6 for row in rows]
-    total = [megabytes[0], megabytes[0] + megabytes[1]]
-    assert [a for a, _ in curve(runs[0], "test_accuracy", "bytes")] == pytest.approx(total)
-    seconds = [row["seconds"] for row in rows]
-    assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(sum(seconds))
+    first, second = runs[0].rows
+    points = [(1, first["test_accuracy"]), (2, second["test_accuracy"])]
+    assert curve(runs[0], "test_accuracy", "rounds") == points
+    megabytes = np.cumsum([row["upload_bytes"] / 1e6 for row in (first, second)])
+    assert [a for a, _ in curve(runs[0], "test_accuracy", "bytes")] == pytest.approx(megabytes)
+    seconds = first["seconds"] + second["seconds"]
+    assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(seconds)
     spent = [row["epsilon"] for row in runs[3].rows]
     assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
     for run, metric, by in (
@@ -360,12 +359,8 @@ def test_pages_hide_private_partitions_and_escape_texts(runs: list[Run], tmp_pat
 
 def test_commands_write_pages_and_plots(runs: list[Run], tmp_path: Path) -> None:
     folders = [str(run.folder) for run in runs[:2]]
-    for command, name in (
-        ("report", "r"),
-        ("plot", "c.svg"),
-        ("plot", "c.html"),
-        ("plot", "c.png"),
-    ):
+    plots = [("plot", f"c.{form}") for form in ("svg", "html", "png")]
+    for command, name in [("report", "r"), *plots]:
         out = CliRunner().invoke(app, [command, *folders, "--output", str(tmp_path / name)])
         assert out.exit_code == 0, out.stderr
         assert (tmp_path / name).stat().st_size > 1000
@@ -380,8 +375,7 @@ def test_finished_runs_are_found_through_links(runs: list[Run], tmp_path: Path) 
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "cell").symlink_to(runs[0].folder.parent)
     assert len(finished_runs([tmp_path / "sweep"])) == 4
-    with pytest.raises(RunFolderError, match="does not exist"):
-        finished_runs([tmp_path / "nothing"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RunFolderError, match="no finished run"):
-        finished_runs([tmp_path / "empty"])
+    for name, message in (("nothing", "does not exist"), ("empty", "no finished run")):
+        with pytest.raises(RunFolderError, match=message):
+            finished_runs([tmp_path / name])

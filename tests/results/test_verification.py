@@ -1,5 +1,4 @@
-"""Tests of the verification of unchanged run folders, of reports of unfinished runs, of the values
-that a private run may show, and of loggers (with the real libraries, where they are installed)."""
+"""Verification of unchanged runs, reports of unfinished runs, public values, and loggers."""
 
 from __future__ import annotations
 
@@ -137,7 +136,7 @@ def test_injected_noise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert verify(folder) == []
 
 
-def test_stopped_runs_can_be_reported(tmp_path: Path) -> None:
+def test_stopped_private_runs_can_be_reported(tmp_path: Path) -> None:
     """The last row is torn, and the ledgers have earlier rows and were moved."""
     ledger, moved = str(tmp_path / "kept"), tmp_path / "moved"
     run(tmp_path, settings("fedavg", ledger=ledger))
@@ -167,35 +166,26 @@ def test_stopped_runs_can_be_reported(tmp_path: Path) -> None:
     (moved / "client-001.jsonl").unlink()
     with pytest.raises(PrivacyError, match="client-001"):
         unfinished_report(folder, ledger=moved)
-
-
-def test_runs_without_privacy_have_no_report(tmp_path: Path) -> None:
-    folder = run(tmp_path, quick_sections("fedavg"))
-    (folder / "summary.json").unlink()
-    assert is_unfinished(folder)
+    public_run = run(tmp_path, quick_sections("fedavg"))
+    (public_run / "summary.json").unlink()
+    assert is_unfinished(public_run)
     with pytest.raises(PrivacyError, match="no differential privacy"):
-        unfinished_report(folder)
+        unfinished_report(public_run)
 
 
-def settings_with(
-    method: type[fs.FedAvg], key: str = "clean_loss", **privacy: Any
-) -> fs.RunSettings:
+def settings_with(method: Any, key: str = "clean_loss", **privacy: Any) -> fs.RunSettings:
     sections = quick_sections("fedavg", method={"key": key}, privacy=privacy)
     del sections["run"]["method"]
     return fs.resolve(sections, own_method=method)
 
 
 def test_rows_are_split_by_declaration() -> None:
-    row = {
-        "round": 3,
-        "test_accuracy": 0.5,
-        "seconds": 1.0,
-        "models": {"aca": {"test_accuracy": 0.4, "local": {"amp": 0.3}}},
-    }
+    models = {"aca": {"test_accuracy": 0.4, "local": {"amp": 0.3}}}
+    row = {"round": 3, "test_accuracy": 0.5, "seconds": 1.0, "models": models}
     split = disclosed(row, ROW)
     public_row = {"round": 3, "test_accuracy": 0.5, "models": {"aca": {"test_accuracy": 0.4}}}
     assert split.public == public_row
-    assert split.simulation_only == {"seconds": 1.0, "models": row["models"]}
+    assert split.simulation_only == {"seconds": 1.0, "models": models}
     open_run = disclosed({**row, "anything": 1}, None)
     assert (open_run.public, open_run.simulation_only) == ({**row, "anything": 1}, {})
     for undeclared in ({"loss": 0.5}, {"models": {"aca": {"loss": 0.5}}}):
@@ -296,18 +286,16 @@ def logged(name: str, base: Path) -> Path:
 
 
 def test_tensorboard_logs_metrics_and_settings(tmp_path: Path) -> None:
-    pytest.importorskip(
-        "tensorboard", reason="tensorboard is not installed (fedsynth[tensorboard])"
-    )
+    reason = "tensorboard is not installed (fedsynth[tensorboard])"
+    pytest.importorskip("tensorboard", reason=reason)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = logged("tensorboard", tmp_path)
     events = EventAccumulator(str(tmp_path / "tensorboard" / folder.name))
     events.Reload()
     pairs = [(event.step, event.value) for event in events.Scalars("test_accuracy")]
-    assert pairs == [
-        (row["round"], pytest.approx(row["test_accuracy"])) for row in read_rows(folder)
-    ]
+    rows = read_rows(folder)
+    assert pairs == [(row["round"], pytest.approx(row["test_accuracy"])) for row in rows]
     assert "local/amp" in events.Tags()["scalars"]
     (text,) = events.Tensors("settings/text_summary")
     assert b'run.method = "fedavg"' in text.tensor_proto.string_val[0]
@@ -326,8 +314,7 @@ def test_wandb_logs_metrics_and_settings(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(wandb, "init", init)
     logged("wandb", tmp_path)
-    (run,) = created
-    assert run.config["run.method"] == "fedavg"
+    assert created[0].config["run.method"] == "fedavg"
     (log,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     keys = [b"local/amp", b"final/test_accuracy"]
     deadline = time.monotonic() + 30  # wandb's own process writes the file
@@ -349,7 +336,6 @@ def test_failed_logger_start_raises_output_error(
         fs.simulate(fs.resolve(TINY), observer=Several([recorder, LOGGERS[name](tmp_path)]))
     assert str(caught.value) == f"cannot log to {name}: RuntimeError: no API key configured"
     recorder.round_ended.assert_not_called()
-
     for error, message in (
         (ImportError("none"), rf"pip install 'fedsynth\[{name}\]'"),
         (AttributeError("partially"), f"cannot log to {name}: AttributeError: partially"),
