@@ -105,6 +105,12 @@ def _start_images() -> list[float]:
     return [accuracy for key in keys for accuracy in percents("fedaf_readings", key, range(2))]
 
 
+@sentence(DOCUMENT, "ours are below {:.1f} in the first steps, so FedAF's")
+def _gradient_norms() -> list[float]:
+    [fedaf] = [row for name, row in by_key("fedaf_readings").items() if name.startswith("FedAF: n")]
+    return [fedaf["largest"]]
+
+
 @table("fedkf")
 def _fedkf() -> str:
     body = []
