@@ -89,7 +89,8 @@ CASES = {
     "feddm, siamese": small("feddm", method={"augment": "siamese", "perturbation": "ball"}),
     "feddm, batch norm": small("feddm", model={"norm": "batch"}),
     "feddm, distributions": small("feddm", method={"matching": "sinkhorn"}),
-    "fedaf, rows": small("fedaf", method={"distance": "rows"}),
+    # averages: a pixel of single images is so near to a boundary of 8 bits that rounding decides it
+    "fedaf, rows": small("fedaf", method={"distance": "rows", "start_average": 10}),
     "fedavg, on features": small("fedavg", model={"features": "pixels"}),
     "fedavg, on features, private": small("fedavg", True, model={"features": "pixels"}),
     "moon, on features, private": small("moon", True, model={"features": "pixels", "name": "mlp"}),
