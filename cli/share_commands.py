@@ -168,7 +168,7 @@ def describe(
         "Check each line, because the whole file is public. Then fill in [signed_off], and run one "
         "of these commands. The second one treats all records as those of one owner.\n"
         f"  fedsynth train --data {folder} --method fedstats --dp-epsilon 8\n"
-        f"  fedsynth synthesize --data {folder} --dp-epsilon 8"
+        f"  fedsynth synthesize --data {folder} --dp-epsilon 8 --out share"
     )
 
 

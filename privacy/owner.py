@@ -30,7 +30,7 @@ from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder
+from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
 from fedsynth.privacy.mechanisms import (
     NOTHING_LEFT,
     BudgetEnforcer,
@@ -52,7 +52,7 @@ class DataOwner:
     """A data owner with private records, a ledger and a privacy budget.
 
     Args:
-        name: the owner's name, as it appears in the ledger and the report.
+        name: the owner's name, as it appears in the ledger and the report (see `check_names`).
         x: the private records, a tensor [N, ...], which is converted to float32.
         y: the labels of the records in 0, ..., classes - 1, int64 [N]. None gives all records
             label 0.
@@ -104,7 +104,7 @@ class DataOwner:
         require(bounds[0] < bounds[1], "bounds", "must be (lowest, highest) in this order", bounds)
         sized = math.isfinite(nominal_size) and nominal_size > 0
         require(sized, "nominal_size", "must be a finite number above 0", nominal_size)
-        self.name = name
+        (self.name,) = check_names([name], 1)
         self.classes = classes
         self.nominal_size = nominal_size
         self.epsilon = epsilon

@@ -28,6 +28,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation import matching, private_matchers
 from fedsynth.training.sgd import MomentumSgd
+from fedsynth.validation import check_number
 
 # The type of functions that return a network for one step, such as a freshly initialised network.
 # The features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other
@@ -385,9 +386,13 @@ def condense(
         progress: whether to show a progress bar on stderr.
 
     Raises:
+        SettingError: a number is out of range. Nothing is charged then.
         DivergedError: a synthetic record is not finite.
         BudgetExceededError: the owner's budget does not allow the objective's steps.
     """
+    check_number(None, "per_class", per_class, 1, math.inf, integer=True)
+    check_number(None, "lr", lr, 0, math.inf)
+    check_number(None, "momentum", momentum, 0, 1)
     synthetic = objective.start(per_class, seed).clone()
     if start is not None:
         if start.shape != synthetic.shape:

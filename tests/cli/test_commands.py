@@ -327,6 +327,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert "sites 0: north, 1: south" in described.stdout
     toml = folder / "fedsynth.toml"
     assert f"written: {toml}" in described.stdout
+    assert f"synthesize --data {folder} --dp-epsilon 8 --out share" in described.stdout
     assert fedsynth(f"data describe {folder}").ok  # replaces the unsigned draft
 
     assert "is not signed. " in fedsynth(synthesize).stderr

@@ -124,6 +124,14 @@ def test_permanent_ledger_continues_for_same_records(tmp_path: Path) -> None:
         DataOwner("b", x.double(), nominal_size=300, epsilon=1, delta=1e-5, ledger=tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../a", "clinic A/B", ""])
+def test_names_are_names_of_files(tmp_path: Path, name: str) -> None:
+    """Regression: "../a" wrote a ledger outside the folder."""
+    with pytest.raises(PrivacySettingError, match="letters, digits, dots"):
+        DataOwner(name, records(9)[0], nominal_size=9, epsilon=1, delta=1e-5, ledger=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_report_matches_ledger(tmp_path: Path) -> None:
     data_owner = owner()
     data_owner.noisy_mean(clip=1.0)

@@ -228,6 +228,18 @@ def autograd_gradient(network: nn.Module, synthetic: Tensor) -> Tensor:
     return torch.autograd.grad(loss, leaf)[0]
 
 
+@pytest.mark.parametrize("wrong", [{"per_class": 0}, {"lr": math.nan}, {"lr": -1.0}])
+def test_invalid_numbers_are_refused_before_charging(wrong: Any) -> None:
+    """Regression: they spent the whole budget."""
+    data_owner = owner()
+    with pytest.raises(SettingError, match=next(iter(wrong))):
+        syn.condense(
+            syn.ResidualMatching(data_owner, fixed_network, clip=1.0, steps=1),
+            **{"per_class": 1, "lr": 1.0} | wrong,
+        )
+    assert data_owner.spent() == 0
+
+
 def test_objectives_have_the_gradient_of_the_loss(without_noise: None) -> None:
     """Private objectives have no noise, and a clip that no record reaches."""
     plan = {"clip": 1e3, "steps": 1}
