@@ -271,8 +271,8 @@ for command in (report, verify, sign, audit):
 def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     """Compute the noise σ that a privacy budget ε requires, or the ε that a given σ costs.
 
-    The plan uses only public numbers and reads no data. For fedstats, it also shows the
-    signal-to-noise ratio that each release can have.
+    The plan uses only public numbers and reads no data. Without --dataset, these are MNIST's. For
+    fedstats, it also shows the signal-to-noise ratio that each release can have.
 
     Examples: `fedsynth privacy plan --dp-epsilon 8 --rounds 5`, `fedsynth privacy plan --dp-sigma 3
     --method fedavg --dp-nominal-size 6000`.

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fedsynth.privacy.batch_independence import rounding
-from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
+from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError, short_repr
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, Units, padded, pass_length, public_like, values_of_each
 from fedsynth.privacy.products import LayerGradients, outer_products
@@ -289,9 +289,9 @@ def check_example_gradients(
         raise
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
-            f"the per-example gradients of the model failed with {type(error).__name__}. Replace "
-            "the layers that Opacus does not support, for example with "
-            "fedsynth.privacy.dpsgd.group_norm_twin"
+            f"the per-example gradients of the model failed with {short_repr(error)}. If the "
+            "model accepts these inputs, replace the layers that Opacus does not support, for "
+            "example with fedsynth.privacy.dpsgd.group_norm_twin"
         ) from error
     _check_equal(model, rows, expected)
 

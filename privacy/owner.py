@@ -18,6 +18,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,11 @@ class DataOwner:
         ledger: Path | str | None = None,
         users: Tensor | None = None,
     ) -> None:
+        for key, tensor in (("x", x), ("y", y), ("users", users)):
+            valid = isinstance(tensor, Tensor) or (tensor is None and key != "x")
+            require(valid, key, "must be a torch.Tensor", type(tensor).__name__)
+        for key, number in (("nominal_size", nominal_size), ("epsilon", epsilon), ("delta", delta)):
+            require(isinstance(number, Real), key, "must be a number", number)
         y = torch.zeros(len(x), dtype=torch.int64) if y is None else y
         require(y.shape == (len(x),), "y", "must have one label for each record", list(y.shape))
         require(not y.is_floating_point(), "y", "must hold integers", y.dtype)

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import Addends, Grid, SecretGenerator, grid_of
-from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, require
+from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, is_real, require
 
 S = TypeVar("S")
 # A function of (release, groups, a client's `BudgetEnforcer`, its secret generator) that returns a
@@ -58,8 +58,8 @@ class ReleasePlan:
             method's documentation describes the case. None if there is no such case.
 
     Raises:
-        PrivacySettingError: the phase is unknown, `shares` is less than 1, or `groups` does not
-            divide `dimension`.
+        PrivacySettingError: the phase is unknown, `clip` is not above 0, `shares` is less than 1,
+            or `groups` does not divide `dimension`.
     """
 
     name: str
@@ -79,6 +79,8 @@ class ReleasePlan:
 
     def __post_init__(self) -> None:
         require(self.phase in PHASES, "phase", f"must be one of {', '.join(PHASES)}", self.phase)
+        valid = is_real(self.clip) and self.clip > 0
+        require(valid, "clip", "must be a finite number above 0", self.clip)
         require(self.shares >= 1, "shares", "must be at least 1", self.shares)
         divides = self.groups >= 1 and self.dimension % self.groups == 0
         require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)

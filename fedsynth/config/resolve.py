@@ -95,6 +95,9 @@ def resolve(
     for name in sections:
         if name not in SECTIONS:
             raise unknown_name("section", name, SECTIONS)
+        if not isinstance(sections[name], Mapping):
+            reason = f"must be a mapping of settings, got {short_repr(sections[name])}"
+            raise SettingError(None, name, reason)
     run = dict(sections.get("run", {}))
     data = dict(sections.get("data", {}))
     name = str(run.pop("method", DEFAULT_METHOD))

@@ -108,7 +108,7 @@ class Server:
         With secure aggregation, the server sees only the sum of the replies and no single reply.
 
         Raises:
-            TypeError: a reply or the sum has another type than the method declares.
+            TypeError: a reply, the sum or the new state has another type than the method declares.
             DivergedError: the new model has numbers that are not finite.
         """
         method, expected = self.method, protocol.declared(self.method, phase, "upload")
@@ -121,6 +121,11 @@ class Server:
                 protocol.check_declared(method, reply, expected)
             aggregate = method.first_aggregate if phase == FIRST else method.server_step
             state = aggregate(self._next, dict(sorted(replies.items())), context)
+        if not isinstance(state, method.state):
+            raise TypeError(
+                f"the server's step of method {method.name} must return a {method.state.__name__}, "
+                f"got {type(state).__name__}"
+            )
         if phase != FIRST:
             protocol.check_finite(state.parameters, "the server's model", context.round)
             self.state = state

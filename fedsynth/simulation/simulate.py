@@ -105,6 +105,9 @@ def simulate(
     >>> len(result.metrics), result.accuracy > 0.8
     (2, True)
     """
+    if not isinstance(settings, RunSettings):
+        reason = f"must be RunSettings, such as RunSettings(FedDM()), got {settings!r}"
+        raise SettingError(None, "settings", reason)
     if settings.privacy is not None:
         check_method(settings.method)
     device = resolve_device(settings.device)

@@ -354,7 +354,7 @@ def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> 
     write_image(folder / "north" / "ill" / "big.png", 1, (20, 20))
     line = f"train --data {folder} --output {tmp_path / 'out'} {SHORT}"
     fedsynth(f"{line} --image-size 16").assert_refused("--skip-corrupt (data.skip_corrupt=True)")
-    assert "such as data.image_size=64" in fedsynth(f"{line} --skip-corrupt").stderr
+    assert "--image-size 16x16" in fedsynth(f"{line} --skip-corrupt").stderr
     result = fedsynth(f"{line} --image-size 16 --skip-corrupt").ok
     assert "  north/ill/00.png (the file is not a JPEG, PNG, BMP, WEBP, TIFF file)" in result.stderr
     for path in result.folder.rglob("*"):  # file names are only printed

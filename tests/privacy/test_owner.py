@@ -151,6 +151,8 @@ def test_report_matches_ledger(tmp_path: Path) -> None:
         ({"nominal_size": 0}, "nominal_size"),
         ({"bounds": (1, 0)}, "bounds"),
         ({"users": torch.arange(4)}, "users"),
+        ({"users": np.arange(10)}, "users must be a torch.Tensor"),
+        ({"epsilon": "5"}, "epsilon must be a number"),
     ],
 )
 def test_invalid_arguments_are_rejected(change: dict[str, object], message: str) -> None:
@@ -161,6 +163,8 @@ def test_invalid_arguments_are_rejected(change: dict[str, object], message: str)
 def test_series_of_other_owners_are_rejected() -> None:
     with pytest.raises(PrivacySettingError, match="shares=1"):
         owner().charge(plan(shares=100))
+    with pytest.raises(PrivacySettingError, match="clip must be a finite number above 0, got 0"):
+        owner().noisy_mean(clip=0)
     series = owner().charge(plan())
     with pytest.raises(PrivacyError, match="not charged to"):
         owner().class_sums([series], lambda x, _: x)
@@ -211,8 +215,9 @@ def mixing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         (
             torch.jit.script(nn.BatchNorm1d(6, track_running_stats=False)),
             None,
-            r"Replace the layers that Opacus does not support.*group_norm_twin",
+            r"replace the layers that Opacus does not support.*group_norm_twin",
         ),
+        (nn.Linear(7, 3), None, "mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
 def test_mixing_records_is_rejected_before_charge(model: Any, loss: Any, message: str) -> None:

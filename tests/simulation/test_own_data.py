@@ -232,6 +232,10 @@ def test_invalid_data_and_test_statuses_are_rejected() -> None:
     for data, text in cases:
         with pytest.raises(DataError, match=text):
             fs.simulate(tiny(), data=data)
+    with pytest.raises(SettingError, match=r"settings must be RunSettings.*got 'feddm'"):
+        fs.simulate("feddm")
+    with pytest.raises(SettingError, match="method must be a mapping of settings, got 'feddm'"):
+        fs.resolve({"method": "feddm"})
     with pytest.raises(UnknownNameError, match="secret"):
         fs.simulate(tiny(), data=(scans(), scans()), test="secret")
 
@@ -242,6 +246,14 @@ USER_PARTS = list(np.arange(320).reshape(4, 80))
 
 def user_settings(method: str = "feddm", **privacy: Any) -> fs.RunSettings:
     return tiny(method, privacy={**BUDGET, "unit": "user", "nominal_size": 10, **privacy})
+
+
+def test_runs_on_records_of_users_warn(capsys: pytest.CaptureFixture[str]) -> None:
+    by_user = replace(scans(), groups=torch.arange(200) // 8)
+    cases = (("record", by_user, True), ("user", by_user, False), ("record", scans(), False))
+    for unit, data, warned in cases:
+        run(user_settings("fedavg", unit=unit, max_records=1000, ledger=NO_LEDGER), data=data)
+        assert ("set --dp-unit user" in capsys.readouterr().err) == warned
 
 
 def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:
