@@ -8,17 +8,16 @@ fast.
 from __future__ import annotations
 
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from fedsynth.cli import application, options, share_commands
 from fedsynth.cli.deploy_commands import client, deploy_app, server
-from fedsynth.cli.privacy_commands import privacy_app
+from fedsynth.cli.privacy_commands import print_dry_run, privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
 from fedsynth.version import __version__
 
@@ -86,6 +85,8 @@ def train(
     NAME`). For the built-in digits, a preset shortens the run. The file config.toml in the run
     folder contains all settings of the run.
     """
+    from fedsynth.config.resolve import resolve
+
     if resume is not None:
         options.refuse_beside_resume(context)
         config = resume / "config.toml"
@@ -95,7 +96,7 @@ def train(
     else:
         sections = options.merged(options.read_config(config), chosen, application.say)
     if dry_run:
-        _dry_run(sections, as_json)
+        print_dry_run(resolve(sections), as_json)
     else:
         _run(sections, output, download, as_json, resume, log or [])
 
@@ -118,27 +119,6 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
     loaded, clients = among_clients(loaded)
     train = loaded.train
     print(partition_table(count_matrix(train.labels.numpy(), clients.parts, train.spec.classes)))
-
-
-def _dry_run(sections: options.Sections, as_json: bool) -> None:
-    from fedsynth.cli.privacy_commands import print_costs
-    from fedsynth.config.resolve import resolve
-    from fedsynth.federation.context import costs_of, plan_of, resolve_device
-    from fedsynth.results.run_messages import headline
-
-    settings = resolve(sections)
-    resolve_device(settings.device)  # refuses one that does not exist
-    planned = plan_of(settings) if settings.privacy is not None else None
-    facts: dict[str, Any] = {"guarantee": False}
-    if planned is not None and planned.guaranteed(planned.histories):
-        planned.check_round(1, planned.histories)  # as the run itself would
-        facts = {"guarantee": True, **costs_of(planned)}
-    if as_json:
-        print(json.dumps(facts, indent=2))
-        return
-    print(*headline(settings, planned), sep="\n")
-    if planned is not None and facts["guarantee"]:
-        print_costs([planned])
 
 
 def _run(

@@ -305,6 +305,25 @@ def _warn(plans: list[PrivacyPlan]) -> None:
         say("warning: an ε above 10 is a weak guarantee. Use a smaller ε, such as --dp-epsilon 8")
 
 
+def print_dry_run(settings: RunSettings, as_json: bool) -> None:
+    """Prints the privacy cost of a run, without reading data."""
+    from fedsynth.federation.context import costs_of, plan_of, resolve_device
+    from fedsynth.results.run_messages import headline
+
+    resolve_device(settings.device)  # refuses one that does not exist
+    planned = plan_of(settings) if settings.privacy is not None else None
+    facts: dict[str, Any] = {"guarantee": False}
+    if planned is not None and planned.guaranteed(planned.histories):
+        planned.check_round(1, planned.histories)  # as the run itself would
+        facts = {"guarantee": True, **costs_of(planned)}
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    print(*headline(settings, planned), sep="\n")
+    if planned is not None and facts["guarantee"]:
+        print_costs([planned])
+
+
 def print_costs(plans: list[PrivacyPlan]) -> None:
     """Prints the releases and the noise of each mechanism as a table, then ε after each round."""
     from rich.console import Console

@@ -21,6 +21,7 @@ from fedsynth.cli.application import (
     note,
     say,
 )
+from fedsynth.cli.privacy_commands import print_dry_run
 from fedsynth.privacy.files import expand_home
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ def synthesize(
     config: options.Config = None,
     output: options.Output = Path("runs"),
     as_json: options.AsJson = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Make synthetic images from the private images of one owner.
 
@@ -226,6 +228,9 @@ def synthesize(
 
     sections = options.merged(options.read_config(config), options.with_own_code(chosen))
     resolved = owner_settings(sections)
+    if dry_run:
+        print_dry_run(resolved, as_json)
+        return
     keep_large_allocations()
     with make_observer(resolved) as observer, ended_by_signals():
         result = make(

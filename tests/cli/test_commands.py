@@ -334,6 +334,9 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     signed = toml.read_text().replace('by = ""', 'by = "me"')
     toml.write_text(signed.replace('date = ""', 'date = "2026-11-23"'))
     assert "is signed" in fedsynth(f"data describe {folder}").stderr
+    planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)["epsilon"]
+    assert 7.9 < planned["1"] <= 8
+    assert not share.exists()
     result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'").ok
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
     assert f"you may share the folder {share}" in result.stderr
