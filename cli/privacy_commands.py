@@ -306,7 +306,11 @@ def _warn(plans: list[PrivacyPlan]) -> None:
 
 
 def print_dry_run(settings: RunSettings, as_json: bool) -> None:
-    """Prints the privacy cost of a run, without reading data."""
+    """Prints the privacy cost of a run. Reads the declaration and the ledgers, but no data.
+
+    Raises:
+        FedsynthError, PrivacyError: the run would be refused before it reads data.
+    """
     from fedsynth.federation.context import costs_of, plan_of, resolve_device
     from fedsynth.results.run_messages import headline
 

@@ -223,12 +223,13 @@ def synthesize(
     `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.
     """
     from fedsynth.cli.progress import make_observer, show_result
-    from fedsynth.simulation.simulate import owner_settings
+    from fedsynth.simulation.simulate import check_synthesis, owner_settings
     from fedsynth.simulation.simulate import synthesize as make
 
     sections = options.merged(options.read_config(config), options.with_own_code(chosen))
     resolved = owner_settings(sections)
     if dry_run:
+        check_synthesis(resolved, out, unprotected=unprotected)
         print_dry_run(resolved, as_json)
         return
     keep_large_allocations()

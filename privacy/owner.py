@@ -69,7 +69,7 @@ class DataOwner:
             their records. If None, the privacy unit is a record.
 
     Raises:
-        PrivacySettingError: an argument has the wrong shape or is out of range.
+        PrivacySettingError: an argument has the wrong type or shape, or is out of range.
         LedgerError: the ledger in the folder was charged for other records.
 
     >>> import torch
@@ -99,7 +99,8 @@ class DataOwner:
             valid = isinstance(tensor, Tensor) or (tensor is None and key != "x")
             require(valid, key, "must be a torch.Tensor", type(tensor).__name__)
         for key, number in (("nominal_size", nominal_size), ("epsilon", epsilon), ("delta", delta)):
-            require(isinstance(number, Real), key, "must be a number", number)
+            valid = isinstance(number, Real) and not isinstance(number, bool)
+            require(valid, key, "must be a number", number)
         y = torch.zeros(len(x), dtype=torch.int64) if y is None else y
         require(y.shape == (len(x),), "y", "must have one label for each record", list(y.shape))
         require(not y.is_floating_point(), "y", "must hold integers", y.dtype)

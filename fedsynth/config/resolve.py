@@ -92,12 +92,7 @@ def resolve(
     Traceback (most recent call last):
     fedsynth.errors.UnknownNameError: ...
     """
-    for name in sections:
-        if name not in SECTIONS:
-            raise unknown_name("section", name, SECTIONS)
-        if not isinstance(sections[name], Mapping):
-            reason = f"must be a mapping of settings, got {short_repr(sections[name])}"
-            raise SettingError(None, name, reason)
+    check_sections(sections)
     run = dict(sections.get("run", {}))
     data = dict(sections.get("data", {}))
     name = str(run.pop("method", DEFAULT_METHOD))
@@ -144,6 +139,21 @@ def resolve(
         encoder=encoder,
         **values,
     )
+
+
+def check_sections(sections: Mapping[str, Any]) -> None:
+    """Checks that sections of settings are mappings with known names.
+
+    Raises:
+        UnknownNameError: a section is unknown.
+        SettingError: a section is not a mapping.
+    """
+    for name, values in sections.items():
+        if name not in SECTIONS:
+            raise unknown_name("section", name, SECTIONS)
+        if not isinstance(values, Mapping):
+            reason = 'must be a mapping, as in {"run": {"method": "feddm"}}, got '
+            raise SettingError(None, name, reason + short_repr(values))
 
 
 def section_of(key: str) -> str | None:

@@ -274,7 +274,8 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
             (height, width), _ = sizes.most_common(1)[0]
             raise DataError(
                 f"the images in {settings.folder} have {len(sizes)} different sizes. Most are "
-                f"{height}×{width}. Set a common size: --image-size {height}x{width} (data.image_size)"
+                f"{height}×{width}. Set a common size, such as --image-size {height}x{width} "
+                "(data.image_size)"
             )
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)

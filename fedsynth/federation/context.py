@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.config.resolve import resolve
+from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import NOISE, noise_images, proxy_images
@@ -266,6 +266,7 @@ def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Privac
         PrivacySettingError: neither a budget nor a noise multiplier is set, or the named mechanism
             has no guarantee.
     """
+    check_sections(sections)
     privacy = dict(sections.get("privacy", {}))
     method = resolve({**sections, "privacy": {}}).method
     named = privacy.get("mechanism")

@@ -95,13 +95,17 @@ def _pixel_hashes(data: ImageData) -> Iterator[bytes]:
 
 
 def note_unprotected_users(settings: RunSettings, train: ImageData, note: Note) -> None:
-    """Warns the user if the data have user IDs, but the guarantee holds for single records."""
+    """Warns if custom data name the user of each record, but the privacy unit is a record.
+
+    The users are not counted, because a private run prints nothing about the data.
+    """
     if settings.privacy is None or protects_users(settings) or train.groups is None:
         return
-    note(
-        "warning: these data have several users or patients, but the guarantee holds for one record. "
-        "To protect a user with all records, set --dp-unit user (privacy.unit)"
-    )
+    if not is_published(train.spec):
+        note(
+            "warning: the data name the user of each record, but the privacy unit is one record. To "
+            "protect a user with all of their records, set --dp-unit user (privacy.unit)"
+        )
 
 
 def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
@@ -217,8 +221,7 @@ def data_of_run(
         run_data = replace(run_data, test=None, test_kind=NO_TEST)
     elif not is_published(run_data.train.spec):
         note_shared_records(run_data.train, run_data.test, note)
-    if not is_published(run_data.train.spec):
-        note_unprotected_users(run_data.settings, run_data.train, note)
+    note_unprotected_users(run_data.settings, run_data.train, note)
     return run_data
 
 

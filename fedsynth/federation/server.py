@@ -121,10 +121,10 @@ class Server:
                 protocol.check_declared(method, reply, expected)
             aggregate = method.first_aggregate if phase == FIRST else method.server_step
             state = aggregate(self._next, dict(sorted(replies.items())), context)
-        if not isinstance(state, method.state):
+        if type(state) is not method.state:  # a checkpoint is read as this type
             raise TypeError(
-                f"the server's step of method {method.name} must return a {method.state.__name__}, "
-                f"got {type(state).__name__}"
+                f"the server's steps of method {method.name} must return the type `state` that it "
+                f"declares, {method.state.__name__}, got {type(state).__name__}"
             )
         if phase != FIRST:
             protocol.check_finite(state.parameters, "the server's model", context.round)

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from fedsynth.config.checks import check_method
-from fedsynth.config.resolve import resolve
+from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.method import Method
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
@@ -29,7 +28,7 @@ from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_depth
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.errors import PrivacySettingError, short_repr
 from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.export import UNPROTECTED, export_run, require_new
 from fedsynth.results.loggers import Logger, Several
@@ -105,9 +104,7 @@ def simulate(
     >>> len(result.metrics), result.accuracy > 0.8
     (2, True)
     """
-    if not isinstance(settings, RunSettings):
-        reason = f"must be RunSettings, such as RunSettings(FedDM()), got {settings!r}"
-        raise SettingError(None, "settings", reason)
+    _require_settings(settings)
     if settings.privacy is not None:
         check_method(settings.method)
     device = resolve_device(settings.device)
@@ -138,6 +135,13 @@ def simulate(
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")
     return result
+
+
+def _require_settings(settings: object) -> None:
+    """Raises SettingError if the settings of a run are another object, such as a dict."""
+    if not isinstance(settings, RunSettings):
+        reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
+        raise SettingError(None, "settings", reason + short_repr(settings))
 
 
 def among_clients(
@@ -217,6 +221,7 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
     >>> settings.method.ipc, settings.method.iterations, settings.partition.clients
     (20, 20, 1)
     """
+    check_sections(values_by_section)
     sections = {name: dict(values) for name, values in values_by_section.items()}
     name = str(sections.get("run", {}).get("method", DEFAULT_METHOD)).lower()
     for section, values in PRESETS.get(name, TWO_ROUNDS).items():
@@ -261,14 +266,7 @@ def synthesize(
     fedsynth.privacy.errors.PrivacySettingError: ...
     """
     target = Path(out)
-    require_new(target)
-    if settings.privacy is None and not unprotected:
-        reason = (
-            "must be set, because images without differential privacy may reveal real images. To "
-            f"create such images, set --{UNPROTECTED} or {UNPROTECTED}=True"
-        )
-        raise PrivacySettingError("privacy", "epsilon", reason)
-    _check_images(settings.method)
+    check_synthesis(settings, target, unprotected=unprotected)
     result = simulate(settings, output=runs, observer=observer, download=download)
     if result.folder is not None and result.metrics:
         flags = {"unprotected": unprotected, "with_model": with_model}
@@ -276,12 +274,23 @@ def synthesize(
     return result
 
 
-def _check_images(method: Method) -> None:
-    """Checks, before anything is released, that a method will create synthetic images.
+def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = False) -> None:
+    """Checks the arguments of `synthesize`, without reading data or releasing anything.
 
     Raises:
+        OutputError: `out` is a file, or a folder that is not empty.
+        PrivacySettingError: the run is not private, and `unprotected` is False.
         SettingError: the method creates no synthetic images, or only with another setting.
     """
+    _require_settings(settings)
+    require_new(out)
+    if settings.privacy is None and not unprotected:
+        reason = (
+            "must be set, because images without differential privacy may reveal real images. To "
+            f"create such images, set --{UNPROTECTED} or {UNPROTECTED}=True"
+        )
+        raise PrivacySettingError("privacy", "epsilon", reason)
+    method = settings.method
     if issubclass(method.upload, SyntheticSet) or method.produces_synthetic_data([1]):
         return
     if method.images_from:

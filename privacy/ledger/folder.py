@@ -253,9 +253,9 @@ class LedgerFolder:
             if moved[other]:
                 raise LedgerError(
                     f"{moved[other]} records of client {name!r} belong to ledger "
-                    f"{self._file(other)}. Remove these records, or divide them among the clients as "
-                    "earlier runs did: by sites (train) or for one owner (synthesize). In Python, "
-                    "each client can get the name of its ledger (simulate(names=...))"
+                    f"{self._file(other)}. Remove these records, or divide them as the earlier run "
+                    "did, such as by site (train) or as one owner (synthesize). In Python, pass the "
+                    "names of the ledgers to simulate(names=...)"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:

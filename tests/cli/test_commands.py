@@ -334,11 +334,14 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     signed = toml.read_text().replace('by = ""', 'by = "me"')
     toml.write_text(signed.replace('date = ""', 'date = "2026-11-23"'))
     assert "is signed" in fedsynth(f"data describe {folder}").stderr
-    planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)["epsilon"]
-    assert 7.9 < planned["1"] <= 8
-    assert not share.exists()
+    planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)
+    assert not [path for path in (share, tmp_path / "runs") if path.exists()]
+    open_run = fedsynth(f"synthesize --data {folder} --out {share} --dry-run")
+    open_run.assert_refused("privacy.epsilon must be set")
     result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'").ok
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
+    ledger = json.loads((share / "privacy_report.json").read_text())["ledger"]
+    assert ledger[0]["noise_multiplier"] == pytest.approx(planned["noise_multiplier"])
     assert f"you may share the folder {share}" in result.stderr
     synthetic = library.load_synthetic(share)
     assert synthetic.epsilon <= 8

@@ -153,6 +153,7 @@ def test_report_matches_ledger(tmp_path: Path) -> None:
         ({"users": torch.arange(4)}, "users"),
         ({"users": np.arange(10)}, "users must be a torch.Tensor"),
         ({"epsilon": "5"}, "epsilon must be a number"),
+        ({"nominal_size": True}, "nominal_size must be a number"),
     ],
 )
 def test_invalid_arguments_are_rejected(change: dict[str, object], message: str) -> None:

@@ -234,8 +234,8 @@ def test_invalid_data_and_test_statuses_are_rejected() -> None:
             fs.simulate(tiny(), data=data)
     with pytest.raises(SettingError, match=r"settings must be RunSettings.*got 'feddm'"):
         fs.simulate("feddm")
-    with pytest.raises(SettingError, match="method must be a mapping of settings, got 'feddm'"):
-        fs.resolve({"method": "feddm"})
+    with pytest.raises(SettingError, match=r"method must be a mapping, as in .*got 'feddm'"):
+        fs.owner_settings({"method": "feddm"})
     with pytest.raises(UnknownNameError, match="secret"):
         fs.simulate(tiny(), data=(scans(), scans()), test="secret")
 
