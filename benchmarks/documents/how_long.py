@@ -27,16 +27,19 @@ def _owner() -> str:
     return markdown(head, body)
 
 
-@table("how-long-federation")
-def _federation() -> str:
-    body = []
-    for method, file, key in (
-        ("FedDM", "precision", "FedDM fp32"),
-        ("FedAvg", "fashion_table", "fedavg"),
-    ):
-        seconds = statistics.mean(row["seconds"] for row in by_seed(file, key, range(3)).values())
-        body.append([method, "5", _duration(seconds)])
-    return markdown(["Fashion-MNIST, 10 clients", "rounds", "time"], body)
+@sentence("docs/how-long.md", "five rounds take {:.0f} minutes with FedDM")
+def _feddm() -> list[float]:
+    return [_minutes("precision", "FedDM fp32")]
+
+
+@sentence("docs/how-long.md", "and {:.0f} with FedAvg")
+def _fedavg() -> list[float]:
+    return [_minutes("fashion_table", "fedavg")]
+
+
+def _minutes(file: str, key: str) -> float:
+    """Returns the mean duration of three seeds' runs."""
+    return statistics.mean(row["seconds"] for row in by_seed(file, key, range(3)).values()) / 60
 
 
 @sentence(
