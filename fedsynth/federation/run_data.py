@@ -103,8 +103,8 @@ def note_unprotected_users(settings: RunSettings, train: ImageData, note: Note) 
         return
     if not is_published(train.spec):
         note(
-            "warning: the data name the user of each record, but the privacy unit is one record. To "
-            "protect a user with all of their records, set --dp-unit user (privacy.unit)"
+            "warning: the data name the user of each record, but the privacy unit is one record. "
+            "To protect a user with all of their records, set --dp-unit user (privacy.unit)"
         )
 
 

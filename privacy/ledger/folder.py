@@ -254,8 +254,8 @@ class LedgerFolder:
                 raise LedgerError(
                     f"{moved[other]} records of client {name!r} belong to ledger "
                     f"{self._file(other)}. Remove these records, or divide them as the earlier run "
-                    "did, such as by site (train) or as one owner (synthesize). In Python, pass the "
-                    "names of the ledgers to simulate(names=...)"
+                    "did, such as by site (train) or as one owner (synthesize). In Python, pass "
+                    "the names of the ledgers to simulate(names=...)"
                 )
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
