@@ -36,6 +36,7 @@ from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError, short_rep
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, Units, padded, pass_length, public_like, values_of_each
 from fedsynth.privacy.products import LayerGradients, outer_products
+from fedsynth.privacy.row_products import PaddedLinear
 
 # A function of the network in training that returns a scalar. The scalar's gradient is added to
 # the gradient of each step. The function must not use private data.
@@ -447,7 +448,7 @@ def _layer_gradients(
     """
     from opacus.grad_sample import GradSampleModule
 
-    if type(layer) is nn.Linear and inputs.dim() == 2:
+    if type(layer) in (nn.Linear, PaddedLinear) and inputs.dim() == 2:
         factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (backprops, inputs)}
         if layer.bias is not None:
             factors[layer.bias] = (backprops,)

@@ -3,13 +3,6 @@
 A private release clips these vectors. A map therefore has public constants that state how long its
 vectors are. The constants are fixed before any private data are read. They follow from a proof or
 from random images of a fixed seed (`random_images.py`), and never from the clients' data.
-
-This module also has matrix products in which the bits of each row of the result depend only on the
-corresponding row of the input. Usually this does not hold. A kernel library may sum a row in an
-order that depends on the row's memory alignment. If the width is not a multiple of the register
-width, each row of a batch has a different alignment. The results then differ only by rounding, but
-a server can send weights for which nothing but rounding remains. One additional record would then
-change all rows after it. Widths are therefore padded with zeros to a multiple of `LANES`.
 """
 
 from __future__ import annotations
@@ -21,49 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
-
-LANES = 16  # the number of float32 values in the widest registers of a CPU (512 bits)
-
-
-def row_product(rows_Nd: Tensor, weight_Cd: Tensor) -> Tensor:
-    """Returns the matrix product rows · weightᵀ. The bits of each row of the result depend only on
-    the same row of `rows`.
-
-    The result has the shape [N, C].
-
-    >>> import torch
-    >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()
-    [[3.0], [3.0]]
-    """
-    return filled_up(rows_Nd) @ filled_up(weight_Cd).T
-
-
-def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
-    """Multiplies each matrix in a batch by one matrix from the left and by another from the right.
-
-    The bits of each product depend only on its own matrix in the batch. The result has the shape
-    [N, k, t].
-
-    >>> import torch
-    >>> two_sided(torch.eye(2), torch.ones(1, 2, 3), torch.eye(3)).shape
-    torch.Size([1, 2, 3])
-    """
-    products = _both_filled_up(left_ka) @ _both_filled_up(rows_Nas) @ _both_filled_up(right_st)
-    return products[..., : len(left_ka), : right_st.shape[1]]
-
-
-def filled_up(rows: Tensor) -> Tensor:
-    """Pads the last dimension of a tensor with zeros, so that its size is a multiple of `LANES`."""
-    missing = rows.new_zeros(*rows.shape[:-1], -rows.shape[-1] % LANES)
-    return torch.cat([rows, missing], dim=-1)  # faster than F.pad, which writes twice
-
-
-def _both_filled_up(matrices: Tensor) -> Tensor:
-    return F.pad(matrices, (0, -matrices.shape[-1] % LANES, 0, -matrices.shape[-2] % LANES))
-
 
 Shape = tuple[int, int, int]  # the shape of an image: (channels, height, width)
 

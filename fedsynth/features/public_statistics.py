@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap, Shape, two_sided
+from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_images import random_images
+from fedsynth.privacy.row_products import two_sided
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600

@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import FeatureMap, Shape, two_sided
+from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import Whitening, constants, map_of_vectors, public_vectors
 from fedsynth.features.scattering import FLOOR, scattering, scattering_features, sizes
+from fedsynth.privacy.row_products import two_sided
 
 # The file that `python benchmarks/random_process.py` writes.
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")

@@ -41,6 +41,7 @@ from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, Plans
+from fedsynth.privacy.row_products import row_product
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range, one_of
 
@@ -118,7 +119,7 @@ def anchor_losses(
     if temperature is None:
         q = (f - a[labels_N]).square().mean(dim=1)
     else:
-        logits = (f @ a.T / temperature).masked_fill(~has_anchor_C, -torch.inf)
+        logits = (row_product(f, a) / temperature).masked_fill(~has_anchor_C, -torch.inf)
         # a class without anchor would give infinity, whose gradient is not a number
         target = torch.where(usable, labels_N, has_anchor_C.to(torch.uint8).argmax())
         q = F.cross_entropy(logits, target, reduction="none")

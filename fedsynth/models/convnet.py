@@ -43,6 +43,7 @@ from torch.nn import functional as F
 
 from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.layers import EmbeddingNetwork, group_norm
+from fedsynth.privacy.row_products import PaddedLinear, row_product
 
 # A function that maps V vectors g [V, N, …] at the output to V gradients with respect to the
 # images, float32 [V, N, C, H, W].
@@ -91,9 +92,9 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
     if incoming > FEW_CHANNELS:
         out = F.conv_transpose2d(dx_NHWC.permute(0, 3, 1, 2), weight, padding=padding)
         return out.permute(0, 2, 3, 1).contiguous()
-    columns = (dx_NHWC.view(n, h * w, c) @ weight.reshape(c, -1)).float().transpose(1, 2)
+    columns = row_product(dx_NHWC.view(n, h * w, c), weight.reshape(c, -1).T).float()
     size = (h + 2 - 2 * padding, w + 2 - 2 * padding)
-    folded: Tensor = F.fold(columns, size, kernel_size=3, padding=padding)
+    folded: Tensor = F.fold(columns.transpose(1, 2), size, kernel_size=3, padding=padding)
     return folded.permute(0, 2, 3, 1).to(dx_NHWC.dtype)
 
 
@@ -316,7 +317,7 @@ class ConvNet(EmbeddingNetwork):
         self.largest_activation = width * height * side
         self.halves_evenly = height % (1 << depth) == 0 and side % (1 << depth) == 0
         self.embedding_size = width * (height >> depth) * (side >> depth)
-        self.classifier = nn.Linear(self.embedding_size, classes)
+        self.classifier = PaddedLinear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings h_w(x) of normalised images, [N, embedding_size]."""

@@ -30,6 +30,7 @@ from fedsynth.features.feature_map import Shape
 from fedsynth.models.convnet import make_norm
 from fedsynth.models.layers import EmbeddingNetwork, group_norm, require_size
 from fedsynth.privacy.dpsgd import group_norm_twin
+from fedsynth.privacy.row_products import PaddedLinear
 
 
 class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
@@ -123,7 +124,7 @@ class AlexNet(EmbeddingNetwork):
 
         def hidden(inputs: int) -> nn.Module:
             layer = group_norm(1024) if norm == "group" else nn.BatchNorm1d(1024)
-            return nn.Sequential(nn.Linear(inputs, 1024), layer, nn.ReLU())
+            return nn.Sequential(PaddedLinear(inputs, 1024), layer, nn.ReLU())
 
         self.layer1 = convolution(channels, 64, 11, 4, 2)
         self.pool1 = nn.MaxPool2d(3, 2)
@@ -136,7 +137,7 @@ class AlexNet(EmbeddingNetwork):
         self.spread = nn.AdaptiveAvgPool2d((6, 6))
         self.hidden1 = hidden(256 * 6 * 6)
         self.hidden2 = hidden(1024)
-        self.classifier = nn.Linear(1024, classes)
+        self.classifier = PaddedLinear(1024, classes)
         self.embedding_size = 1024
         self.largest_activation = 64 * (1 + (height - 7) // 4) * (1 + (width - 7) // 4)
 

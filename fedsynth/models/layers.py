@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from fedsynth.errors import SettingError
 from fedsynth.mixed_precision import widened
+from fedsynth.privacy.row_products import PaddedLinear
 
 
 class EmbeddingNetwork(nn.Module):
@@ -82,9 +83,9 @@ class Projected(EmbeddingNetwork):
         name = next(name for name, child in body.named_children() if child is last)
         setattr(body, name, nn.Identity())
         self.body = body
-        self.hidden = nn.Linear(last.in_features, last.in_features)
-        self.projection = nn.Linear(last.in_features, size)
-        self.classifier = nn.Linear(size, classes)
+        self.hidden = PaddedLinear(last.in_features, last.in_features)
+        self.projection = PaddedLinear(last.in_features, size)
+        self.classifier = PaddedLinear(size, classes)
         self.embedding_size = size
         self.largest_activation = body.largest_activation  # type: ignore[assignment]
         self.stage_names = tuple(f"body.{stage}" for stage in getattr(body, "stage_names", ()))

@@ -34,9 +34,10 @@ from torch import Tensor, nn
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.features.feature_map import LANES, FeatureMap, filled_up, two_sided
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.layers import EmbeddingNetwork, check_embedding
 from fedsynth.models.small import Linear
+from fedsynth.privacy.row_products import LANES, PaddedLinear, two_sided
 
 # The matrices that whiten a block of features, for its channels and for its cells. The block is a
 # matrix Z [channels, cells], and whitening replaces Z by the matrix product channels·Z·cells.
@@ -186,7 +187,7 @@ class OnFeatures(EmbeddingNetwork):
         spec: the specification of the images.
         hidden: the number of units in the hidden layer, or 0 for a linear model without a bias. The
             number is rounded up to a multiple of 16. The layer's input is √d·z, because its initial
-            weights expect values of about 1. The input is padded with zeros to a multiple of 16.
+            weights expect values of about 1.
     """
 
     dense = True
@@ -196,12 +197,10 @@ class OnFeatures(EmbeddingNetwork):
         self.feature_map = feature_map
         self.spec = spec
         d = feature_map.dimension
-        # a private run's rows must not depend on their position: see `row_products`
-        wide = d + -d % LANES
         hidden += -hidden % LANES
-        self.hidden = nn.Linear(wide, hidden) if hidden else nn.Identity()
+        self.hidden = PaddedLinear(d, hidden) if hidden else nn.Identity()
         self.embedding_size = self.largest_activation = hidden or d
-        self.classifier = nn.Linear(self.embedding_size, spec.classes, bias=bool(hidden))
+        self.classifier = PaddedLinear(self.embedding_size, spec.classes, bias=bool(hidden))
 
     @property
     def linear(self) -> bool:
@@ -226,7 +225,7 @@ class OnFeatures(EmbeddingNetwork):
             z = self.vectors(self.feature_map(x * std + mean))
         if self.linear:
             return z
-        return torch.relu(self.hidden(filled_up(math.sqrt(z.shape[1]) * z)))
+        return torch.relu(self.hidden(math.sqrt(z.shape[1]) * z))
 
     def from_features(self, features_Nd: Tensor) -> Tensor:
         """Computes the logits [N, classes] from features φ(x)."""

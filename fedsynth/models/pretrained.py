@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from opacus.validators import ModuleValidator
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.pretrained import pretrained_network
 from fedsynth.models.layers import EmbeddingNetwork, has_batch_norm
+from fedsynth.privacy.row_products import PaddedLinear
 
 
 class LibraryNetwork(EmbeddingNetwork):
@@ -52,7 +53,7 @@ class LibraryNetwork(EmbeddingNetwork):
         self._prepare: Callable[[Tensor], Tensor] = _in_colour
         if loaded.fixed_size:
             self._prepare = loaded.resized
-        self.classifier = nn.Linear(loaded.dimension, classes)
+        self.classifier = PaddedLinear(loaded.dimension, classes)
         self.embedding_size = loaded.dimension
         self.largest_activation = 64 * height * width
 

@@ -16,49 +16,28 @@ import math
 import torch
 from torch import Tensor, nn
 
-from fedsynth.features.feature_map import LANES, Shape, filled_up
+from fedsynth.features.feature_map import Shape
 from fedsynth.models.convnet import channels_last, make_norm
 from fedsynth.models.layers import EmbeddingNetwork, require_size
-
-
-def aligned(pixels: int) -> int:
-    """Returns the number of inputs that a linear layer has for images with `pixels` pixels.
-
-    The inputs beyond the pixels are padding.
-
-    With padding, all rows of a batch begin at multiples of 16 bytes. Otherwise kernels would add
-    the values of some rows in a different order (`fedsynth.features.feature_map`).
-
-    >>> aligned(64), aligned(81)
-    (64, 96)
-    """
-    return pixels if pixels % 4 == 0 else pixels + -pixels % LANES
-
-
-def flat(x_NCHW: Tensor) -> Tensor:
-    """Returns the pixels of each image as a row, padded with zeros to the width of `aligned`."""
-    x = x_NCHW.flatten(1)
-    if x.shape[1] % 4 == 0:
-        return x
-    return filled_up(x)
+from fedsynth.privacy.row_products import PaddedLinear
 
 
 class Linear(EmbeddingNetwork):
     """Softmax regression, which maps normalised images [N, C, H, W] to logits [N, classes].
 
-    The embedding consists of the pixels of the image, padded with zeros.
+    The embedding consists of the pixels of the image.
     """
 
     dense = True
 
     def __init__(self, image_shape: Shape, classes: int) -> None:
         super().__init__()
-        self.embedding_size = self.largest_activation = aligned(math.prod(image_shape))
-        self.classifier = nn.Linear(self.embedding_size, classes)
+        self.embedding_size = self.largest_activation = math.prod(image_shape)
+        self.classifier = PaddedLinear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the padded pixels of normalised images, [N, embedding_size]."""
-        return flat(x_NCHW)
+        """Returns the pixels of normalised images, [N, embedding_size]."""
+        return x_NCHW.flatten(1)
 
 
 class Mlp(EmbeddingNetwork):
@@ -71,15 +50,15 @@ class Mlp(EmbeddingNetwork):
 
     def __init__(self, image_shape: Shape, classes: int, width: int) -> None:
         super().__init__()
-        inputs = aligned(math.prod(image_shape))
-        self.hidden = nn.Linear(inputs, width)
-        self.classifier = nn.Linear(width, classes)
+        inputs = math.prod(image_shape)
+        self.hidden = PaddedLinear(inputs, width)
+        self.classifier = PaddedLinear(width, classes)
         self.embedding_size = width
         self.largest_activation = max(inputs, width)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings of normalised images, [N, width]."""
-        return torch.relu(self.hidden(flat(x_NCHW)))
+        return torch.relu(self.hidden(x_NCHW.flatten(1)))
 
 
 class LeNet5(EmbeddingNetwork):
@@ -104,9 +83,9 @@ class LeNet5(EmbeddingNetwork):
         self.pool2 = nn.MaxPool2d(2)
         self.relu1 = nn.ReLU()
         self.relu2 = nn.ReLU()
-        self.fc1 = nn.Linear(16 * rows * columns, 120)
-        self.fc2 = nn.Linear(120, 84)
-        self.classifier = nn.Linear(84, classes)
+        self.fc1 = PaddedLinear(16 * rows * columns, 120)
+        self.fc2 = PaddedLinear(120, 84)
+        self.classifier = PaddedLinear(84, classes)
         self.embedding_size = 84
         self.largest_activation = 6 * (height + 2 * padding - 4) * (width + 2 * padding - 4)
 
@@ -153,10 +132,9 @@ class Cnn(EmbeddingNetwork):
         self.features = nn.Sequential(*layers)
         self._pixelwise = norm in ("batch", "none")
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(len(channels)))
-        self.hidden = nn.Linear(
-            inside * (height >> len(channels)) * (width >> len(channels)), hidden
-        )
-        self.classifier = nn.Linear(hidden, classes)
+        pixels = (height >> len(channels)) * (width >> len(channels))
+        self.hidden = PaddedLinear(inside * pixels, hidden)
+        self.classifier = PaddedLinear(hidden, classes)
         self.embedding_size = hidden
         self.largest_activation = channels[0] * height * width
 
@@ -205,7 +183,7 @@ class ResNet8(EmbeddingNetwork):
         self.stages = nn.Sequential(
             _Block(16, 16, 1, norm), _Block(16, 32, 2, norm), _Block(32, 64, 2, norm)
         )
-        self.classifier = nn.Linear(64, classes)
+        self.classifier = PaddedLinear(64, classes)
         self.embedding_size = 64
         self.largest_activation = 16 * height * width
 

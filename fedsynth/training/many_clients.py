@@ -28,6 +28,7 @@ from torch.func import functional_call, vmap
 from fedsynth.models.flat import FlatNetwork, flatten
 from fedsynth.models.on_features import is_softmax_regression, regression_gradients
 from fedsynth.models.registry import parameter_count
+from fedsynth.privacy.row_products import PaddedLinear
 from fedsynth.training import sgd
 
 FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
@@ -37,7 +38,8 @@ BLOCK = 32  # steps whose batches are laid out at a time
 # weights, the gradient, the velocity, a penalty, intermediate values and the upload.
 COPIES = 15
 
-DENSE = (nn.Linear, nn.Flatten, nn.Identity, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.Sequential)
+ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
+DENSE = (nn.Linear, PaddedLinear, nn.Flatten, nn.Identity, nn.Sequential, *ACTIVATIONS)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fedsynth import FedAvg, FedStats, RoundContext, RunSettings, resolve, simulate
 from fedsynth.data.registry import dataset_spec
-from fedsynth.features.feature_map import two_sided
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import public_context
@@ -38,6 +37,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
+from fedsynth.privacy.row_products import two_sided
 from fedsynth.results import active_run
 from fedsynth.results.report_facts import headline
 from fedsynth.results.verification import verify_run

@@ -35,7 +35,7 @@ from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation.classification import MEASURES
-from fedsynth.features.feature_map import LANES, FeatureMap
+from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, register_features
 from fedsynth.federation import in_process
 from fedsynth.methods import method_class
@@ -52,6 +52,7 @@ from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.products import LayerGradients
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, USER
+from fedsynth.privacy.row_products import PaddedLinear
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
@@ -272,8 +273,7 @@ def test_feature_row_bits_depend_only_on_record() -> None:
     for name, rows in feature_row_functions():
         check_bits_depend_only_on_record(name, rows, images, torch.arange(24))
     hidden = OnFeatures(feature_map(MAPS[0], MNIST.image_shape), MNIST, hidden=33)
-    for layer in (hidden.hidden, hidden.classifier):
-        assert layer.in_features % LANES == 0
+    assert type(hidden.hidden) is type(hidden.classifier) is PaddedLinear
 
 
 def influence(

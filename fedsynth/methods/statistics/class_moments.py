@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.features.feature_map import Shape, row_product
+from fedsynth.features.feature_map import Shape
 from fedsynth.features.scattering import CONSTANT, cells_of
 from fedsynth.methods.shared.noise_shares import Pool
 from fedsynth.privacy.products import Moments, Outer, smat
+from fedsynth.privacy.row_products import row_product
 
 # The ridge of moments without noise, relative to the trace of the moments for z of norm 1.
 EXACT = 1e-6

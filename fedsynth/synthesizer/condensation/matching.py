@@ -31,6 +31,7 @@ from fedsynth.core.client import ClientClassPairs, ExactClientView, chunk
 from fedsynth.models.convnet import VectorJacobian
 from fedsynth.models.layers import SharedStatistics
 from fedsynth.privacy.passes import power_of_two
+from fedsynth.privacy.row_products import row_product
 from fedsynth.synthesizer.condensation.augmentation import Augmentation
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 
@@ -161,7 +162,8 @@ class NetworkFeatures:
         width = h.shape[1]
 
         def through(g_VND: Tensor) -> Tensor:
-            pulled = pull(g_VND[..., :width] + self.logit_weight * (g_VND[..., width:] @ weight))
+            through_logits = self.logit_weight * row_product(g_VND[..., width:], weight.T)
+            pulled = pull(g_VND[..., :width] + through_logits)
             return pulled if x is leaf else _gradients(x, leaf, pulled)
 
         with torch.no_grad():
