@@ -8,19 +8,25 @@ fault, but it cannot prove that there is none.
 
 from __future__ import annotations
 
+import math
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-ROWS = 8
+from fedsynth.privacy.passes import values_of_each
+from fedsynth.privacy.reachable_state import ReachableState
+
+ROWS = 8  # of which every operation is watched
+TRIAL_LENGTH = 32  # of a pass, where the real length is not known
 # The tolerances for differences, relative to the largest value. They are needed because another
 # batch may use another kernel, which rounds differently.
 CPU_ROUNDING = 1e-4
@@ -33,6 +39,7 @@ UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"
 KEEPS_STATE = "returns other values for the same examples when it is called again"
+STATE = "keeps state between calls"
 POSITION = "returns another value for an example at another position of the batch"
 LENGTH = "returns other values for an example in a batch of another size"
 AMONG_OTHERS = "returns another value for an example at another position or among other examples"
@@ -103,7 +110,10 @@ class OperationWatch(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded in func.tags and not SHARED_DRAWS.search(name):
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not SHARED_DRAWS.search(name)
+        # of a generator of its own: other numbers at each call change the values, which is found
+        seeded = any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values()))
+        if draws and not seeded:
             self.draws.append(name)
         if UNINITIALISED.fullmatch(name):
             result.fill_(self._fill)
@@ -114,59 +124,264 @@ class OperationWatch(TorchDispatchMode):
         return result
 
 
-def dependence_on_batch(
-    function: Callable[[Tensor], Tensor], shape: tuple[int, ...], device: torch.device
-) -> str:
-    """Tests whether a function computes the value of an example from that example only.
+@dataclass(frozen=True)
+class StepInputs:
+    """The inputs that a private step passes to user code.
+
+    A step splits its records into passes of one length. The last pass is padded with zeros.
 
     Args:
-        function: a function of records [N, …] that returns values [N, …].
         shape: the shape of one record, such as (C, H, W).
         device: the device of the records.
+        length: the number of records in a pass.
+        bounds: the smallest and the largest value in a record.
+        classes: the number of classes. Labels are 0, ..., classes - 1.
+        padding: the label of padding.
+        finite: False if records may contain NaN, and infinity if the bounds are infinite.
+    """
 
-    Returns:
-        A description of the fault, which completes the sentence "the function …". An empty string
-        if the test found no fault.
+    shape: tuple[int, ...]
+    device: torch.device
+    length: int = TRIAL_LENGTH
+    bounds: tuple[float, float] = (0.0, 1.0)
+    classes: int = 1
+    padding: int = 0
+    finite: bool = True
 
-    >>> shape = (1, 4, 4)
-    >>> dependence_on_batch(lambda x: x.flatten(1), shape, torch.device("cpu"))
+    def draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
+        """Draws public random records [count, ...] and labels [count].
+
+        Values are uniform within the bounds. If a bound is infinite, every other record is uniform
+        in [0, 1], and the others are normal, because some functions need positive values.
+        """
+        draws = np.random.default_rng(seed)  # not torch's: another watch may be active
+        values = draws.random((count, *self.shape), dtype=np.float32)
+        low, high = self.bounds
+        if math.isfinite(high - low):
+            values = low + (high - low) * values
+        else:
+            values[1::2] = 3 * draws.standard_normal(values[1::2].shape, dtype=np.float32)
+        labels = torch.from_numpy(draws.integers(0, self.classes, count))
+        x = torch.from_numpy(values).to(torch.float32).clamp(*self.bounds)
+        return x.to(self.device), labels
+
+    def extremes(self) -> list[Tensor]:
+        """Returns extreme records, each of which may occur in a step."""
+        low, high = map(float, self.bounds)
+        bounded = math.isfinite(high - low)
+        values = [low, high, 0.0] if bounded else [0.0, 1e6, -1e6, 1e-6]
+        if not self.finite:
+            values += [math.nan] if bounded else [math.nan, math.inf, -math.inf]
+        records = [torch.full(self.shape, value) for value in values]
+        draws = np.random.default_rng(2).integers(0, 2, self.shape)
+        ends = values[:2] if bounded else [-1e3, 1e3]
+        records.append(torch.where(torch.from_numpy(draws) == 0, *ends))
+        return [record.clamp(*self.bounds).to(self.device) for record in records]
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """The result of a trial of user code.
+
+    Attributes:
+        fault: a description of the fault, which completes the sentence "the function …". An empty
+            string if the trial found no fault.
+        moved: the largest change of a record's value, relative to the value, if the record is moved
+            or others are replaced. Rounding alone is about 1e-7.
+        opaque: the types of objects whose state the trial could not compare.
+    """
+
+    fault: str = ""
+    moved: float = 0.0
+    opaque: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self.fault)
+
+    def __str__(self) -> str:
+        return self.fault
+
+
+# A function of records [N, …] and labels [N] that returns the value of each record [N, …].
+RecordFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+def dependence_on_batch(
+    function: RecordFunction,
+    inputs: StepInputs,
+    *,
+    operations: bool = True,
+    passes: bool = True,
+    holders: Sequence[object] = (),
+) -> Dependence:
+    """Tests whether a function computes each record's value from that record only.
+
+    Args:
+        function: the user's function.
+        inputs: the inputs that a step passes to it.
+        operations: whether the function's operations are watched on a few records. This finds
+            random draws and values that are computed from several records together. The gradient of
+            a sum of losses is such a value, although each record's gradient depends only on it.
+        passes: whether passes of the step's length are compared.
+        holders: objects whose state is compared, in addition to what the function can reach.
+
+    >>> inputs = StepInputs((1, 4, 4), torch.device("cpu"))
+    >>> dependence_on_batch(lambda x, y: x.flatten(1), inputs).fault
     ''
-    >>> dependence_on_batch(lambda x: x - x.mean(0), shape, torch.device("cpu"))
+    >>> dependence_on_batch(lambda x, y: x - x.mean(0), inputs).fault
     "mixes the examples of a batch (an example's value changes with the other examples)"
     """
-    with GlobalGenerators(device) as generators, torch.no_grad():
-        return _Trial(function, generators, shape, device).finding()
+    with GlobalGenerators(inputs.device) as generators, torch.no_grad():
+        fault = _FewRecords(function, generators, inputs).fault() if operations else ""
+        if fault or not passes:
+            return Dependence(fault)
+        return _Passes(function, generators, inputs).result(holders)
 
 
-class _Trial:
+class _Passes:
+    """Compares passes of a step's length, in which some records keep their values.
+
+    The values of all kept records are compared, and the state that the function can reach.
+    """
+
     def __init__(
-        self,
-        function: Callable[[Tensor], Tensor],
-        generators: GlobalGenerators,
-        shape: tuple[int, ...],
-        device: torch.device,
+        self, function: RecordFunction, generators: GlobalGenerators, inputs: StepInputs
     ) -> None:
-        draws = np.random.default_rng(0)  # not torch's: another watch may be active
-        both = torch.from_numpy(draws.random((2, ROWS, *shape), dtype=np.float32)).to(device)
         self._function = function
         self._generators = generators
-        self._images = 0.25 + 0.5 * both[0]
-        self._replacements = both[1]
+        self._inputs = inputs
+        self._positions = torch.arange(inputs.length)
+        self._fault = ""
+        self._moved = 0.0
+        self._begin(*inputs.draw(0, inputs.length))
+
+    def _begin(self, x: Tensor, y: Tensor) -> None:
+        """Computes the values with which all later ones are compared."""
+        self._x, self._y = x, y
+        self._first = self._values(x, y)
+
+    def _values(self, x: Tensor, y: Tensor) -> Tensor:
+        """Computes values as a step does. Records on which the function raises have NaN."""
+        self._generators.rewind()
+        values = values_of_each(self._function, (x, y), lambda text: None)
+        return values.detach().double().reshape(len(values), -1)
+
+    def result(self, holders: Sequence[object]) -> Dependence:
+        before = ReachableState.of(self._function, *holders)
+        if not bool(torch.isfinite(self._first).any()):
+            return Dependence("returns no finite value for random records within the bounds")
+        self._compare(self._positions >= 0, KEEPS_STATE)
+        self._move()
+        self._replace()
+        self._begin(*self._with_extremes())
+        self._replace_halves()
+        change = ReachableState.of(self._function, *holders).change_since(before)
+        if change and not self._fault:
+            self._fault = f"{STATE} ({change} changes)"
+        return Dependence(self._fault, self._moved, frozenset(before.opaque))
+
+    def _move(self) -> None:
+        """Moves all records to other positions of the pass."""
+        shuffled = torch.from_numpy(np.random.default_rng(1).permutation(len(self._positions)))
+        for order in (self._positions.roll(1), self._positions.roll(3), shuffled):
+            self._compare(self._positions >= 0, POSITION, order=order)
+
+    def _replace(self) -> None:
+        """Replaces labels, then records, and then most records by an extreme one or by padding."""
+        even, few, first = self._positions % 2 == 0, self._positions % 8 == 0, self._positions == 0
+        self._compare(even, MIXES, labels=self._y[:1])
+        self._replace_halves()
+        for record in self._inputs.extremes():
+            for kept in (few, ~first):
+                self._compare(kept, MIXES, records=record[None])
+        padding = torch.tensor([self._inputs.padding])
+        self._compare(first, MIXES, records=torch.zeros_like(self._x[:1]), labels=padding)
+
+    def _replace_halves(self) -> None:
+        even, half = self._positions % 2 == 0, self._positions < len(self._positions) // 2
+        others, labels = self._inputs.draw(3, len(self._positions))
+        for kept in (even, ~even, half, ~half):
+            self._compare(kept, MIXES, records=others, labels=labels)
+
+    def _with_extremes(self) -> tuple[Tensor, Tensor]:
+        """Returns records among which are extreme ones, whose values are compared, too."""
+        x = self._x.clone()
+        records = torch.stack(self._inputs.extremes()[: len(x) // 2])
+        places = torch.linspace(0, len(x) - 1, len(records)).long()
+        x[places.to(x.device)] = records
+        return x, self._y
+
+    def _compare(
+        self,
+        kept: Tensor,
+        fault: str,
+        *,
+        records: Tensor | None = None,
+        labels: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
+        """Replaces the records that are not kept, and compares the values of the kept ones."""
+        if self._fault or not bool(kept.any()):
+            return
+        x, y = self._x, self._y
+        order = self._positions if order is None else order
+        if records is not None:
+            x = torch.where(kept.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, records)
+        if labels is not None:
+            y = torch.where(kept, y, labels)
+        moved = self._values(x[order.to(x.device)], y[order])
+        if moved.shape != self._first.shape:
+            self._fault = LENGTH
+            return
+        values = torch.empty_like(moved)
+        values[order.to(moved.device)] = moved
+        kept = kept.to(moved.device)
+        expected, actual = _without_nan(self._first[kept]), _without_nan(values[kept])
+        if torch.equal(expected, actual):
+            return
+        sizes = expected.abs().amax(dim=1)
+        changes = (expected - actual).abs().amax(dim=1) / torch.maximum(sizes, sizes.median())
+        largest = float(changes.nan_to_num(math.inf).max())
+        self._moved = max(self._moved, largest)
+        if largest > rounding(moved.device):
+            self._fault = fault
+
+
+def _without_nan(values: Tensor) -> Tensor:
+    """Replaces values that are not finite by 0, as the mechanism does with whole rows."""
+    return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+class _FewRecords:
+    """Watches the operations of a function on a few records."""
+
+    def __init__(
+        self, function: RecordFunction, generators: GlobalGenerators, inputs: StepInputs
+    ) -> None:
+        self._function = function
+        self._generators = generators
+        both, labels = inputs.draw(0, 2 * ROWS)
+        self._labels = labels[:ROWS]
+        self._images = both[:ROWS]
+        low, high = inputs.bounds
+        if math.isfinite(high - low):
+            self._images = low + (high - low) * 0.25 + 0.5 * (self._images - low)
+        self._replacements = both[ROWS:]
         # more extreme than the first ones, so that a maximum over the batch selects these
-        extreme = both[1].clone()
-        extreme[0], extreme[1], extreme[2] = 0.0, 1.0, extreme[2].round()
+        extreme = self._replacements.clone()
+        extreme[:3] = torch.stack([*inputs.extremes()[:2], inputs.extremes()[-1]])
         with suppress(Exception):  # some code refuses blank images, which is not mixing
             self._run(extreme)
             self._replacements = extreme
 
     def _run(self, images: Tensor, watch: OperationWatch | None = None) -> Tensor:
         self._generators.rewind()
+        labels = self._labels[: len(images)].clone()
         with watch or OperationWatch():
-            return self._function(images.clone()).detach().double()
+            return self._function(images.clone(), labels).detach().double()
 
-    def finding(self) -> str:
+    def fault(self) -> str:
         images = self._images
-        owner = getattr(self._function, "__self__", self._function)
         watch = OperationWatch()
         self._generators.rewind()  # as each run does first
         position = self._generators.position()
@@ -175,25 +390,30 @@ class _Trial:
             return f"{DRAWS} ({watch.draws[0]})"
         if self._generators.position() != position:
             return DRAWS
-        state = _state(owner)
         base = OperationWatch(1.0, record=True)
         if _differ(first, self._run(images, base)):
             return KEEPS_STATE
         for shift in (1, 3):
-            if _differ(first, self._run(images.roll(shift, 0)).roll(-shift, 0)):
+            if _differ(first, self._rolled(shift)):
                 return POSITION
         indices = torch.arange(ROWS, device=images.device)
         for half in (indices % 2 == 0, indices < ROWS // 2):
-            finding = self._mixing(first, base, half)
-            if finding:
-                return finding
-        if _state(owner) != state or _differ(first, self._run(images)):
-            return KEEPS_STATE
+            fault = self._mixing(first, base, half)
+            if fault:
+                return fault
         # no single examples, which normalisation layers of 1×1 maps refuse
-        for part in (slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8), slice(0, ROWS - 1)):
-            if _differ(first[part], self._run(images[part])):
+        for stop in (2, 4, 6, ROWS - 1):
+            if _differ(first[:stop], self._run(images[:stop])):
                 return LENGTH
         return ""
+
+    def _rolled(self, shift: int) -> Tensor:
+        labels = self._labels
+        self._labels = labels.roll(shift)
+        try:
+            return self._run(self._images.roll(shift, 0)).roll(-shift, 0)
+        finally:
+            self._labels = labels
 
     def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
         """Returns a description of the fault if the function mixes examples, otherwise "".
@@ -216,26 +436,6 @@ class _Trial:
             if bool((_changed(a, b) & _changed(a, c)).any()):
                 return f"computes a value from several examples together ({name})"
         return ""
-
-
-def _state(owner: object) -> dict[str, object]:
-    """Returns the parameters, buffers and simple attributes of a module in comparable form.
-
-    Returns an empty dict if `owner` is not a module.
-    """
-    state: dict[str, object] = {}
-    if not isinstance(owner, nn.Module):
-        return state
-    for path, module in owner.named_modules():
-        for key, value in {**vars(module), **module._parameters, **module._buffers}.items():
-            if isinstance(value, Tensor):
-                content = value.detach().cpu().flatten().contiguous().view(torch.uint8)
-                state[f"{path}.{key}"] = content.numpy().tobytes()
-            elif isinstance(value, bool | int | float | str):
-                state[f"{path}.{key}"] = value
-            elif isinstance(value, dict | list | set):
-                state[f"{path}.{key}"] = len(value)
-    return state
 
 
 def rounding(device: torch.device, precision: torch.dtype = torch.float32) -> float:

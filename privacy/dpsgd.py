@@ -22,7 +22,7 @@ import copy
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -31,10 +31,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fedsynth.privacy.batch_independence import rounding
+from fedsynth.privacy.batch_independence import (
+    Dependence,
+    StepInputs,
+    dependence_on_batch,
+    rounding,
+)
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError, short_repr
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.passes import Note, Units, padded, pass_length, public_like, values_of_each
+from fedsynth.privacy.passes import Note, Units, padded, pass_size, public_like, values_of_each
 from fedsynth.privacy.products import LayerGradients, outer_products
 from fedsynth.privacy.row_products import PaddedLinear
 
@@ -170,6 +175,8 @@ def dp_sgd(
     settings: DpSgdSettings,
     units: Units | None = None,
     note: Note = lambda text: None,
+    *,
+    isolated: bool = False,
 ) -> None:
     """Trains a model in place with DP-SGD.
 
@@ -188,6 +195,7 @@ def dp_sgd(
             users.
         note: a function that receives an explanation if the model or the loss raises on some
             records. These records then contribute nothing.
+        isolated: whether each pass has only one record (`fedsynth.privacy.passes`).
     """
     check_model(model)
     parameters = list(model.parameters())
@@ -196,11 +204,11 @@ def dp_sgd(
     if units is None:
         units = Units(len(labels_N))
     gradients = ExampleGradients(model, settings.loss or cross_entropies)
-    length = pass_length(settings.expected_batch_size, PASS_START / len(flat), rows_at_once(model))
+    length, count = pass_of(model, settings.expected_batch_size, isolated=isolated)
     for _ in range(series.steps_left):
         if settings.before_step is not None:
             settings.before_step(model)
-        for sample in units.sample(series).split(length):
+        for sample in units.sample(series).split(count):
             part = sample.records.to(labels_N.device, non_blocking=True)
             inputs = padded(images(part), length), padded(labels_N[part], length)
             values = values_of_each(gradients, inputs, note)[: len(part)]
@@ -214,6 +222,14 @@ def dp_sgd(
             gradient += _public_gradient(model, settings.penalty)
         settings.optimiser.update(flat, gradient, state)
         _write(flat, parameters)
+
+
+def pass_of(
+    model: nn.Module, expected_batch_size: float, *, isolated: bool = False
+) -> tuple[int, int]:
+    """Returns the length of a pass of DP-SGD, and how many records it has (see `pass_size`)."""
+    start = PASS_START / sum(map(Tensor.numel, model.parameters()))
+    return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
 
 def _write(flat_P: Tensor, parameters: list[nn.Parameter]) -> None:
@@ -262,7 +278,10 @@ def example_gradients(
 
 
 def check_example_gradients(
-    model: nn.Module, x_NCHW: Tensor, loss: ExampleLoss | None = None
+    model: nn.Module,
+    x_NCHW: Tensor,
+    loss: ExampleLoss | None = None,
+    labels_N: Tensor | None = None,
 ) -> None:
     """Refuses a model if its per-example gradients cannot be computed or differ from autograd's.
 
@@ -272,6 +291,7 @@ def check_example_gradients(
         model: the model, for example a custom one.
         x_NCHW: public images.
         loss: a function that returns the loss of each example. None uses cross-entropy.
+        labels_N: public labels. None gives all images label 0.
 
     Raises:
         ForbiddenLayerError: the model has frozen or unused parameters, layers that are not
@@ -285,7 +305,9 @@ def check_example_gradients(
                 "requires_grad=True"
             )
     try:
-        rows, expected = _gradients_and_expected(model, x_NCHW, loss or cross_entropies)
+        labels = torch.zeros(len(x_NCHW), dtype=torch.int64) if labels_N is None else labels_N
+        labels = labels.to(x_NCHW.device)
+        rows, expected = _gradients_and_expected(model, x_NCHW, labels, loss or cross_entropies)
     except PrivacyError:
         raise
     except Exception as error:  # raised by Opacus or by the model
@@ -323,24 +345,67 @@ def _largest(values: Tensor) -> float:
 
 @torch.enable_grad()
 def _gradients_and_expected(
-    model: nn.Module, x_NCHW: Tensor, loss: ExampleLoss
+    model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> tuple[Tensor, Tensor]:
     """Computes per-example gradients as DP-SGD does, and with one backward pass per example.
 
-    Both results are float64 [N, P]. The weights are first moved slightly, because a layer of zeros
-    would hide the gradients of earlier layers. All labels are zero.
+    Both results are float64 [N, P].
     """
+    moved = _with_moved_weights(model)
+    rows = example_gradients(moved, x_NCHW.clone(), labels_N, loss)
+    expected = []
+    for single in loss(moved, x_NCHW.clone(), labels_N):
+        row = torch.autograd.grad(
+            single, list(moved.parameters()), retain_graph=True, materialize_grads=True
+        )
+        expected.append(torch.cat(list(map(torch.flatten, row))))
+    return rows.double(), torch.stack(expected).double()
+
+
+def _with_moved_weights(model: nn.Module) -> nn.Module:
+    """Copies a model and moves its weights, as a layer of zeros would hide earlier gradients."""
     moved = copy.deepcopy(model).train()
     parameters = list(moved.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
     _write(flat + 0.01 * torch.arange(len(flat)).to(flat).cos(), parameters)
-    labels = torch.zeros(len(x_NCHW), dtype=torch.int64, device=x_NCHW.device)
-    rows = example_gradients(moved, x_NCHW.clone(), labels, loss)
-    expected = []
-    for single in loss(moved, x_NCHW.clone(), labels):
-        row = torch.autograd.grad(single, parameters, retain_graph=True, materialize_grads=True)
-        expected.append(torch.cat(list(map(torch.flatten, row))))
-    return rows.double(), torch.stack(expected).double()
+    return moved
+
+
+def gradient_dependence(
+    model: nn.Module, inputs: StepInputs, loss: ExampleLoss | None = None
+) -> Dependence:
+    """Tests whether each example's loss and gradient depend only on that example.
+
+    Gradients are those of DP-SGD. Code in the backward pass may act only on loud gradients, so the
+    test is repeated with losses whose scales differ by eight orders of magnitude.
+
+    Args:
+        model: the network, which is not changed.
+        inputs: the inputs of a step.
+        loss: a function that returns the loss of each example. None uses cross-entropy.
+    """
+    used = loss or cross_entropies
+    moved = _with_moved_weights(model)
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return used(moved, x, y.to(x.device))
+
+    def loud(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        sums = 1e3 * x.detach().double().flatten(1).nan_to_num(0.0, 0.0, 0.0).sum(dim=1)
+        return used(network, x, y) * (10 ** (8 * sums.frac() - 4)).to(torch.float32)
+
+    result = dependence_on_batch(losses, inputs)
+    for backward in (used, loud):
+        if result.fault:
+            return result
+        gradients = ExampleGradients(moved, backward)
+
+        def rows(x: Tensor, y: Tensor, compute: ExampleGradients = gradients) -> Tensor:
+            return compute(x, y.to(x.device))
+
+        found = dependence_on_batch(rows, inputs, operations=False, holders=(moved, used))
+        result = replace(found, opaque=result.opaque | found.opaque)
+    return result
 
 
 class ExampleGradients:
@@ -448,7 +513,8 @@ def _layer_gradients(
     """
     from opacus.grad_sample import GradSampleModule
 
-    if type(layer) in (nn.Linear, PaddedLinear) and inputs.dim() == 2:
+    plain_linear = type(layer) in (nn.Linear, PaddedLinear)  # a subclass may compute anything
+    if isinstance(layer, nn.Linear) and plain_linear and inputs.dim() == 2:
         factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (backprops, inputs)}
         if layer.bias is not None:
             factors[layer.bias] = (backprops,)

@@ -6,9 +6,9 @@ privacy budget. Everything that it releases goes through the Gaussian mechanism 
 of records is private. Divisors, sampling rates and batch lengths are computed from `nominal_size`,
 a public number that the owner states.
 
-The user's functions, networks and losses are first called with public random records. This trial
-finds code that mixes records, draws random numbers or keeps state, but it cannot prove that there
-is no such code. The report therefore mentions that custom code was used.
+The user's functions, networks and losses are first called with public random records, as a step
+calls them. This trial finds code that mixes records, draws random numbers or keeps state, but it
+cannot prove that there is no such code. The report therefore mentions that custom code was used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ from torch import Tensor, nn
 
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
-from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
+from fedsynth.privacy.batch_independence import (
+    ADVICE,
+    Dependence,
+    RecordFunction,
+    StepInputs,
+    dependence_on_batch,
+)
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
@@ -39,14 +45,18 @@ from fedsynth.privacy.mechanisms import (
     GaussianSumMechanism,
     Released,
 )
-from fedsynth.privacy.passes import Units, padded, pass_length, values_of_each
+from fedsynth.privacy.passes import Units, padded, pass_size, values_of_each
 from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
+from fedsynth.privacy.reachable_state import ReachableState
 from fedsynth.privacy.releases import RECORD, USER, require
 
 _LOGGER = logging.getLogger(__name__)
 # The maximum number of records in one call of a user's function.
 RECORDS_AT_ONCE = 512
+# The largest change of a sum, in clips, that rounding may cause because records change their
+# positions. Above it, each pass has one record.
+ROUNDING_OF_SUM = 1e-3
 
 
 class DataOwner:
@@ -126,6 +136,8 @@ class DataOwner:
         self._ledger = Ledger(name) if ledger is None else self._open(Path(ledger))
         self._x.clamp_(*bounds)  # after the ledger has identified the records
         self._charged: list[GaussianSumMechanism] = []
+        self._moved: dict[tuple[frozenset[object], int], float] = {}  # by code and pass length
+        self._opaque: set[str] = set()
         self._guard = BudgetEnforcer(self._ledger, [EpsilonCap(epsilon, delta)], unit=self.unit)
         self._secret = SecretGenerator()
 
@@ -211,15 +223,11 @@ class DataOwner:
         (only,) = series
         if only not in self._charged:
             raise UnplannedReleaseError(f"the series was not charged to data owner {self.name!r}")
-
-        def of_first_class(x: Tensor) -> Tensor:
-            return values(x, torch.zeros(len(x), dtype=torch.int64))
-
-        self.check_independent(of_first_class)
+        length, count = self.check_independent(
+            values, sample_rate=only.sample_rate, start_over_row=start_over_row
+        )
         sample = self._units.sample(only)
-        expected = self.nominal_size * only.sample_rate
-        length = pass_length(expected, start_over_row, RECORDS_AT_ONCE)
-        for part in sample.split(length):
+        for part in sample.split(count):
             records = part.records.to(self.device)
             classes = self._y[part.records]
             inputs = padded(self._x[records], length), padded(classes, length, fill=-1)
@@ -250,7 +258,11 @@ class DataOwner:
         Returns:
             The noisy means [classes, D].
         """
-        self.check_independent(values)
+
+        def of_records(x: Tensor, y: Tensor) -> Tensor:
+            return values(x)
+
+        self.check_independent(of_records)
         plan = ReleasePlan(
             name="mean",
             quantity=quantity,
@@ -262,28 +274,64 @@ class DataOwner:
             dimension=self.classes * values(self.public_records(2)).shape[1],
             groups=self.classes,
         )
-        sums = self.class_sums([self.charge(plan, total_epsilon)], lambda x, _: values(x))
+        sums = self.class_sums([self.charge(plan, total_epsilon)], of_records)
         return sums * (self.classes / self.nominal_size)
 
-    def check_independent(self, values: Callable[[Tensor], Tensor]) -> None:
-        """Checks that a function computes the value of each record only from that record.
+    def check_independent(
+        self,
+        values: RecordFunction,
+        *,
+        sample_rate: float = 1.0,
+        start_over_row: float = 4.0,
+    ) -> tuple[int, int]:
+        """Checks that each record's value depends only on that record.
 
-        The function is called with public random records.
+        The function is called as in `class_sums`, with public random records: as many as a pass
+        has, with all labels, extreme values and NaN. A function is tried in full only once.
+
+        Args:
+            values: see `class_sums`.
+            sample_rate: the sampling rate of a step.
+            start_over_row: see `class_sums`.
+
+        Returns:
+            The length of a pass and its number of records (see `pass_size`).
 
         Raises:
             PrivacyError: the value computed for a record depends on other records, on random
                 numbers or on state. The influence of one record would then have no bound.
         """
-        low, high = self.bounds
+        expected = self.nominal_size * sample_rate
+        length, _ = pass_size(expected, start_over_row, RECORDS_AT_ONCE)
+        key = frozenset(ReachableState.of(values).code), length
+        found = dependence_on_batch(values, self._inputs(length, -1), passes=key not in self._moved)
+        self._refuse("function", found)
+        isolated = self._isolates(self._moved.setdefault(key, found.moved))
+        return pass_size(expected, start_over_row, RECORDS_AT_ONCE, isolated=isolated)
 
-        def in_bounds(x: Tensor) -> Tensor:  # from [0, 1]
-            if math.isfinite(high - low):
-                x = low + (high - low) * x
-            return values(x)
+    def _inputs(self, length: int, padding: int) -> StepInputs:
+        return StepInputs(
+            self.record_shape,
+            self.device,
+            length=length,
+            bounds=self.bounds,
+            classes=self.classes,
+            padding=padding,
+            finite=False,
+        )
 
-        finding = dependence_on_batch(in_bounds, self.record_shape, self.device)
-        if finding:
-            raise PrivacyError(f"the function {finding}. {ADVICE}")
+    def _refuse(self, code: str, found: Dependence) -> None:
+        if found.fault:
+            raise PrivacyError(f"the {code} {found.fault}. {ADVICE}")
+        self._opaque |= found.opaque
+
+    def _isolates(self, moved: float) -> bool:
+        """Returns True if each pass must have one record.
+
+        An additional record moves the records after it. If this changes each of their values by
+        rounding, the sum changes by at most the number of records times this change.
+        """
+        return self.nominal_size * moved > ROUNDING_OF_SUM
 
     def public_records(self, count: int, seed: int = 0) -> Tensor:
         """Draws public random records [count, ...], for trials and as start images.
@@ -333,13 +381,11 @@ class DataOwner:
         rule = "must be above 0 and at most nominal_size"
         require(0 < rate <= 1, "batch_size", rule, batch_size)
         dpsgd.check_model(model)
-        dpsgd.check_example_gradients(model, self.public_records(4), loss)
-
-        def losses(x: Tensor) -> Tensor:
-            labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-            return (loss or dpsgd.cross_entropies)(model, x, labels)
-
-        self.check_independent(losses)
+        labels = torch.arange(4) % self.classes
+        dpsgd.check_example_gradients(model, self.public_records(4), loss, labels)
+        length, _ = dpsgd.pass_of(model, batch_size)
+        found = dpsgd.gradient_dependence(model, self._inputs(length, 0), loss)
+        self._refuse("loss or its gradient", found)
         plan = ReleasePlan(
             name="model",
             quantity="model",
@@ -362,6 +408,7 @@ class DataOwner:
             dpsgd.DpSgdSettings(optimiser, batch_size, loss=loss),
             units=self._units,
             note=_LOGGER.warning,
+            isolated=self._isolates(found.moved),
         )
 
     def report(self, path: Path | str) -> None:
@@ -400,10 +447,16 @@ class DataOwner:
             ledger_kept=self._ledger.path is not None,
             randomness=DESCRIPTION,
             unit=Unit(kind=self.unit),
-            own_code=["functions, networks and losses of the pipeline"],
+            own_code=["functions, networks and losses of the pipeline", *self._not_compared()],
         )
         report = build_report(facts, [self._ledger.history()])
         path.write_text(renderers[path.suffix](report), encoding="utf-8")
+
+    def _not_compared(self) -> list[str]:
+        """Returns a line for the report about state that the trials could not compare."""
+        if not self._opaque:
+            return []
+        return [f"objects whose state could not be compared: {', '.join(sorted(self._opaque))}"]
 
 
 class _TorchOptimiser:

@@ -8,8 +8,9 @@ into batches ("passes") whose length is computed only from public numbers. The l
 with zeros, and the values of the padding are discarded.
 
 The value of a record must then be the same to the last bit, whatever its position in a batch and
-whatever the other records are. This depends on the kernels. The tests check it for every
-architecture, mechanism and precision, on the device on which they run.
+whatever the other records are. This depends on the kernels. A trial before a run checks it for the
+run's own shapes and device. Where bits move, a pass has only one record, whose position and padding
+are then always the same (`pass_size`).
 
 Code that computes values of records may raise on some of them. If a step failed because of one
 record, the failure would reveal that the record is there. Therefore the value of such a record
@@ -156,6 +157,21 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
         return longest
     best = power_of_two(math.sqrt(2 * expected * start_over_row))
     return min(max(MIN_LENGTH, best), longest)
+
+
+def pass_size(
+    expected: float | None, start_over_row: float, limit: int, *, isolated: bool = False
+) -> tuple[int, int]:
+    """Returns the length of a pass, and how many records it has. The rest is padding.
+
+    Args:
+        expected, start_over_row, limit: see `pass_length`.
+        isolated: whether a pass has only one record.
+    """
+    if isolated:
+        return MIN_LENGTH, 1
+    length = pass_length(expected, start_over_row, limit)
+    return length, length
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:

@@ -25,7 +25,7 @@ from fedsynth.models.on_features import Embedding, OnFeatures
 from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
-from fedsynth.privacy.passes import Note, Units, padded, pass_length, values_of_each
+from fedsynth.privacy.passes import Note, Units, padded, pass_size, values_of_each
 from fedsynth.privacy.plans import ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
 
@@ -54,7 +54,12 @@ def chunk(device: torch.device) -> int:
 
 
 def _inputs(
-    network: nn.Module | None, data: ImageData, parts: Sequence[Tensor], note: Note | None = None
+    network: nn.Module | None,
+    data: ImageData,
+    parts: Sequence[Tensor],
+    note: Note | None = None,
+    *,
+    isolated: bool = False,
 ) -> Callable[[Tensor, int], Tensor] | None:
     """Returns a function that computes the input vectors of a network that works on features.
 
@@ -64,7 +69,8 @@ def _inputs(
     """
     if not isinstance(network, OnFeatures):
         return None
-    look_up = feature_table(data, network.feature_map, torch.cat(list(parts)), note=note)
+    records = torch.cat(list(parts))
+    look_up = feature_table(data, network.feature_map, records, note=note, isolated=isolated)
     vectors = network.vectors
     return lambda records, length: vectors(padded(look_up(records), length))
 
@@ -262,6 +268,7 @@ class PrivateClientView(_ClientView):
         note: receives the reason if the code of a feature map, a model or a method raises an error
             on some records. Those records then contribute nothing, because a failed step would
             reveal them to the server.
+        isolated: whether each pass has only one record (`fedsynth.privacy.passes`).
     """
 
     _per_client = ("ids", "_allowances", "_parts", "_records", "_units")
@@ -277,9 +284,11 @@ class PrivateClientView(_ClientView):
         users: Tensor | None = None,
         network: nn.Module | None = None,
         note: Note = lambda text: None,
+        isolated: bool = False,
     ) -> None:
         self.ids = tuple(ids)
         self.spec = data.spec
+        self._isolated = isolated
         self._note = functools.cache(note)  # each line once: a step has many passes
         self._data = data
         self._allowances = allowances
@@ -287,7 +296,7 @@ class PrivateClientView(_ClientView):
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = list(map(Tensor.cpu, parts))
         self._labels = data.labels.cpu()
-        self._inputs = _inputs(network, data, self._parts, self._note)
+        self._inputs = _inputs(network, data, self._parts, self._note, isolated=isolated)
         self._units = [Units(len(records)) for records in self._records]
         if users is not None:
             users = users.cpu()
@@ -382,9 +391,9 @@ class PrivateClientView(_ClientView):
         offsets = (counts.cumsum(0) - counts).tolist()
         owner = torch.arange(len(samples)).repeat_interleave(counts)
         device = self._data.labels.device
-        size = pass_length(self._expected(series), start_over_row, chunk(device))
-        for start in range(0, len(records), size):
-            chunk_records = records[start : start + size]
+        size, count = self._pass_size(series, start_over_row, chunk(device))
+        for start in range(0, len(records), count):
+            chunk_records = records[start : start + count]
             stop = start + len(chunk_records)
             labels = self._labels[chunk_records]
             segments = self.spec.classes * owner[start:stop] + labels
@@ -427,7 +436,7 @@ class PrivateClientView(_ClientView):
             [clients, D]
         """
         self._check_owners(series)
-        size = pass_length(self._expected(series), FEATURE_START, FEATURE_PASS)
+        size, count = self._pass_size(series, FEATURE_START, FEATURE_PASS)
         device = self._data.labels.device
         released = []
         for client_records, units, mechanism in zip(
@@ -435,9 +444,11 @@ class PrivateClientView(_ClientView):
         ):
             sample = units.sample(mechanism)
             records = client_records[sample.records]
-            look_up = feature_table(self._data, features, records, embedding, self._note)
-            for start in range(0, len(records), size):
-                chunk_records = records[start : start + size].to(device, non_blocking=True)
+            look_up = feature_table(
+                self._data, features, records, embedding, self._note, isolated=self._isolated
+            )
+            for start in range(0, len(records), count):
+                chunk_records = records[start : start + count].to(device, non_blocking=True)
                 products = rows(
                     padded(look_up(chunk_records), size),
                     padded(self._data.labels[chunk_records], size),
@@ -447,14 +458,18 @@ class PrivateClientView(_ClientView):
             released.append(mechanism.release().to(device))
         return Released(torch.cat(released))
 
-    def _expected(self, series: Sequence[GaussianSumMechanism]) -> float | None:
-        """Returns how many records a release is expected to sample from all clients together.
+    def _pass_size(
+        self, series: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
+    ) -> tuple[int, int]:
+        """Returns the length of a pass and its number of records (see `pass_size`).
 
-        The number is public. It is None if the clients have no public nominal size.
+        The number of records that a release is expected to sample from all clients is public. It is
+        None if the clients have no public nominal size.
         """
-        if self._nominal_size is None:
-            return None
-        return self._nominal_size * sum(s.sample_rate for s in series)
+        expected = None
+        if self._nominal_size is not None:
+            expected = self._nominal_size * sum(s.sample_rate for s in series)
+        return pass_size(expected, start_over_row, limit, isolated=self._isolated)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
         """Returns the normalised images of these records [length, C, H, W]. Black images fill the
@@ -483,7 +498,8 @@ class PrivateClientView(_ClientView):
         def images(indices: Tensor) -> Tensor:
             return self._images(part[indices], len(indices))
 
-        dp_sgd(model, images, labels, mechanism, settings, units, self._note)
+        isolated = self._isolated
+        dp_sgd(model, images, labels, mechanism, settings, units, self._note, isolated=isolated)
 
 
 Group = ExactClientView | PrivateClientView

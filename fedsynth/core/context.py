@@ -86,6 +86,8 @@ class RoundContext:
             `compiled`.
         memory_bytes: the memory in bytes that a round's steps may use.
         compiled: whether torch.compile compiles the slowest passes.
+        isolated: whether the passes of private clients have one record each, because the bits of a
+            record's value would otherwise depend on its position (`fedsynth.privacy.passes`).
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> network, cpu = nn.Linear(64, 10), torch.device("cpu")
@@ -119,6 +121,7 @@ class RoundContext:
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
     compiled: bool = False
+    isolated: bool = False
 
     @property
     def active(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.features.encoding import cached
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.on_features import Embedding
-from fedsynth.privacy.passes import Note, padded, values_of_each
+from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 
 # The largest size in bytes of a data set's cache for features φ. The cache for embeddings z has
 # the same limit. Vectors that need more memory are not cached and are computed again at each use.
@@ -87,6 +87,8 @@ def feature_table(
     records: Tensor,
     embedding: Embedding | None = None,
     note: Note | None = None,
+    *,
+    isolated: bool = False,
 ) -> Look:
     """Computes the missing vectors of `records` and returns a function that looks up the vectors.
 
@@ -102,18 +104,19 @@ def feature_table(
         note: a function that is needed if the records are private. It receives the reason if the
             feature map raises an error on a record, and the record's φ is then NaN. If None, the
             error is raised.
+        isolated: whether each pass has only one record (`fedsynth.privacy.passes`).
 
     Returns:
         A function from positions to φ, or to z if `embedding` is given.
     """
 
     def compute(records: Tensor) -> Tensor:
-        return _features(data, features, records, note)
+        return _features(data, features, records, note, isolated=isolated)
 
     if not _fits(data, features):
         if embedding is None:
             return compute
-        return lambda records: _embedded(compute(records), embedding)
+        return lambda records: _embedded(compute(records), embedding, isolated=isolated)
     cache = _cache_of(data, features)
     cpu_records = records.cpu()
     if embedding is None:
@@ -121,7 +124,7 @@ def feature_table(
 
     def embed(missing: Tensor) -> Tensor:
         indices = missing.to(data.images.device, non_blocking=True)
-        return _embedded(cache.look(missing, compute)(indices), embedding)
+        return _embedded(cache.look(missing, compute)(indices), embedding, isolated=isolated)
 
     if cache.embedded is None or not cache.embedded[0].same(embedding):
         cache.embedded = None  # frees the previous one first
@@ -164,19 +167,23 @@ def keep_on_disk(
     table.computed[records.cpu()] = True
 
 
-def _features(data: ImageData, features: FeatureMap, records: Tensor, note: Note | None) -> Tensor:
+def _features(
+    data: ImageData, features: FeatureMap, records: Tensor, note: Note | None, *, isolated: bool
+) -> Tensor:
+    length, count = (MIN_LENGTH, 1) if isolated else (PASS, PASS)
     parts = [torch.zeros(0, features.dimension, device=data.images.device)]
     with torch.no_grad():
-        for chunk in records.to(data.images.device, non_blocking=True).split(PASS):
-            x = padded(data.images[chunk], PASS)
+        for chunk in records.to(data.images.device, non_blocking=True).split(count):
+            x = padded(data.images[chunk], length)
             vectors = features(x) if note is None else values_of_each(features, (x,), note)
             parts.append(vectors[: len(chunk)])
     return torch.cat(parts)
 
 
-def _embedded(features_Nd: Tensor, embedding: Embedding) -> Tensor:
+def _embedded(features_Nd: Tensor, embedding: Embedding, *, isolated: bool) -> Tensor:
     """Returns the embeddings z of these features."""
+    length, count = (MIN_LENGTH, 1) if isolated else (EMBEDDING_PASS, EMBEDDING_PASS)
     parts = [features_Nd[:0]]
-    for chunk in features_Nd.split(EMBEDDING_PASS):
-        parts.append(embedding(padded(chunk, EMBEDDING_PASS))[: len(chunk)])
+    for chunk in features_Nd.split(count):
+        parts.append(embedding(padded(chunk, length))[: len(chunk)])
     return torch.cat(parts)

@@ -36,7 +36,7 @@ from fedsynth.deployment.secure_aggregation.client import Identities
 from fedsynth.deployment.session import Session
 from fedsynth.errors import DataError, FedsynthError, MessageError, SettingError
 from fedsynth.federation.context import public_context, resolve_device
-from fedsynth.federation.position_leak_check import check_private_steps
+from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients, data_set_id
 from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
@@ -254,12 +254,12 @@ class Node:
         if state is not None and state.proposal.agreement != proposal.agreement:
             raise MessageError("the settings of the run have changed since this client joined")
         objections = self._objections(proposal)
-        warnings: list[str] = []
+        check = StepCheck()
         if state is None and not objections:
             run_settings = proposal.settings
             context = public_context(run_settings, proposal.spec, resolve_device(self.device))
             try:  # a trial of the client's step on public images
-                warnings = check_private_steps(run_settings, context, self.number)
+                check = check_private_steps(run_settings, context, self.number)
             except SettingError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
         declines = f"declines: {'; '.join(objections)}"
@@ -271,8 +271,8 @@ class Node:
             return Frame(frames.REFUSAL, {"reason": declines, "kind": REQUEST})
         session = self._open(proposal, state)
         if state is None:
-            session.state.warnings = warnings
-            for line in warnings:
+            session.record_check(check)
+            for line in check.warnings:
                 self.say(f"  warning: {line}")
         answer = session.join(request.last_round)
         self._sessions[run] = session

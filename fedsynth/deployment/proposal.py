@@ -186,6 +186,7 @@ class State(BaseModel):
         proposal: the proposal that the owner has accepted.
         initial_rows: the number of entries in the ledger when the client first joined the run.
         warnings: the warnings from the trial step that the client made when it joined.
+        isolated: whether each pass has only one record, as the trial step requires.
         sigma: σ, which is calibrated once for a run. None: the client has not received it yet.
         attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
         steps: the (round, exchange) pairs of all steps since the client joined.
@@ -202,6 +203,7 @@ class State(BaseModel):
     ]
     initial_rows: int
     warnings: list[str] = []
+    isolated: bool = False
     sigma: float | None = None
     attempts: dict[str, int] = {}
     steps: set[tuple[int, str]] = set()

@@ -47,6 +47,7 @@ from fedsynth.errors import MessageError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.in_process import step_together
+from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.protocol import Refusal, RunTerms, declared
 from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
@@ -101,6 +102,7 @@ class Session:
         settings = proposal.settings
         device = resolve_device(node.device)
         context = with_proxy(public_context(settings, proposal.spec, device), settings)
+        context = replace(context, isolated=state is not None and state.isolated)
         settings.method.check_model(context.architecture)
         [training], [held_out] = divided(settings, [torch.arange(len(data))], data)
         self.runtime = ClientRuntime(
@@ -162,6 +164,12 @@ class Session:
             self.runtime.memory = self._read(f"{MAIN}-{last}")
         self.store()
         return Frame(frames.ANSWER, {"size": self.runtime.join().size, **self.statement()})
+
+    def record_check(self, check: StepCheck) -> None:
+        """Records the result of the trial step that the client made when it joined."""
+        self.state.warnings = check.warnings
+        self.state.isolated = check.isolated
+        self.runtime.context = replace(self.runtime.context, isolated=check.isolated)
 
     def resume(self) -> None:
         """Continues the run from the state that another process has stored.

@@ -34,9 +34,9 @@ from fedsynth.errors import DataError, OutputError, SettingError, one_line, writ
 from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
-from fedsynth.privacy.batch_independence import dependence_on_batch
+from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, dependence_on_batch
 from fedsynth.privacy.files import write_whole
-from fedsynth.privacy.passes import padded
+from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 from fedsynth.seeding import torch_generator
 
 # The fixed number of images that are encoded at a time, so that the choice of kernels does not
@@ -157,11 +157,16 @@ def _dependence(loaded: pretrained.PretrainedNetwork) -> str:
     Returns:
         A description of the fault, or an empty string if the vector depends only on its image.
     """
+
+    def of_images(x: Tensor, y: Tensor) -> Tensor:
+        return loaded.network(x)
+
     side = min(TEST_SIDE, *loaded.size)
+    cpu = torch.device("cpu")
     try:
-        return dependence_on_batch(loaded.network, (3, side, side), torch.device("cpu"))
+        return dependence_on_batch(of_images, StepInputs((3, side, side), cpu, ROWS)).fault
     except (RuntimeError, AssertionError, ValueError):  # the network needs larger images
-        return dependence_on_batch(loaded.network, (3, *loaded.size), torch.device("cpu"))
+        return dependence_on_batch(of_images, StepInputs((3, *loaded.size), cpu, ROWS)).fault
 
 
 def _refused(reason: str) -> SettingError:
@@ -235,6 +240,7 @@ def encode(
     *,
     cache: str = "",
     progress: Progress = lambda completed, total: None,
+    note: Note = lambda text: None,
 ) -> ImageData:
     """Replaces the images of a data set by vectors, whose values are scaled from [−1, 1] to [0, 1].
 
@@ -247,6 +253,7 @@ def encode(
         device: the device that computes the vectors.
         cache: a folder for the vectors, or an empty string.
         progress: a function that receives the number of finished and of all batches.
+        note: a function that receives the reason if the map raises on an image, whose vector is 0.
 
     Raises:
         OutputError: the folder of the cache is readable by others, or cannot be written.
@@ -258,7 +265,7 @@ def encode(
     >>> vectors.images.shape, vectors.spec.bounds
     (torch.Size([2, 1, 1, 64]), (-1.0, 1.0))
     """
-    compute = partial(_vectors, data, features, device, progress)
+    compute = partial(_vectors, data, features, device, progress, note)
     vectors = compute() if not cache else cached(Path(cache), data, features, compute, MAX_NORM)
     stored = ((vectors + 1) / 2).clamp(0, 1)
     return replace(
@@ -270,18 +277,18 @@ def encode(
 
 
 def _vectors(
-    data: ImageData, features: FeatureMap, device: torch.device, progress: Progress
+    data: ImageData, features: FeatureMap, device: torch.device, progress: Progress, note: Note
 ) -> Tensor:
     """Computes the vectors float32 [N, d], clipped to norm 1. A vector that is not finite is 0."""
     vectors = torch.zeros(len(data), features.dimension)
-    total = -(-len(data) // PASS)
     with torch.no_grad():
-        if registry.is_own_features(features.name):
-            _check_pass(features, device)
-        for number, images in enumerate(data.images.split(PASS)):
-            # a copy, because code may change its inputs
-            rows = features(padded(images.to(device), PASS).clone())[: len(images)]
-            first = number * PASS
+        isolated = registry.is_own_features(features.name) and _is_moved(features, device)
+        length, count = (MIN_LENGTH, 1) if isolated else (PASS, PASS)
+        total = -(-len(data) // count)
+        for number, images in enumerate(data.images.split(count)):
+            batch = padded(images.to(device), length)
+            rows = values_of_each(features, (batch,), note)[: len(images)]
+            first = number * count
             vectors[first : first + len(images)] = rows.cpu()
             progress(number + 1, total)
     vectors /= features.norm_bound
@@ -290,19 +297,23 @@ def _vectors(
     return torch.where(torch.isfinite(norms), vectors, 0.0)
 
 
-def _check_pass(features: FeatureMap, device: torch.device) -> None:
-    """Checks that a vector does not change with the other images of a full pass.
+def _is_moved(features: FeatureMap, device: torch.device) -> bool:
+    """Tries a custom map on full passes of random images.
+
+    Returns True if the last bits of a vector change with the other images of a pass.
 
     Raises:
-        SettingError: the vector of a random image depends on other images.
+        SettingError: a vector depends on other images, on random numbers or on state.
     """
-    generator = torch_generator(0, "images of a pass")
-    images = torch.rand(2, PASS, *features.image_shape, generator=generator).to(device)
-    images[1, 0] = images[0, 0]
-    pixels = (images * 255).round().byte()
-    first, second = features(pixels[0].clone())[0], features(pixels[1].clone())[0]
-    if not torch.allclose(first, second, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
-        raise _refused(f"cannot be used: the map {features.name} mixes the images of a batch")
+
+    def of_pixels(x: Tensor, y: Tensor) -> Tensor:
+        return features((255 * x).round().byte())
+
+    inputs = StepInputs(features.image_shape, device, length=PASS)
+    found = dependence_on_batch(of_pixels, inputs)
+    if found:
+        raise _refused(f"cannot be used: the map {features.name} {found}. {ADVICE}")
+    return found.moved > 0
 
 
 # ------------------------------------------------------------------------------------------ cache

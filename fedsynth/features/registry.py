@@ -29,7 +29,7 @@ from fedsynth.features.random_process import (
 )
 from fedsynth.features.scattering import scattering, whitened_scattering
 from fedsynth.own_code import is_label, load_own, unloaded_file
-from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
+from fedsynth.privacy.batch_independence import ADVICE, StepInputs, dependence_on_batch
 
 
 def pixels(shape: Shape) -> FeatureMap:
@@ -192,7 +192,8 @@ class _CheckedFunction:
     def check(self, device: torch.device, shape: Shape) -> None:
         if device in self.checked_devices:
             return
-        finding = dependence_on_batch(self.function, shape, device)
+        inputs = StepInputs(shape, device)
+        finding = dependence_on_batch(lambda x, y: self.function(x), inputs)
         if finding:
             reason = f"{finding}, so the influence of one example is not bounded. {ADVICE}"
             raise _refused(self.name, f"the map's function {reason}")

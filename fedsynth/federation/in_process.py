@@ -73,6 +73,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         users=users,
         network=context.architecture,
         note=context.note,
+        isolated=context.isolated,
     )
 
 

@@ -1,7 +1,8 @@
 """Checks before a private run that the contribution of an example depends only on that example.
 
-User code that violates this is refused. If only the last bits of a contribution change, the check
-returns a warning.
+User code that violates this is refused. If only the last bits of a contribution change, each pass
+of the run has one record, and the check is repeated. Bits that change nevertheless are refused on a
+CPU, and cause a warning on a GPU.
 
 The check is a trial on public random images, with the initial weights of the run. It can find a
 fault, but it cannot prove that there is none.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,16 +42,20 @@ from fedsynth.privacy.batch_independence import (
     AMONG_OTHERS,
     DRAWS,
     KEEPS_STATE,
+    STATE,
     GlobalGenerators,
     OperationWatch,
+    StepInputs,
     rounding,
 )
+from fedsynth.privacy.dpsgd import gradient_dependence
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.plans import FIRST, PHASES, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.reachable_state import ReachableState
 from fedsynth.privacy.releases import USER
 from fedsynth.seeding import numpy_generator, torch_generator
 
@@ -102,6 +107,7 @@ class StepTrial:
         finding: a description of the fault, if contributions differ by more than rounding.
             Otherwise an empty string.
         moved: True if a contribution differs at all, even by one bit.
+        opaque: the types of objects whose state could not be compared, in a trial of user code.
     """
 
     def __init__(
@@ -109,6 +115,7 @@ class StepTrial:
     ) -> None:
         self.finding = ""
         self.moved = False
+        self.opaque: set[str] = set()
         self.thorough = thorough
         self._sigma = plan.privacy.noise_multiplier or 1.0
         self._privacy = replace(plan.privacy, noise_multiplier=self._sigma)
@@ -129,9 +136,17 @@ class StepTrial:
         self._watch: OperationWatch | None = None
         self._active = ExitStack()
         with GlobalGenerators(context.device) as self._generators:
+            states = []
             for run in self._runs():
                 self._take_step(run, self._images(run.order).to(context.device))
+                if thorough:
+                    states.append(ReachableState.of(self._method, context.architecture))
         self._rows.clear()
+        if thorough:
+            self.opaque = states[0].opaque
+            change = states[-1].change_since(states[0])
+            if change and not self.finding:
+                self.finding = f"{STATE} ({change} changes)"
 
     def _runs(self) -> list[_Run]:
         records = torch.arange(self.records)
@@ -202,6 +217,7 @@ class StepTrial:
                 nominal_size=context.nominal_size,
                 users=users,
                 network=context.architecture,
+                isolated=context.isolated,
             )
             step = self._method.first_step if phase == FIRST else self._method.client_step
             try:
@@ -378,16 +394,30 @@ def _disturbed(message: Message) -> Message:
     return replace(message, parameters=parameters)
 
 
-MOVED = (
-    "The position of an example in a batch changes the last bits of its vector on the machine of "
-    "this test. Epsilon may not hold against a server that crafts weights (docs/threat-model.md)"
-)
+MOVED = "The position of an example in a batch changes the last bits of its vector on this machine"
+ISOLATED = f"{MOVED}. Examples are therefore computed one at a time, which is slower"
+NOT_HELD = f"{MOVED}. Epsilon may not hold against a server that crafts weights"
+FASTER = "Use a multiple of 8 as model.width, and images of even height and width"
 NOT_TRIED = "The test of the independence of examples could not run: "
+NOT_COMPARED = "The state of these objects in user code could not be compared: "
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """The result of the check before a private run.
+
+    Args:
+        warnings: warnings for the privacy report, one sentence or two each.
+        isolated: whether each pass of the run must have only one record.
+    """
+
+    warnings: list[str] = field(default_factory=list)
+    isolated: bool = False
 
 
 def check_private_steps(
     settings: RunSettings, context: RoundContext, client: int | None = None
-) -> list[str]:
+) -> StepCheck:
     """Refuses user code whose result for one example depends on other examples.
 
     Args:
@@ -396,17 +426,15 @@ def check_private_steps(
         client: the index of the client whose step is tried. None tries one client of each
             architecture.
 
-    Returns:
-        Warnings for the privacy report, one sentence each.
-
     Raises:
-        SettingError: a fault was found. The message names the setting that selects the code.
+        SettingError: a fault was found. The message names the setting that selects the code. Or the
+            last bits of a vector depend on its position although each pass has one record.
     """
     if settings.privacy is None:
-        return []
+        return StepCheck()
     plan = PrivacyPlan.checked(settings, context)
     if not plan.facts.guaranteed:
-        return []
+        return StepCheck()
     own_model = settings.method.model_sees_data and is_own_model(settings.model)
     if own_model:
         trained = any(item.mechanism == "dp-sgd" for item in plan.plans)
@@ -417,29 +445,67 @@ def check_private_steps(
             context.device,
             training=trained,
         )
+        if trained:
+            _check_gradients(settings, context)
     clients = _clients_of_each_architecture(context) if client is None else [client]
     try:
         trials = _trials(plan, context, clients)
+        findings = list(filter(None, (trial.finding for trial in trials)))
+        if findings and settings.own_code:
+            raise _refused(settings, findings[0], own_model=own_model)
+        isolated = None
+        if any(trial.moved for trial in trials):
+            isolated = _trials(plan, replace(context, isolated=True), clients)
     except SettingError:
         raise
     except Exception as error:  # a step can raise any on random images: nothing was tried then
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        return [f"{NOT_TRIED}{reason:.200}."]
-    findings = list(filter(None, (trial.finding for trial in trials)))
-    if findings and settings.own_code:
-        setting = ("model", "name") if own_model else ("method", "features")
-        if is_own_method(settings.method):
-            setting = ("run", "method")
-        raise SettingError(
-            *setting,
-            f"cannot be private, because a client's step with {' and '.join(settings.own_code)} "
-            f"{findings[0]}. {ADVICE}",
-        )
-    if not any(trial.moved for trial in trials):
-        return []
-    if not settings.method.takes_model or settings.model.features:
-        return [f"{MOVED}."]
-    return [f"{MOVED}. Use a multiple of 8 as model.width, and images of even height and width."]
+        return StepCheck([f"{NOT_TRIED}{reason:.200}."])
+    opaque = sorted({kind for trial in trials for kind in trial.opaque})
+    warnings = [f"{NOT_COMPARED}{', '.join(opaque)}."] if opaque else []
+    if isolated is None:
+        return StepCheck(warnings)
+    return _isolated(settings, context, isolated, warnings)
+
+
+def _check_gradients(settings: RunSettings, context: RoundContext) -> None:
+    """Refuses a custom model whose backward pass mixes the examples of a batch."""
+    inputs = StepInputs(
+        context.spec.image_shape,
+        context.device,
+        length=RECORDS,
+        bounds=(-3.0, 3.0),  # of normalised images
+        classes=context.spec.classes,
+    )
+    for network in context.client_architectures or (context.architecture,):
+        if found := gradient_dependence(network.to(context.device), inputs):
+            reason = f"cannot be private, because in training it {found}. {ADVICE}"
+            raise SettingError("model", "name", reason, value=settings.model.name)
+
+
+def _isolated(
+    settings: RunSettings, context: RoundContext, trials: list[StepTrial], warnings: list[str]
+) -> StepCheck:
+    """Decides about a run whose passes must have one record each.
+
+    Raises:
+        SettingError: bits depend on positions even then, on a CPU.
+    """
+    held = not any(trial.moved for trial in trials)
+    if not held and context.device.type == "cpu":
+        raise SettingError("run", "device", f"cannot compute private steps. {NOT_HELD}. {FASTER}")
+    text = ISOLATED if held else NOT_HELD
+    takes_images = settings.method.takes_model and not settings.model.features
+    return StepCheck([*warnings, f"{text}. {FASTER}." if takes_images else f"{text}."], held)
+
+
+def _refused(settings: RunSettings, finding: str, *, own_model: bool) -> SettingError:
+    setting = ("model", "name") if own_model else ("method", "features")
+    if is_own_method(settings.method):
+        setting = ("run", "method")
+    code = " and ".join(settings.own_code)
+    reason = f"cannot be private, because a client's step with {code} {finding}. {ADVICE}"
+    return SettingError(*setting, reason)
 
 
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.features.feature_map import Shape
-from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
+from fedsynth.privacy.batch_independence import (
+    ADVICE,
+    RecordFunction,
+    StepInputs,
+    dependence_on_batch,
+)
 
 # The settings of the section `model` that are passed to a builder that has parameters of these
 # names.
@@ -180,6 +185,7 @@ def refuse_dependence(
     Raises:
         SettingError: the output for an image depends on other images of the batch.
     """
+    inputs = StepInputs(shape, device, bounds=(-3.0, 3.0))  # normalised images
     for mode in sorted({False, training}):
         twin = copy.deepcopy(network).to(device).train(mode)
         functions: list[Any] = [twin]
@@ -187,10 +193,15 @@ def refuse_dependence(
             functions.append(twin.embed)
         for function in functions:
             with _refusing(name, "cannot take random images"):
-                finding = dependence_on_batch(function, shape, device)
+                finding = dependence_on_batch(_of_images(function), inputs)
             if finding:
                 reason = f"{finding}, so the influence of one example is not bounded. {ADVICE}"
                 raise _refused(name, reason)
+
+
+def _of_images(network: Callable[[Tensor], Tensor]) -> RecordFunction:
+    """Returns a function of images and labels that does not use the labels."""
+    return lambda x, y: network(x)
 
 
 @contextmanager

@@ -62,7 +62,9 @@ class ActiveRun:
         self.observer = observer
         self.method.check_model(context.architecture)
         self.context = with_proxy(context, settings, download=download)
-        self._warnings = check_private_steps(settings, self.context)  # before anything is opened
+        check = check_private_steps(settings, self.context)  # before anything is opened
+        self._warnings = check.warnings
+        self.context = replace(self.context, isolated=check.isolated)
 
     def _join(self, planned: Callable[[Sequence[History]], PrivacyPlan] | None) -> None:
         """Lets the clients join, and creates the server.

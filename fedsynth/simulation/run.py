@@ -119,8 +119,9 @@ class Simulation(ActiveRun):
     def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
         """Reads the vectors of the run's feature map from the folder that the settings name.
 
-        Vectors that are not there are computed and stored. `used` are the positions of the clients'
-        images in `train`.
+        Vectors that are not there are computed and stored, except if each pass has one record, since
+        stored vectors are those of full passes. `used` are the positions of the clients' images in
+        `train`.
 
         Raises:
             SettingError: the run has neither an encoder nor a feature map.
@@ -132,6 +133,8 @@ class Simulation(ActiveRun):
         if not isinstance(network, OnFeatures | FeatureLinear):
             reason = "has no effect, because the run has no encoder and its model no feature map"
             raise SettingError("data", "encoder_cache", reason)
+        if self.context.isolated:
+            return
         folder, features = Path(encoder.encoder_cache), network.feature_map
         note = self.observer.note if self._private else None
         keep_on_disk(folder, train, features, used, note)

@@ -246,7 +246,7 @@ class _PrivateMatching:
             PrivacyError: the features or the gradient of a record depend on other records.
         """
         features = self._features(0)
-        self.owner.check_independent(lambda x: features.real(x, _segment(x)))
+        self._check(features)
         plan = ReleasePlan(
             name="images",
             quantity="synthetic records",
@@ -259,6 +259,12 @@ class _PrivateMatching:
             groups=self.classes,
         )
         self._series = [self.owner.charge(plan, self.total_epsilon)]
+
+    def _check(self, features: matching.NetworkFeatures) -> None:
+        """Tries the vectors that a step computes from records, before anything is charged."""
+        self.owner.check_independent(
+            lambda x, y: features.real(x, _segment(x)), sample_rate=self.sample_rate
+        )
 
     def _features(self, step: int) -> matching.NetworkFeatures:
         return _step_features(self.networks, self.seed, step, self.owner.device)
@@ -320,18 +326,18 @@ class GradientMatching(_PrivateMatching):
     mechanism = "gradient"
     loss: Loss = mean_distance
 
-    def begin(self) -> None:
-        features = self._features(0)
+    def _check(self, features: matching.NetworkFeatures) -> None:
+        super()._check(features)
         synthetic = self.start(self._per_class, seed=0)
 
-        def gradients(x: Tensor) -> Tensor:
-            classes = torch.zeros(len(x), dtype=torch.int64)
+        def gradients(x: Tensor, y: Tensor) -> Tensor:
             return private_matchers.per_example_gradients(
-                features, synthetic, x, classes, self._cotangents
+                features, synthetic, x, y, self._cotangents
             )
 
-        self.owner.check_independent(gradients)
-        super().begin()
+        self.owner.check_independent(
+            gradients, sample_rate=self.sample_rate, start_over_row=private_matchers.GRADIENT_START
+        )
 
     def _width(self, features: matching.NetworkFeatures) -> int:
         return self._per_class * math.prod(self.owner.record_shape)

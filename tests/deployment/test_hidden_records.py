@@ -27,6 +27,7 @@ from fedsynth.deployment.proposal import Proposal, new_run
 from fedsynth.errors import DataError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
+from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.models.small import Mlp
 from fedsynth.results import active_run
 from tests.deployment.local_setup import Setup, join, noise_of
@@ -85,7 +86,7 @@ def register_hostile_code(monkeypatch: pytest.MonkeyPatch) -> None:
     register_features("hostile", hostile_map)
     register_model("hostile", lambda shape, classes: HostileModel(shape, classes, 8))
     for module in (active_run, node):
-        monkeypatch.setattr(module, "check_private_steps", lambda *args: [])
+        monkeypatch.setattr(module, "check_private_steps", lambda *args: StepCheck())
 
 
 STEPS: dict[str, dict[str, Any]] = {

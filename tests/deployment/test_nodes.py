@@ -24,6 +24,7 @@ from fedsynth.deployment.proposal import Proposal, new_proposal, new_run
 from fedsynth.deployment.session import Session
 from fedsynth.errors import SettingError
 from fedsynth.federation import in_process, position_leak_check
+from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.small import Mlp
@@ -99,8 +100,11 @@ def test_each_message_may_reach_another_process(setup: Setup, settings: Any) -> 
 
 def test_owners_are_warned_of_position_leaks(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warning appears at the first join, not at later joins or steps, and in all reports."""
-    moved = SimpleNamespace(moved=True, finding="")
-    monkeypatch.setattr(position_leak_check, "_trials", lambda *args: [moved])
+
+    def trials(plan: Any, context: Any, clients: Any) -> list[Any]:
+        return [SimpleNamespace(moved=not context.isolated, finding="", opaque=())]
+
+    monkeypatch.setattr(position_leak_check, "_trials", trials)
     settings = sections("feddm", privacy=PRIVATE)
     node, proposal = setup.node(0, home="other"), new_proposal(settings)
     for _ in range(2):
@@ -122,7 +126,9 @@ def test_models_that_draw_are_declined(setup: Setup, monkeypatch: pytest.MonkeyP
     settings = {**sections("feddm", privacy=PRIVATE), "model": {"name": "own-drawing"}}
     with pytest.raises(SettingError, match="draws random numbers"):
         setup.serve(settings)
-    monkeypatch.setattr(active_run, "check_private_steps", lambda *args: [])  # servers may skip it
+    monkeypatch.setattr(
+        active_run, "check_private_steps", lambda *args: StepCheck()
+    )  # servers may skip it
     with pytest.raises(TooFewClientsError, match="of 3 clients, but 0 joined"):
         setup.serve(settings)
     declined = [line for line in setup.messages if "declines: model.name=own-drawing draws" in line]

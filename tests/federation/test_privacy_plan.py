@@ -20,6 +20,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import public_context
+from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.methods import feddm
 from fedsynth.models import on_features as feature_linear
@@ -203,7 +204,9 @@ def test_unguaranteed_mechanisms_are_recorded_without_series() -> None:
 def test_steps_take_all_charged_series(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = create_autospec(ReleaseBudget.__init__, side_effect=ReleaseBudget.__init__)
     monkeypatch.setattr(ReleaseBudget, "__init__", spy)
-    monkeypatch.setattr(active_run, "check_private_steps", lambda *args: [])  # charges nothing
+    monkeypatch.setattr(
+        active_run, "check_private_steps", lambda *args: StepCheck()
+    )  # charges nothing
     method_settings = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
     privacy = {"mechanism": "features"} if name == "feddm" else {}
     run = settings(name, clients=2, own=method_settings, noise_multiplier=3.0, **privacy)
@@ -247,7 +250,7 @@ def trial_settings(
 def warnings_of(run: RunSettings, device: torch.device = CPU) -> list[str]:
     return position_leak_check.check_private_steps(
         run, public_context(run, dataset_spec(run.dataset), device)
-    )
+    ).warnings
 
 
 def shifted_by_position(rows: Tensor) -> Tensor:
@@ -258,7 +261,7 @@ def shifted_by_position(rows: Tensor) -> Tensor:
 
 
 def with_changed_bit(rows: Tensor) -> Tensor:
-    rows[5] = torch.nextafter(rows[5], torch.full_like(rows[5], 9.0))
+    rows[5:6] = torch.nextafter(rows[5:6], torch.full_like(rows[5:6], 9.0))
     return rows
 
 

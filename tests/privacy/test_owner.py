@@ -27,7 +27,7 @@ from fedsynth.features.registry import register_features
 from fedsynth.methods.shared.client_training import LocalObjective
 from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
-from fedsynth.privacy.batch_independence import dependence_on_batch
+from fedsynth.privacy.batch_independence import StepInputs, dependence_on_batch
 from fedsynth.privacy.dpsgd import cross_entropies as losses
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.releases import Release
@@ -83,7 +83,7 @@ def test_mean_without_noise_equals_numpy(without_noise: None) -> None:
 def test_additional_record_changes_no_charge_or_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     def released(count: int) -> tuple[set[torch.Size], tuple[Release, ...]]:
         data_owner, values = owner(count), Mock(side_effect=lambda x: x)
-        monkeypatch.setattr(data_owner, "check_independent", lambda values: None)
+        monkeypatch.setattr(data_owner, "check_independent", lambda *args, **kwargs: (64, 64))
         data_owner.noisy_mean(values, clip=1.0, total_epsilon=1.0)
         data_owner.fit(nn.Linear(6, 3), sgd, steps=2, batch_size=300, clip=1.0)
         return {call.args[0].shape for call in values.call_args_list}, data_owner._ledger.releases
@@ -280,7 +280,7 @@ INDEPENDENT: dict[str, Mix] = {
 def test_dependence_on_batch_is_detected(name: str) -> None:
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     mix = {**DEPENDENT, **INDEPENDENT}[name]
-    finding = dependence_on_batch(lambda x: mix(x.flatten(1)), SPEC.image_shape, CPU)
+    finding = dependence_on_batch(lambda x, y: mix(x.flatten(1)), StepInputs(SPEC.image_shape, CPU))
     assert bool(finding) == (name in DEPENDENT)
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002

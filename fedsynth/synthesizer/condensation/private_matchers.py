@@ -42,6 +42,9 @@ Cotangents = Callable[[Tensor, Tensor], Tensor]
 # Limits on the backward passes of `per_example_gradients`. A (client, class) pair has about PASSES
 # backward passes. Each has at most PULLED times as many images as a forward pass.
 PASSES, PULLED = 4, 8
+# The fixed cost of a call of `per_example_gradients`, divided by its cost per record. A call repeats
+# the forward pass of the synthetic images.
+GRADIENT_START = 64.0
 
 
 @dataclass(eq=False)
@@ -111,10 +114,8 @@ class GradientMatcher(matching.MatchingObjective):
         def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
             return per_example_gradients(features, synthetic, x_NCHW, segment_N, self.cotangents)
 
-        # Each call repeats the forward pass of the synthetic images; a discarded image is cheap in
-        # comparison.
-        noisy = self.clients.class_sums(self.series, rows, start_over_row=64.0) / self.divisor
-        return noisy.view_as(synthetic)
+        sums = self.clients.class_sums(self.series, rows, start_over_row=GRADIENT_START)
+        return (sums / self.divisor).view_as(synthetic)
 
 
 def per_example_gradients(

@@ -1,0 +1,180 @@
+"""Records all state that a function can reach, so that two points in time can be compared.
+
+Code that keeps state between calls can carry one record's values to others, or into a model that is
+returned. The records that a function has seen may be in a buffer, an attribute, a closure, a global
+list or a class. All of these are read, in the user's code as well as in the objects that it holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import pickle
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_SKIPPED = (types.ModuleType, types.BuiltinFunctionType, logging.Logger)
+# Packages whose global variables and classes hold no state that a user's function would change.
+_LIBRARIES = {*sys.stdlib_module_names, "fedsynth", "numpy", "opacus", "scipy", "timm", "torch"}
+_LIBRARIES |= {"torchvision", "sklearn", "geomloss", "PIL"}
+
+
+@dataclass
+class ReachableState:
+    """The state that a function can reach.
+
+    Attributes:
+        values: a digest of each value, by its path from the function.
+        code: the code of all functions and classes that can be reached.
+        opaque: the types whose state cannot be read completely, such as open files.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> before = ReachableState.of(layer)
+    >>> layer.last = torch.ones(2)
+    >>> ReachableState.of(layer).change_since(before)
+    'last'
+    """
+
+    values: dict[str, object] = field(default_factory=dict)
+    code: set[object] = field(default_factory=set)
+    opaque: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, *roots: object) -> ReachableState:
+        state = cls()
+        seen: dict[int, object] = {}  # which also keeps the objects, so that no id is used again
+        waiting: list[tuple[str, object]] = [("", root) for root in roots]
+        while waiting:
+            path, value = waiting.pop()
+            if id(value) not in seen:
+                seen[id(value)] = value
+                waiting += state._read(path, value)
+        return state
+
+    def change_since(self, before: ReachableState) -> str:
+        """Returns the path of a value that has changed, or an empty string."""
+        for path in sorted({*self.values, *before.values}):
+            if self.values.get(path) != before.values.get(path):
+                return path.strip(".") or "its state"
+        return ""
+
+    def _read(self, path: str, value: Any) -> Iterator[tuple[str, object]]:
+        """Records a value, and yields the values that it holds."""
+        kind = value if isinstance(value, type) else type(value)
+        if isinstance(value, _SKIPPED) or kind.__module__.startswith("fedsynth.privacy"):
+            return
+        digest = _digest(value)
+        if digest is not None:
+            self.values[path] = type(value).__name__, digest
+        elif isinstance(value, type):
+            yield from self._of_class(path, value)
+        elif isinstance(value, types.FunctionType):
+            yield from self._of_function(path, value)
+        elif isinstance(value, types.MethodType):
+            yield from ((path, value.__self__), (path, value.__func__))
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self.values[path] = value.cache_info().currsize
+            yield path, value.__wrapped__
+        elif isinstance(value, Mapping):
+            self.values[path] = len(value)
+            yield from _items(path, value)
+        elif isinstance(value, functools.partial):
+            yield from ((path, value.func), (path, value.args), (path, value.keywords))
+        elif isinstance(value, torch.jit.ScriptModule):
+            self.opaque.add("torch.jit.ScriptModule")
+            yield path, value.state_dict()
+        elif isinstance(value, list | tuple | set | frozenset):
+            self.values[path] = len(value)
+            items = enumerate(value) if isinstance(value, list | tuple) else _unordered(value)
+            yield from ((f"{path}.{key}", item) for key, item in items)
+        else:
+            yield from self._of_object(path, value)
+
+    def _of_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
+        code = function.__code__
+        self.code.add(code)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                yield f"{path}.{name}", cell.cell_contents
+            except ValueError:  # not assigned yet
+                self.values[f"{path}.{name}"] = "empty"
+        yield f"{path}.defaults", (function.__defaults__, function.__kwdefaults__)
+        yield f"{path}", dict(vars(function))
+        if not _is_library(function.__module__):
+            for name in _names(code):
+                if name in function.__globals__:
+                    yield f"{path}.{name}", function.__globals__[name]
+
+    def _of_class(self, path: str, kind: type) -> Iterator[tuple[str, object]]:
+        for base in kind.__mro__:
+            if not _is_library(base.__module__):
+                yield from _items(f"{path}.{base.__name__}", vars(base))
+
+    def _of_object(self, path: str, value: object) -> Iterator[tuple[str, object]]:
+        kind = type(value)
+        self.code.add(kind)
+        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
+        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        held |= getattr(value, "__dict__", {})
+        held.pop("__weakref__", None)
+        if not held and not hasattr(value, "__dict__"):
+            self.values[path] = repr(value)
+            if " at 0x" in repr(value):  # an address shows nothing of the content
+                self.opaque.add(f"{kind.__module__}.{kind.__qualname__}")
+        yield from ((f"{path}.{name}", item) for name, item in held.items())
+        yield from self._of_class(path, kind)
+
+
+def _digest(value: Any) -> object:
+    """Returns a comparable form of a value that holds no other values, otherwise None."""
+    if isinstance(value, _ATOMS):
+        return repr(value)
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.device.type == "meta":
+            return str(value.shape)
+        content = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        gradient = None if not value.is_leaf or value.grad is None else _digest(value.grad)
+        return tuple(value.shape), hashlib.blake2b(content.tobytes()).digest(), gradient
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if isinstance(value, np.ndarray | np.generic | np.random.Generator | np.random.RandomState):
+        return hashlib.blake2b(pickle.dumps(value)).digest()
+    if isinstance(value, bytearray):
+        return bytes(value)
+    return None
+
+
+def _unordered(values: Any) -> Iterator[tuple[str, object]]:
+    for value in values:
+        digest = _digest(value)
+        yield (repr(digest) if digest is not None else type(value).__name__), value
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Returns the names that code and the functions within it may look up."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+    return names
+
+
+def _items(path: str, values: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
+    for number, (key, item) in enumerate(values.items()):
+        yield f"{path}.{key if isinstance(key, str | int) else number}", item
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _LIBRARIES
