@@ -173,9 +173,9 @@ class StepInputs:
         if not self.finite:
             values += [math.nan] if bounded else [math.nan, math.inf, -math.inf]
         records = [torch.full(self.shape, value) for value in values]
-        draws = np.random.default_rng(2).integers(0, 2, self.shape)
-        ends = values[:2] if bounded else [-1e3, 1e3]
-        records.append(torch.where(torch.from_numpy(draws) == 0, *ends))
+        is_low = torch.from_numpy(np.random.default_rng(2).integers(0, 2, self.shape)) == 0
+        mixed = torch.full(self.shape, high if bounded else 1e3)
+        records.append(mixed.masked_fill(is_low, low if bounded else -1e3))
         return [record.clamp(*self.bounds).to(self.device) for record in records]
 
 

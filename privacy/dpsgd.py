@@ -387,6 +387,7 @@ def gradient_dependence(
     used = loss or cross_entropies
     moved = _with_moved_weights(model)
 
+    @torch.enable_grad()
     def losses(x: Tensor, y: Tensor) -> Tensor:
         return used(moved, x, y.to(x.device))
 
