@@ -18,6 +18,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.version import __version__
 
 TOLERANCE = 1e-3
+EVALUATOR = "reference evaluator of onnx"
 NEEDS_ONNX = "an ONNX file needs the packages onnx and onnxscript: pip install 'fedsynth[onnx]'"
 
 
@@ -59,7 +60,8 @@ def export_onnx(
 
     The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], or values between the
     bounds of the data set. The normalisation is part of the graph. The output `logits` is float32
-    [N, classes]. The metadata of the file contains the names of the classes and the guarantee.
+    [N, classes]. The metadata of the file contains the names of the classes, the
+    window and slice of image files, and the guarantee.
     Like the model, the file is computed from the clients' releases, and so has their guarantee. It
     contains no source code and no paths. Its logits for one image are compared with PyTorch's.
 
@@ -94,6 +96,8 @@ def export_onnx(
     program.model.metadata_props.update(
         made_by=f"fedsynth {__version__}",
         class_names=json.dumps(spec.class_names, ensure_ascii=False),
+        window=json.dumps(spec.window),
+        slice=json.dumps(spec.slice),
         epsilon=json.dumps(guarantee.get("epsilon")),
         delta=json.dumps(guarantee.get("delta")),
     )
@@ -111,7 +115,6 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
     """
     try:
         import onnxscript  # noqa: F401
-        from onnx.reference import ReferenceEvaluator
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     except ImportError:
         raise OutputError(NEEDS_ONNX) from None
@@ -130,14 +133,49 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
         )
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
         # one image instead of three, because code such as `len(images)` may fix the number
-        evaluator = ReferenceEvaluator(program.model_proto)
-        (result,) = evaluator.run(None, {"images": images[:1].numpy()})
+        result, evaluator = _evaluated(program.model_proto, images[:1])
     except (RuntimeError, ValueError) as error:
         raise OutputError(
             "the model cannot be written as ONNX, because ONNX has no form of one of its "
             "operations, or the code fixes the number of images. Feature maps with scattering have "
             "such operations: use another map"
         ) from error
-    if not torch.allclose(torch.tensor(result), logits[:1], atol=TOLERANCE, rtol=TOLERANCE):
-        raise OutputError("the model cannot be written as ONNX: its logits differ from PyTorch's")
+    if not torch.allclose(result, logits[:1], atol=TOLERANCE, rtol=TOLERANCE):
+        hint = ""
+        if evaluator == EVALUATOR and _pools_with_ceil(program.model_proto):
+            hint = (
+                f". The {EVALUATOR} has a fault in pooling with ceil mode, which this model uses: "
+                "pip install onnxruntime, which is used instead"
+            )
+        raise OutputError(
+            f"the ONNX file is not written, because the {evaluator} computes other logits than "
+            f"PyTorch{hint}"
+        )
     return program
+
+
+def _evaluated(model: Any, images_NCHW: Tensor) -> tuple[Tensor, str]:
+    """Computes the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx.
+
+    Also returns the name of the program that computed them.
+    """
+    inputs = {"images": images_NCHW.numpy()}
+    try:
+        from onnxruntime import InferenceSession
+    except ImportError:
+        from onnx.reference import ReferenceEvaluator
+
+        (logits,) = ReferenceEvaluator(model).run(None, inputs)
+        return torch.tensor(logits), EVALUATOR
+    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, inputs)
+    return torch.tensor(logits), "onnxruntime"
+
+
+def _pools_with_ceil(model: Any) -> bool:
+    """Returns True if a node of an ONNX model has the attribute `ceil_mode`, and it is not 0."""
+    return any(
+        attribute.name == "ceil_mode" and attribute.i
+        for node in (*model.graph.node, *(n for f in model.functions for n in f.node))
+        for attribute in node.attribute
+    )

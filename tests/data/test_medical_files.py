@@ -344,7 +344,7 @@ def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
     described.path.write_text(described.toml)
     with pytest.warns(UserWarning, match="converted"):
         loaded = load_folder(tmp_path)
-    assert loaded.declaration.decoding == Decoding((40, 400), 0)
+    assert (loaded.train.spec.window, loaded.train.spec.slice) == ((40, 400), 0)
     assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
     for name, value in {"window": "40,80", "slice": 3}.items():
         with pytest.raises(SettingError, match=f"^data.{name} must be .* declares"):
