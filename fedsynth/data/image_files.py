@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from io import BufferedReader, BytesIO
 from pathlib import Path
 from threading import Lock
@@ -80,15 +79,13 @@ def images_in(folder: Path) -> list[Path]:
     return images
 
 
-def read_headers(
-    paths: Sequence[Path], decoding: Decoding | None = None
-) -> tuple[list[ImageHeader], dict[int, str]]:
-    """Reads the headers of image files. DICOM and NIfTI files are also decoded, as a check.
+def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, str]]:
+    """Reads the headers of image files.
 
     Returns the headers of the files that can be read, and a dictionary with a description of the
     fault of each other file. The keys of the dictionary are positions in `paths`.
     """
-    headers, faults = _attempt(partial(_read_header, decoding or Decoding()), paths)
+    headers, faults = _attempt(_read_header, paths)
     return list(filter(None, headers)), faults
 
 
@@ -236,9 +233,10 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
     return results, dict(sorted(faults.items()))
 
 
-def _read_header(decoding: Decoding, path: Path) -> ImageHeader:
+def _read_header(path: Path) -> ImageHeader:
     if medical_files.medical_reader(path) is not None:
-        values = _read_picture(path, decoding).values
+        # any window, so that a bad window in the file does not matter to a run with its own
+        values = _read_picture(path, Decoding(window=(0.5, 1.0))).values
         return ImageHeader(len(values), values.shape[1], values.ndim == 2)
     with opened_image(path) as image:
         height, width = image.height, image.width

@@ -279,7 +279,7 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
-        headers, faults = read_headers(files.full_paths, settings.decoding())
+        headers, faults = read_headers(files.full_paths)
         _check_faults(files, faults, skip_corrupt=settings.skip_corrupt)
         heights, widths, are_grey = zip(*headers, strict=True)
         sizes = Counter(zip(heights, widths, strict=True))

@@ -18,7 +18,6 @@ from fedsynth.seeding import torch_generator
 from fedsynth.version import __version__
 
 TOLERANCE = 1e-3
-EVALUATOR = "reference evaluator of onnx"
 NEEDS_ONNX = "an ONNX file needs the packages onnx and onnxscript: pip install 'fedsynth[onnx]'"
 
 
@@ -132,50 +131,49 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
             verbose=False,
         )
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
-        # one image instead of three, because code such as `len(images)` may fix the number
-        result, evaluator = _evaluated(program.model_proto, images[:1])
     except (RuntimeError, ValueError) as error:
         raise OutputError(
             "the model cannot be written as ONNX, because ONNX has no form of one of its "
             "operations, or the code fixes the number of images. Feature maps with scattering have "
             "such operations: use another map"
         ) from error
-    if not torch.allclose(result, logits[:1], atol=TOLERANCE, rtol=TOLERANCE):
-        hint = ""
-        if evaluator == EVALUATOR and _pools_with_ceil(program.model_proto):
-            hint = (
-                f". The {EVALUATOR} has a fault in pooling with ceil mode, which this model uses: "
-                "pip install onnxruntime, which is used instead"
-            )
-        raise OutputError(
-            f"the ONNX file is not written, because the {evaluator} computes other logits than "
-            f"PyTorch{hint}"
-        )
+    # one image instead of three, because code such as `len(images)` may fix the number
+    _check_logits(program.model_proto, images[:1], logits[:1])
     return program
 
 
-def _evaluated(model: Any, images_NCHW: Tensor) -> tuple[Tensor, str]:
-    """Computes the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx.
+def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
+    """Checks the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx.
 
-    Also returns the name of the program that computed them.
+    Raises:
+        OutputError: the model cannot be executed, or the logits differ.
     """
-    inputs = {"images": images_NCHW.numpy()}
+    from onnx.reference import ReferenceEvaluator
+
     try:
         from onnxruntime import InferenceSession
     except ImportError:
-        from onnx.reference import ReferenceEvaluator
-
-        (logits,) = ReferenceEvaluator(model).run(None, inputs)
-        return torch.tensor(logits), EVALUATOR
-    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (logits,) = session.run(None, inputs)
-    return torch.tensor(logits), "onnxruntime"
+        name, session_of = "the reference evaluator of onnx", ReferenceEvaluator
+    else:
+        name, session_of = "onnxruntime", InferenceSession
+    fault, cause = "computes other logits than PyTorch", None
+    try:
+        (result,) = session_of(model.SerializeToString()).run(None, {"images": images_NCHW.numpy()})
+        if torch.allclose(torch.tensor(result), logits_NC, atol=TOLERANCE, rtol=TOLERANCE):
+            return
+    except Exception as error:  # onnxruntime's errors have no common class
+        fault = (
+            "cannot execute it for one image, perhaps because the code fixes the number of images"
+        )
+        cause = error
+    if session_of is ReferenceEvaluator and _pools_with_ceil(model):
+        fault = "computes pooling with ceil mode wrongly, so the model cannot be checked. Run pip "
+        fault += "install onnxruntime, which is then used instead"
+    raise OutputError(f"the ONNX file is not written, because {name} {fault}") from cause
 
 
 def _pools_with_ceil(model: Any) -> bool:
-    """Returns True if a node of an ONNX model has the attribute `ceil_mode`, and it is not 0."""
-    return any(
-        attribute.name == "ceil_mode" and attribute.i
-        for node in (*model.graph.node, *(n for f in model.functions for n in f.node))
-        for attribute in node.attribute
-    )
+    """Returns True if a node of an ONNX model rounds the size of its pooling up."""
+    functions = [model.graph, *model.functions]
+    attributes = (a for part in functions for node in part.node for a in node.attribute)
+    return any(attribute.name == "ceil_mode" and attribute.i for attribute in attributes)
