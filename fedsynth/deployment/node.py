@@ -89,7 +89,7 @@ class ClassFolders:
             ]
             if not differing:
                 return []
-            return [f"the run's {' and '.join(differing)} differ from the owner's declaration"]
+            return [f"the run and the owner's declaration differ in {' and '.join(differing)}"]
         if proposal.settings.privacy is None or identified:
             return []
         return [

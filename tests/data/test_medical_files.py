@@ -14,6 +14,7 @@ import nibabel
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from PIL import Image
 from pydicom import dcmread
 from pydicom.dataset import Dataset, FileMetaDataset
@@ -27,7 +28,10 @@ from fedsynth.data.describe import describe_folder
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.load_folder import read_records
 from fedsynth.data.medical_files import Decoding, patient_of
+from fedsynth.data.registry import spec_from_json
+from fedsynth.data.shared_set import BYTES, set_facts, shared_set
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
+from fedsynth.simulation.student import real_images
 from tests.user_files import write_declaration
 
 Array = npt.NDArray[Any]
@@ -477,8 +481,11 @@ def test_modes_of_images_become_grey_or_rgb(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- declarations
 
 
-def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
-    """The draft has the chosen window, and other settings than the declared ones are refused."""
+def test_declared_window_and_slice_are_used(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The draft has the chosen window, which is also that of the receivers of a synthetic set. Other
+    settings than the declared ones are refused."""
     for place in ("ill/1", "well/2"):
         write_ct(tmp_path / f"{place}.dcm", place)
     settings = FolderSettings(str(tmp_path), window="40,400", slice=0)
@@ -491,6 +498,15 @@ def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
         loaded = load_folder(tmp_path)
     assert (loaded.train.spec.window, loaded.train.spec.slice) == ((40, 400), 0)
     assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
+    facts = set_facts(loaded.train.spec, BYTES)
+    tensors = {"images": loaded.train.images, "labels": loaded.train.labels}
+    spec = shared_set(tensors, facts).spec
+    later = tmp_path_factory.mktemp("later")
+    for place in ("ill/1", "well/2"):
+        write_ct(later / f"{place}.dcm", WindowCenter=0, WindowWidth=9000)
+    for receiver in (spec, spec_from_json(spec.to_json())):
+        received = real_images(receiver, {"test_folder": str(later)})
+        assert torch.equal(received.images, loaded.train.images)
     for name, value in {"window": "40,80", "slice": 3}.items():
         with pytest.raises(SettingError, match=f"^data.{name} must be .* declares"):
             load_folder(tmp_path, **{name: value})
