@@ -173,7 +173,10 @@ def test_unusable_windows_are_refused_and_can_be_replaced(tmp_path: Path) -> Non
     """The hint works: the folder without a declaration can be read with --window."""
     for elements, reason in (
         ({"WindowCenter": 0, "WindowWidth": 0}, "WindowWidth of the DICOM file must be at least 1"),
-        ({"WindowCenter": 0, "WindowWidth": 9, "VOILUTFunction": "CUBIC"}, "unknown VOILUTFunction"),
+        (
+            {"WindowCenter": 0, "WindowWidth": 9, "VOILUTFunction": "CUBIC"},
+            "unknown VOILUTFunction",
+        ),
     ):
         for place in ("ill/1", "well/2"):
             path = write_ct(tmp_path / f"{place}.dcm", **elements)

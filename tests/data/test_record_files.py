@@ -140,7 +140,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
     test = read_test(str(file), train.spec, print, FolderSettings("x").columns)
     assert torch.equal(test.images, train.images)
     described.path.unlink()
-    with pytest.raises(SettingError, match="data.slice must be less than 9"):
+    with pytest.raises(SettingError, match=r"data.slice must be less than 9"):
         load_file(file, slice=9)
     np.savez(file, x=volumes[:, :5], y=labels)
     assert load_file(file).train.spec.image_shape == (5, 9, 9)

@@ -420,7 +420,9 @@ def test_onnxruntime_checks_pooling_that_onnx_computes_wrongly(
     network = nn.Sequential(pooling, nn.Flatten(), nn.Linear(64, 10)).eval()
     spec = fs.load_dataset("digits")[1].spec
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(errors.OutputError, match=r"ceil mode wrongly.* Run pip install onnxruntime"):
+    with pytest.raises(
+        errors.OutputError, match=r"ceil mode wrongly.* Run pip install onnxruntime"
+    ):
         _checked_program(network, spec)
     error = 0.0
 
