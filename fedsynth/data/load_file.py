@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fedsynth.data.folder_settings import (
     Declaration,
@@ -212,4 +213,9 @@ def as_data(records: Records, spec: DatasetSpec) -> ImageData:
     groups = None
     if files.users.any():
         groups = files.users
-    return from_arrays(values, files.labels, spec, groups=groups)
+    data = from_arrays(values, files.labels, spec, groups=groups)
+    if values is records.values:
+        return data
+    # ledgers recognise a volume whichever of its slices is used
+    stored = torch.from_numpy(records.values + records.values.dtype.type(0)).flatten(1)
+    return replace(data, record_bytes=stored.contiguous().view(torch.uint8))

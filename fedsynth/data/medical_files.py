@@ -224,7 +224,7 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         tags = [tag for tag in DicomDictionary if tag >> 16 == 0x0028]
         data = _dataset(io.BytesIO(content), [*tags, "PixelData", _SHARED, _PER_FRAME])
         if "PixelData" not in data:
-            raise UnsupportedImageError("the DICOM file has no image")
+            raise UnsupportedImageError("the DICOM file has no image of whole numbers (PixelData)")
         frames = int(data.get("NumberOfFrames") or 1)
         position = decoding.position(frames)
         _check_frame(data, position, frames)
@@ -359,7 +359,8 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
         colours = np.stack([_looked_up(values, *table) for table in tables], axis=2)
         return (colours >> surplus).astype(np.uint8), True
     if values.ndim == 3:
-        return (values >> max(0, data.BitsStored - 8)).astype(np.uint8), True
+        surplus = data.BitsStored - 8 if values.max() > 255 else 0  # some files declare too many
+        return (values >> max(0, surplus)).astype(np.uint8), True
     padding = _padding(values, data)
     unpadded = values[~padding]
     values = np.where(padding, unpadded.min(initial=values.max()), values)
@@ -543,6 +544,8 @@ def _opened_nifti(path: Path) -> BinaryIO:
         from nibabel import Nifti1Header
 
         header = Nifti1Header(file.read(Nifti1Header.sizeof_hdr))
+        if math.isinf(header["scl_slope"]):  # which nibabel ignores
+            raise UnsupportedImageError("scl_slope of the NIfTI file must be finite")
         size = math.prod(map(int, header.get_data_shape())) * header.get_data_dtype().itemsize
         size += int(header["vox_offset"])
         if not 0 < size <= MAX_VOLUME_BYTES:

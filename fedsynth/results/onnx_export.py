@@ -60,7 +60,7 @@ def export_onnx(
     The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], or values between the
     bounds of the data set. The normalisation is part of the graph. The output `logits` is float32
     [N, classes]. The metadata of the file contains the names of the classes, the
-    window and slice of image files, and the guarantee.
+    window and slice of image files, the encoder of vectors, and the guarantee.
     Like the model, the file is computed from the clients' releases, and so has their guarantee. It
     contains no source code and no paths. Its logits for one image are compared with PyTorch's.
 
@@ -97,6 +97,7 @@ def export_onnx(
         class_names=json.dumps(spec.class_names, ensure_ascii=False),
         window=json.dumps(spec.window),
         slice=json.dumps(spec.slice),
+        encoder=spec.encoder,
         epsilon=json.dumps(guarantee.get("epsilon")),
         delta=json.dumps(guarantee.get("delta")),
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import itertools
+import math
 import re
 import struct
 import sys
@@ -164,9 +166,13 @@ def test_numbers_that_are_not_finite_are_refused_with_and_without_window(
         assert np.array_equal(levels(path, (40, 400)), windowed(HOUNSFIELD, 40, 400))
     volume = nibabel.Nifti1Image(np.full((4, 4, 4), np.nan, np.float32), np.eye(4))
     nibabel.save(volume, tmp_path / "a.nii")
-    for window in (None, (40.0, 400.0)):
-        _, faults, _ = read_pixels([tmp_path / "a.nii"], 1, 4, 4, Decoding(window))
-        assert faults[0].startswith("the values of the image are not finite")
+    scaled = bytearray((tmp_path / "a.nii").read_bytes())
+    scaled[112:116] = struct.pack("<f", math.inf)  # nibabel would use the values as they are
+    (tmp_path / "b.nii").write_bytes(scaled)
+    reasons = {"a": "the values of the image are not finite", "b": "scl_slope of the NIfTI file"}
+    for window, (name, reason) in itertools.product((None, (40.0, 400.0)), reasons.items()):
+        _, faults, _ = read_pixels([tmp_path / f"{name}.nii"], 1, 4, 4, Decoding(window))
+        assert faults[0].startswith(reason)
 
 
 def test_unusable_windows_are_refused_and_can_be_replaced(tmp_path: Path) -> None:
@@ -239,6 +245,10 @@ def test_tables_are_scaled_by_the_bits_that_they_use(tmp_path: Path) -> None:
         table.add_new("LUTData", "OW", content)
         write_dicom(path, indices, VOILUTSequence=Sequence([table]))
         assert np.abs(levels(path) - grey).max() <= 1
+    words = np.arange(192, dtype=np.uint16).reshape(8, 8, 3)  # colours of 8 bits declared as 16
+    path = write_dicom(path, words, PlanarConfiguration=0, BitsStored=16)
+    images, _, _ = read_pixels([path], 3, 8, 8, Decoding())
+    assert np.array_equal(images[0].transpose(1, 2, 0), words)
     table.ModalityLUTType = "US"  # its values 0 to 48573 are no longer of 8 bits
     write_dicom(path, indices, ModalityLUTSequence=Sequence([table]))
     assert np.array_equal(levels(path), np.rint(indices * (255 / 63)))

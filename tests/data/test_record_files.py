@@ -140,6 +140,9 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
     test = read_test(str(file), train.spec, print, FolderSettings("x").columns)
     assert torch.equal(test.images, train.images)
     described.path.unlink()
+    other = load_file(file, slice=5).train  # for ledgers, these are the same records
+    digests = [record_digests(data, np.arange(6), bytes(8)) for data in (train, other)]
+    assert np.array_equal(*digests)
     with pytest.raises(SettingError, match=r"data.slice must be less than 9"):
         load_file(file, slice=9)
     np.savez(file, x=volumes[:, :5], y=labels)
