@@ -67,8 +67,8 @@ class DatasetSpec:
             −1 takes the middle one.
 
     Raises:
-        SettingError: a size is not positive, the window has no width, constants or names do not match `channels` and
-            `classes`, or a name is not printable.
+        SettingError: a size is not positive, the window has no width, constants or names do not
+            match `channels` and `classes`, or a name is not printable.
 
     >>> sizes = {"channels": 3, "height": 32, "width": 32, "train_size": 5000, "test_size": 500}
     >>> half = (0.5, 0.5, 0.5)
