@@ -32,7 +32,7 @@ from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
 from tests.fuzz.mutations import CommandFailedError, command, time_limit
 from tests.quick_runs import quick_sections
-from tests.user_files import make_image_folder, make_special_file, write_image, write_image
+from tests.user_files import make_image_folder, make_special_file, write_image
 
 SCRIPT = Path(sysconfig.get_path("scripts")) / "fedsynth"
 
