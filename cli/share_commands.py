@@ -95,7 +95,8 @@ StudentFile = Annotated[Path, options.path_option("The file to write the student
 
 @options.takes_settings(
     "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
-    set_option=False,
+    "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.encoder",
+    "data.encoder_weights", "data.public_images", *options.COLUMNS, set_option=False,
 )  # fmt: skip
 def distill(
     chosen: options.Sections,
@@ -120,8 +121,13 @@ def distill(
     if len(sections) > 1:
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
     sections["run"] = {**chosen["run"], "method": method}
-    sections |= {"data": chosen["data"], "model": chosen["model"]}
-    print(*distil_files(models, student, sections, evaluate=evaluate, output=output), sep="\n")
+    data = options.with_own_code({"data": chosen["data"]})["data"]
+    root = {"data_root": data.pop("data_root")} if "data_root" in data else {}
+    sections |= {"data": root, "model": chosen["model"]}
+    lines = distil_files(
+        models, student, sections, evaluate=evaluate, output=output, test_data=data
+    )
+    print(*lines, sep="\n")
 
 
 data_app = typer.Typer(help="Describe the public facts about your images.", no_args_is_help=True)

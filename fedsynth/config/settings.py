@@ -341,9 +341,9 @@ class RunSettings:
             run["method_source"] = label
         data: dict[str, Any] = {"dataset": self.dataset, "data_root": self.data_root}
         if self.folder is not None:
-            data |= _non_empty(dataclasses.asdict(self.folder))
+            data |= _chosen(self.folder)
         if self.encoder is not None:
-            data |= _non_empty(dataclasses.asdict(self.encoder))
+            data |= _chosen(self.encoder)
         privacy: dict[str, Any] = {"ledger": self.ledger}
         if self.privacy is not None:
             privacy = dataclasses.asdict(self.privacy)
@@ -354,13 +354,19 @@ class RunSettings:
             "model": dataclasses.asdict(self.model),
             "method": self.method.to_dict(),
             "privacy": privacy,
-            "report": _non_empty(dataclasses.asdict(self.report)),
+            "report": _chosen(self.report),
         }
-        return _non_empty({name: _plain(values) for name, values in sections.items()})
+        plain = {name: _plain(values) for name, values in sections.items()}
+        return {name: values for name, values in plain.items() if values}
 
 
-def _non_empty(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value}
+def _chosen(settings: Any) -> dict[str, Any]:
+    """Returns the settings that differ from their defaults, which may not be 0 (`slice`)."""
+    fields = dataclasses.fields(settings)
+    values = {field.name: getattr(settings, field.name) for field in fields}
+    return {
+        field.name: values[field.name] for field in fields if values[field.name] != field.default
+    }
 
 
 _OTHER_SECTIONS = (*_KINDS, "dataset", "data_root", "ledger")

@@ -15,7 +15,7 @@ from fedsynth.data.folder_settings import FolderSettings, default_declaration, d
 from fedsynth.data.images import ImageData
 from fedsynth.data.load_file import as_data, spec_of, training_records
 from fedsynth.data.load_folder import FolderData, by_site, read_folder
-from fedsynth.data.medical_files import Decoding
+from fedsynth.data.medical_files import window_text
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
 from fedsynth.data.record_files import is_record_file, parts_of
@@ -62,7 +62,7 @@ def describe_folder(
     lines = (f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}")
     table = "\n".join((*lines, partition_table(counts)))
     path = default_declaration(Path(settings.folder))
-    text = _proposal(data.train, sites, settings.decoding(), limits)
+    text = _proposal(data.train, sites, limits)
     return Described(text, table, path)
 
 
@@ -102,15 +102,12 @@ def coarse(count: float, *, up: bool = False) -> int:
     return int(steps[np.abs(np.log(steps / max(count, 1))).argmin()])
 
 
-def _proposal(
-    train: ImageData, sites: Sequence[str], decoding: Decoding, limits: Sequence[float] | None
-) -> str:
+def _proposal(train: ImageData, sites: Sequence[str], limits: Sequence[float] | None) -> str:
     """Returns the TOML text of a proposed declaration, which a person must check.
 
     Args:
         train: the images. The text contains rounded numbers of images and of people.
         sites: the names of the sites.
-        decoding: how the values in image files become pixels.
         limits: the bounds of values that are not bytes. Empty if a person must fill them in, and
             None for bytes.
     """
@@ -118,7 +115,6 @@ def _proposal(
     users = 0
     if train.groups is not None:
         users = len(train.groups.unique())
-    window = ",".join(f"{number:.15g}" for number in decoding.window or ())
     toml = partial(json.dumps, ensure_ascii=False)
     bounds = ""
     if limits is not None:
@@ -144,8 +140,8 @@ height = {spec.height}  # every image is resized to this
 width = {spec.width}
 mean = {toml(spec.mean[:1])}  # of pixels in [0, 1], for all channels or for each: constants, not
 std = {toml(spec.std[:1])}  # computed from these images
-window = "{window}"  # CENTER,WIDTH of the levels shown, if files have more than 8 bits; "": theirs
-slice = {decoding.slice}  # of files with several slices or frames, from 0; -1: the middle one
+window = "{window_text(spec.window)}"  # CENTER,WIDTH of the levels shown, if files have more than 8 bits; "": theirs
+slice = {spec.slice}  # of files with several slices or frames, from 0; -1: the middle one
 source = {toml(spec.source)}
 {bounds}person = "person"  # the word for one person in the privacy report, such as "patient"
 

@@ -116,7 +116,6 @@ class Declaration:
         signed_by: the name of the person who checked the declaration, and the date. The string is
             empty if it is not signed.
         path: the declaration file.
-        decoding: how the values in image files become pixels.
     """
 
     spec: DatasetSpec
@@ -126,7 +125,6 @@ class Declaration:
     person: str
     signed_by: str
     path: Path
-    decoding: Decoding
 
 
 def read_declaration(path: Path) -> Declaration:
@@ -149,6 +147,8 @@ def read_declaration(path: Path) -> Declaration:
             train_size=declared.sizes.images,
             groups=declared.sizes.users,
             bounds=tuple(images.bounds) or None,
+            window=parsed_window(images.window),
+            slice=images.slice,
         )
     except ValidationError as error:
         reason = f"{path} is not a valid declaration: {faults(error)[0]}"
@@ -164,12 +164,11 @@ def read_declaration(path: Path) -> Declaration:
     ledger = None
     if declared.privacy.ledger:
         ledger = (path.parent / expand_home(declared.privacy.ledger)).absolute()
-    decoding = Decoding(parsed_window(images.window), images.slice)
     signed_by = ""
     if declared.signed_off.by and declared.signed_off.date:
         signed_by = f"{declared.signed_off.by}, {declared.signed_off.date}"
     return Declaration(
-        spec, tuple(images.sites), upper_bound, ledger, images.person, signed_by, path, decoding
+        spec, tuple(images.sites), upper_bound, ledger, images.person, signed_by, path
     )
 
 
@@ -419,20 +418,6 @@ def default_declaration(folder: Path) -> Path:
     if is_record_file(folder):
         return Path(str(folder).removeprefix(HUB)).with_suffix(f".{DECLARATION}")
     return manifest_of(folder).with_name(DECLARATION)
-
-
-def declared_decoding(folder: Path) -> Decoding:
-    """Returns how the values in image files become pixels, from the declaration of their folder.
-
-    Without a declaration, the defaults are returned.
-
-    Raises:
-        DataFilesCorruptError: the declaration is damaged.
-    """
-    path = default_declaration(folder)
-    if not path.exists():
-        return Decoding()
-    return read_declaration(path).decoding
 
 
 def default_name(folder: str) -> str:

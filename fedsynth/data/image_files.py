@@ -235,7 +235,8 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 
 def _read_header(path: Path) -> ImageHeader:
     if medical_files.medical_reader(path) is not None:
-        values = _read_picture(path, Decoding()).values
+        # any window, so that a bad window in the file does not matter to a run with its own
+        values = _read_picture(path, Decoding(window=(0.5, 1.0))).values
         return ImageHeader(len(values), values.shape[1], values.ndim == 2)
     with opened_image(path) as image:
         height, width = image.height, image.width

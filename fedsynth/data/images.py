@@ -32,6 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 
 
+MAX_CHANNELS = 4  # of a cube that is an image and not a volume
 # The source in a specification that no person has stated.
 DERIVED = "derived from the arrays"
 
@@ -299,7 +300,7 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
     channels, or time series [N, C, 1, L].
 
     Raises:
-        DataError: the array has another number of axes.
+        DataError: the array has another number of axes, or its examples are cubes.
 
     >>> image_shape_of((100, 28, 28, 3)), image_shape_of((100, 512))
     ((3, 28, 28), (1, 1, 512))
@@ -312,6 +313,11 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
             f"{list(shape)}"
         )
     channels, height, width = (1, 1, 1, *shape[1:])[-3:]
+    if channels == height == width > MAX_CHANNELS:
+        raise DataError(
+            f"the examples are volumes {list(shape[1:])}, not images. Choose a slice of each with "
+            f"--slice {height // 2} (data.slice), or take one from the array, x[:, {height // 2}]"
+        )
     return channels, height, width
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from fedsynth.data.folder_settings import (
     Declaration,
@@ -167,14 +169,30 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
 
     The bounds are those of the settings.
     """
+    chosen = settings.decoding()
     return custom_spec(
         name,
-        image_shape_of(records.values.shape),
+        image_shape_of(_slices(records.values, chosen.slice).shape),
         records.class_names,
         source="records in a file",
         train_size=len(records.values),
         bounds=settings.limits(),
+        **asdict(chosen),
     )
+
+
+def _slices(values: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
+    """Takes a slice of each volume [N, D, H, W]. Values without more than one slice are returned.
+
+    Raises:
+        DataError: the volumes do not have this slice.
+    """
+    if position < 0 or values.ndim != 4 or {1, 3} & {values.shape[1], values.shape[3]}:
+        return values
+    if position >= values.shape[1]:
+        reason = f"must be less than {values.shape[1]}, the number of slices, got {position}"
+        raise SettingError("data", "slice", reason)
+    return values[:, position]
 
 
 def as_data(records: Records, spec: DatasetSpec) -> ImageData:
@@ -190,8 +208,14 @@ def as_data(records: Records, spec: DatasetSpec) -> ImageData:
             "bounds. Fill in `bounds` in the declaration, or pass --bounds=-8,8 with numbers that "
             "you know without these data"
         )
+    values = _slices(records.values, spec.slice)
     files = with_classes(records.names, spec.class_names)
     groups = None
     if files.users.any():
         groups = files.users
-    return from_arrays(records.values, files.labels, spec, groups=groups)
+    data = from_arrays(values, files.labels, spec, groups=groups)
+    if values is records.values:
+        return data
+    # ledgers recognise a volume whichever of its slices is used
+    stored = torch.from_numpy(records.values + records.values.dtype.type(0)).flatten(1)
+    return replace(data, record_bytes=stored.contiguous().view(torch.uint8))

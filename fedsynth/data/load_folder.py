@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from fedsynth.data.folder_files import (
 from fedsynth.data.folder_settings import (
     Declaration,
     FolderSettings,
-    declared_decoding,
     default_name,
     require_declared,
     require_declared_counts,
@@ -127,12 +126,10 @@ def read_folder(
         _check_disjoint(files, test_files, note)
     if declaration is None:
         spec = _derived_spec(settings, files, name or default_name(settings.folder))
-        decoding = settings.decoding()
     else:
         require_declared(files, declaration)
         spec = declared_spec(settings, declaration)
-        decoding = declaration.decoding
-    train, files, skipped = _read(files, spec, note, decoding, skip_corrupt=settings.skip_corrupt)
+    train, files, skipped = _read(files, spec, note, skip_corrupt=settings.skip_corrupt)
     if declaration is None:
         train = replace(train, spec=replace(spec, train_size=len(train)))
     else:
@@ -142,7 +139,7 @@ def read_folder(
     excluded = files.excluded
     if test_files is not None:
         test, _, skipped_tests = _read(
-            test_files, train.spec, note, decoding, skip_corrupt=settings.skip_corrupt
+            test_files, train.spec, note, skip_corrupt=settings.skip_corrupt
         )
         test = replace(test, groups=None)
         skipped += skipped_tests
@@ -183,6 +180,7 @@ def _find(
     by_patient = with_patients(files)
     unknown = int((by_patient.users == "").sum())
     if not unknown:
+        note_one_person(by_patient, note)
         return by_patient
     if unknown < len(files.users):
         note(
@@ -190,6 +188,21 @@ def _find(
             "ID, so no patients are known. List them in users.csv"
         )
     return files
+
+
+def note_one_person(files: FolderFiles, note: Note) -> None:
+    """Warns the user if all images of a site, or all images, have one person's name.
+
+    Programs that anonymise DICOM files may give all files the same patient ID.
+    """
+    for site in np.unique(files.sites):
+        here = files.users[files.sites == site]
+        if len(here) > 1 and (here == here[0]).all():
+            place = f"site {one_line(site)} of {one_line(files.root)}" if site else files.root
+            note(
+                f"warning: all {len(here)} images in {one_line(place)} have one patient ID, so they "
+                "count as one person. If the files are anonymised, list the patients in users.csv"
+            )
 
 
 def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
@@ -239,12 +252,12 @@ def declared_spec(settings: FolderSettings, declaration: Declaration) -> Dataset
     """
     spec = declaration.spec
     size = f"{spec.height}x{spec.width}"
-    stated, chosen = settings.decoding(), declaration.decoding
+    stated = settings.decoding()
     for key, agrees, declared in (
         ("image_size", settings.size() in (None, (spec.height, spec.width)), size),
         ("channels", settings.channels in (0, spec.channels), spec.channels),
-        ("window", stated.window in (None, chosen.window), chosen.window),
-        ("slice", stated.slice in (-1, chosen.slice), chosen.slice),
+        ("window", stated.window in (None, spec.window), spec.window),
+        ("slice", stated.slice in (-1, spec.slice), spec.slice),
         ("bounds", settings.limits() in (None, spec.bounds), spec.bounds),
     ):
         if not agrees:
@@ -285,6 +298,7 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
         files.class_names,
         source="images in a folder",
         train_size=len(files.paths),
+        **asdict(settings.decoding()),
     )
 
 
@@ -295,7 +309,6 @@ def _read(
     files: FolderFiles,
     spec: DatasetSpec,
     note: Note,
-    decoding: Decoding,
     *,
     skip_corrupt: bool,
     may_be_empty: bool = False,
@@ -315,6 +328,7 @@ def _read(
             f"the data set {spec.name} must have 1 or 3 channels to be read from image files, got "
             f"{spec.channels}"
         )
+    decoding = Decoding(spec.window, spec.slice)
     images, faults, losses = read_pixels(files.full_paths, *spec.image_shape, decoding)
     if not may_be_empty:
         _check_faults(files, faults, skip_corrupt=skip_corrupt)
@@ -366,7 +380,7 @@ def read_as(
     skip_corrupt: bool = False,
     skip_other: bool = False,
 ) -> ImageData:
-    """Reads the images of a folder, and resizes them to the size of a given specification.
+    """Reads the images of a folder, at the size, window and slice of a given specification.
 
     The folder may lack some of the specification's classes.
 
@@ -381,7 +395,7 @@ def read_as(
             be read for a reason that `load_folder` lists.
     """
     files = _find(folder, note, skip_other)
-    return _read(files, spec, note, declared_decoding(folder), skip_corrupt=skip_corrupt)[0]
+    return _read(files, spec, note, skip_corrupt=skip_corrupt)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
@@ -401,8 +415,7 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
     files = find_declared_files(folder, spec.class_names, by_user=by_user)
     if files.excluded:
         note(f"skipped in {one_line(folder)}: {counted(files.excluded)}")
-    decoding = declared_decoding(folder)
-    data, _, _ = _read(files, spec, note, decoding, skip_corrupt=True, may_be_empty=True)
+    data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
     if not len(data):
         note(
             f"{one_line(folder)} has no image of the run's classes. The client contributes only "

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
 from fedsynth.data.files import same_name
+from fedsynth.data.registry import MAX_BOUND
 from fedsynth.privacy.files import open_regular, read_regular
 
 Array = npt.NDArray[Any]
@@ -46,6 +47,7 @@ MAX_RLE_BITS = 2**27
 SLICES_LOST = "images that are one slice or frame of several"
 BITS_LOST = "images with more than 8 bits, reduced to 8"
 NO_WINDOW = "images without a window, each scaled to its own range"
+SET_WINDOW = ". Set a window with --window CENTER,WIDTH (data.window)"
 _DEFLATED = "1.2.840.10008.1.2.1.99"
 _RLE = "1.2.840.10008.1.2.5"
 _PREAMBLE_BYTES = 128
@@ -100,6 +102,11 @@ def parsed_window(text: str) -> tuple[float, float] | None:
     return float(match[1]), float(match[2])
 
 
+def window_text(window: tuple[float, float] | None) -> str:
+    """Returns the text of a window, which `parsed_window` reads."""
+    return ",".join(f"{number:.15g}" for number in window or ())
+
+
 class Picture(NamedTuple):
     """A decoded image.
 
@@ -142,25 +149,30 @@ def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
 def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     """Scales values so that a window becomes [0, 1]. Values outside the window are clipped.
 
-    Without a window, the range of the finite values is used. NaN becomes 0, which is black.
+    Without a window, the range of the finite values is used. NaN becomes 0, which is black. A range
+    without a width is a threshold.
 
     Args:
         values: numbers of any type and shape.
         window: the centre and width, or None.
 
+    Raises:
+        UnsupportedImageError: no value is finite, or the values are too large.
+
     >>> scaled(np.array([-60.0, 40.0, 140.0, 900.0]), (40.0, 400.0)).tolist()
     [0.25, 0.5, 0.75, 1.0]
     """
     wide = values.astype(np.float64)
-    if window is None:
-        finite = wide[np.isfinite(wide)]
-        low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
-    else:
-        low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
+    finite = wide[np.isfinite(wide)]
+    low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     if not math.isfinite(high - low):
         raise UnsupportedImageError("the values of the image are not finite, or too large")
+    if window is not None:
+        low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
+    if low == high:
+        return (wide > high).astype(np.float64)
     with np.errstate(invalid="ignore"):
-        unit = (wide - low) / ((high - low) or 1.0)
+        unit = (wide - low) / (high - low)
     return np.nan_to_num(unit, nan=0.0).clip(0, 1)
 
 
@@ -197,8 +209,8 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
     """Decodes a DICOM file.
 
     The steps are those of the standard: the modality rescale, then the window, then the inversion
-    of MONOCHROME1. A window in `decoding` replaces the file's window. YBR and palette colours
-    become RGB.
+    of MONOCHROME1. A window in `decoding` replaces the file's window. Padding becomes black. YBR
+    and palette colours become RGB. An optional element that is empty counts as absent.
 
     Raises:
         UnsupportedImageError: the file is damaged, too large or unsupported.
@@ -207,17 +219,16 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
     content = read_regular(path, MAX_FILE_BYTES)
     with _plain_errors("DICOM"):
         from pydicom.datadict import DicomDictionary
-        from pydicom.pixels import pixel_array
 
         # group 0028 describes the pixels and identifies no person
         tags = [tag for tag in DicomDictionary if tag >> 16 == 0x0028]
         data = _dataset(io.BytesIO(content), [*tags, "PixelData", _SHARED, _PER_FRAME])
         if "PixelData" not in data:
-            raise UnsupportedImageError("the DICOM file has no image")
+            raise UnsupportedImageError("the DICOM file has no image of whole numbers (PixelData)")
         frames = int(data.get("NumberOfFrames") or 1)
         position = decoding.position(frames)
         _check_frame(data, position, frames)
-        values = pixel_array(data, index=position)
+        values = _stored_values(data, position)
         _use_frame_values(data, position)
         displayed, has_window = _displayed(values, data, decoding)
         losses = _losses(bits=data.BitsStored > 8, slices=frames > 1, window=not has_window)
@@ -284,6 +295,25 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
             raise UnsupportedImageError("the compressed image has another size than stated")
 
 
+def _stored_values(data: Any, position: int) -> Array:
+    """Decodes the stored values of a frame. Old files have them in the upper bits of a word.
+
+    Raises:
+        UnsupportedImageError: the word has no such bits, or other bits of it are used.
+    """
+    from pydicom.pixels import pixel_array
+
+    bits, high_bit = data.BitsStored, _number(data, "HighBit")
+    shift = 0 if high_bit is None else int(high_bit) + 1 - bits
+    data.BitsStored = max(bits, bits + shift)
+    words: Array = pixel_array(data, index=position)
+    data.BitsStored = bits
+    if shift < 0 or (words % 2**shift).any():
+        rule = f"must be {bits - 1}, its stored bits minus 1, got {high_bit:g}"
+        raise UnsupportedImageError(f"HighBit of the DICOM file {rule}")
+    return words >> shift
+
+
 def _use_frame_values(data: Any, position: int) -> None:
     """Copies the rescale and the window of a frame to the top level of the header.
 
@@ -293,7 +323,24 @@ def _use_frame_values(data: Any, position: int) -> None:
     for group in (*shared, *per_frame[position : position + 1]):
         for name in ("PixelValueTransformationSequence", "FrameVOILUTSequence"):
             for item in group.get(name) or []:
-                data.update(item)
+                data.update({element.tag: element for element in item if not element.is_empty})
+
+
+def _number(data: Any, name: str) -> float | None:
+    """Returns the first number of an element, or None if the element is absent or empty.
+
+    Raises:
+        UnsupportedImageError: the number is not finite, or too large.
+    """
+    first = next(iter(np.atleast_1d(data.get(name))), None)
+    if first is None or not str(first).strip():
+        return None
+    number = float(first)
+    if not abs(number) <= MAX_BOUND:
+        hint = SET_WINDOW if name.startswith("Window") else ""
+        rule = f"must be a finite number within ±{MAX_BOUND:g}, got {number:g}"
+        raise UnsupportedImageError(f"{name} of the DICOM file {rule}{hint}")
+    return number
 
 
 def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, bool]:
@@ -301,45 +348,144 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
 
     Also returns False if the image is grey and no window of grey values is known.
     """
-    from pydicom.pixels import apply_color_lut, apply_modality_lut
-
     if data.PhotometricInterpretation == "PALETTE COLOR":
-        if "SegmentedRedPaletteColorLookupTableData" in data:  # pydicom expands it without a limit
+        if "SegmentedRedPaletteColorLookupTableData" in data:  # expands without a limit
             raise UnsupportedImageError("segmented palettes are not supported. Use a plain palette")
-        values = apply_color_lut(values, data)
-        return (values >> (8 * values.itemsize - 8)).astype(np.uint8), True
+        tables = [
+            _table(data, f"{colour}PaletteColorLookupTable{{}}", data.file_meta)
+            for colour in ("Red", "Green", "Blue")
+        ]
+        surplus = max(_bits_of(entries) for _, entries in tables) - 8
+        colours = np.stack([_looked_up(values, *table) for table in tables], axis=2)
+        return (colours >> surplus).astype(np.uint8), True
     if values.ndim == 3:
-        return (values >> max(0, data.BitsStored - 8)).astype(np.uint8), True
-    unit, has_window = _in_file_window(apply_modality_lut(values, data), data, decoding)
+        surplus = data.BitsStored - 8 if values.max() > 255 else 0  # some files declare too many
+        return (values >> max(0, surplus)).astype(np.uint8), True
+    padding = _padding(values, data)
+    unpadded = values[~padding]
+    values = np.where(padding, unpadded.min(initial=values.max()), values)
+    unit, has_window = _in_file_window(values, data, decoding)
     if data.PhotometricInterpretation == "MONOCHROME1":
-        return 1 - unit, has_window
-    return unit, has_window
+        unit = 1 - unit
+    return np.where(padding, 0.0, unit), has_window
 
 
-def _in_file_window(values: Array, data: Any, decoding: Decoding) -> tuple[Floats, bool]:
+def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
+    """Returns which stored values are padding around the image, or between its parts."""
+    limits = [_number(data, f"PixelPadding{name}") for name in ("Value", "RangeLimit")]
+    first, last = limits[0], limits[0] if limits[1] is None else limits[1]
+    if first is None or last is None:
+        return np.zeros(values.shape, np.bool_)
+    # Some files state a negative value as an unsigned one.
+    offset = 2 ** (data.BitsAllocated - 1) if data.PixelRepresentation else 0
+    low, high = sorted((int(limit) + offset) % 2**data.BitsAllocated for limit in (first, last))
+    shifted = values.astype(np.int64) + offset
+    return (low <= shifted) & (shifted <= high)
+
+
+def _table(owner: Any, name: str, meta: Any) -> tuple[int, Array]:
+    """Returns a lookup table: the stored value of its first entry, and its entries.
+
+    Args:
+        owner: the dataset with the table's elements.
+        name: a template of the elements' names, for "Descriptor" and "Data".
+        meta: the file's meta information, which states the order of bytes.
+
+    Raises:
+        UnsupportedImageError: there are fewer entries than stated.
+    """
+    count, first, _ = owner[name.format("Descriptor")].value
+    count = count % 2**16 or 2**16
+    word = np.dtype(np.uint16).newbyteorder("<" if meta.TransferSyntaxUID.is_little_endian else ">")
+    content = owner[name.format("Data")].value
+    if not isinstance(content, bytes):
+        content = np.asarray(content, word).tobytes()
+    if len(content) >= 2 * count:
+        return first, np.frombuffer(content, word, count)
+    if len(content) - count not in (0, 1):  # bytes may be padded to an even number
+        raise UnsupportedImageError(
+            "a lookup table of the DICOM file has fewer entries than stated"
+        )
+    return first, np.frombuffer(content, np.uint8, count)
+
+
+def _looked_up(values: Array, first: int, entries: Array) -> Array:
+    """Returns the entry of each value. Values outside the table get its first or last entry."""
+    looked_up: Array = entries[(values.astype(np.int64) - first).clip(0, len(entries) - 1)]
+    return looked_up
+
+
+def _bits_of(entries: Array) -> int:
+    """Returns the bits that the entries of a table use, at least 8. Some tables declare more."""
+    return max(8, int(entries.max()).bit_length())
+
+
+def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
+    """Returns the first lookup table of a sequence that is not empty, or None."""
+    for item in data.get(name) or []:
+        if item.get("LUTDescriptor") and item.get("LUTData"):
+            return _table(item, "LUT{}", data.file_meta)
+    return None
+
+
+def _rescaled(values: Array, data: Any) -> Array:
+    """Applies the modality's table, or slope and intercept. Without them, returns the same array.
+
+    Raises:
+        UnsupportedImageError: the slope is 0, or a number is not finite or too large.
+    """
+    table = _table_in(data, "ModalityLUTSequence")
+    if table is not None:
+        return _looked_up(values, *table)
+    slope, intercept = _number(data, "RescaleSlope"), _number(data, "RescaleIntercept")
+    if slope == 0:
+        raise UnsupportedImageError("RescaleSlope of the DICOM file must not be 0")
+    if slope in (None, 1) and not intercept:
+        return values
+    return values * (slope or 1.0) + (intercept or 0.0)
+
+
+def _in_file_window(stored: Array, data: Any, decoding: Decoding) -> tuple[Floats, bool]:
     """Applies the chosen window or, if no window was chosen, the first window or table of a file.
 
     Without any of them, files of 8 bits keep their values, and the range of other files is scaled.
     Also returns False for these other files.
     """
-    from pydicom.pixels import apply_voi, apply_windowing
-
+    values = _rescaled(stored, data)
     if decoding.window is not None:
         return scaled(values, decoding.window), True
-    if data.get("VOILUTSequence"):
-        highest = 2 ** int(data.VOILUTSequence[0].LUTDescriptor[2]) - 1
-        output = apply_voi(np.rint(values).astype(np.int64), data)
-        return scaled(output, (highest / 2, highest)), True
-    if data.get("WindowCenter") is not None and data.get("WindowWidth") is not None:
-        # two extreme values give the ends of the output range, which depends on other elements
-        with np.errstate(over="ignore"):
-            low, high = apply_windowing(np.array([-1e30, 1e30]), data)
-            output = apply_windowing(values, data)
-        return scaled((output - low) / (high - low), (0.5, 1.0)), True
-    is_rescaled = data.get("RescaleSlope", 1) != 1 or data.get("RescaleIntercept", 0) != 0
-    if data.BitsStored == 8 and not is_rescaled and not data.PixelRepresentation:
+    table = _table_in(data, "VOILUTSequence")
+    if table is not None:
+        highest = 2 ** _bits_of(table[1]) - 1
+        return scaled(_looked_up(np.rint(values), *table), (highest / 2, highest)), True
+    center, width = _number(data, "WindowCenter"), _number(data, "WindowWidth")
+    if center is not None and width is not None:
+        return _windowed(values, center, width, str(data.get("VOILUTFunction") or "")), True
+    if data.BitsStored == 8 and values is stored and not data.PixelRepresentation:
         return scaled(values, (127.5, 255.0)), True
     return scaled(values, None), False
+
+
+def _windowed(values: Array, center: float, width: float, function: str) -> Floats:
+    """Applies a window of a file to values (DICOM PS3.3 C.11.2.1.2 and C.11.2.1.3).
+
+    Raises:
+        UnsupportedImageError: the window is too narrow, or the function is unknown.
+    """
+    function = function.strip().upper() or "LINEAR"
+    if function not in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
+        rule = "has an unknown VOILUTFunction, which must be LINEAR, LINEAR_EXACT or SIGMOID"
+        raise UnsupportedImageError(f"the DICOM file {rule}{SET_WINDOW}")
+    if width <= 0 or (function == "LINEAR" and width < 1):
+        rule = "at least 1" if function == "LINEAR" else "positive"
+        text = f"WindowWidth of the DICOM file must be {rule}, got {width:g}"
+        raise UnsupportedImageError(f"{text}{SET_WINDOW}")
+    if function == "SIGMOID":
+        with np.errstate(over="ignore"):
+            return scaled(1 / (1 + np.exp(-4 * (values - center) / width)), (0.5, 1.0))
+    if function == "LINEAR":
+        return scaled(values, (center - 0.5, width - 1))
+    return scaled(values, (center, width))
 
 
 # -------------------------------------------------------------------------------------- NIfTI
@@ -398,6 +544,8 @@ def _opened_nifti(path: Path) -> BinaryIO:
         from nibabel import Nifti1Header
 
         header = Nifti1Header(file.read(Nifti1Header.sizeof_hdr))
+        if math.isinf(header["scl_slope"]):  # which nibabel ignores
+            raise UnsupportedImageError("scl_slope of the NIfTI file must be finite")
         size = math.prod(map(int, header.get_data_shape())) * header.get_data_dtype().itemsize
         size += int(header["vox_offset"])
         if not 0 < size <= MAX_VOLUME_BYTES:

@@ -61,10 +61,14 @@ class DatasetSpec:
         encoder: a text that describes the encoder whose vectors the data are, with a hash of its
             weights. Empty for data that were not encoded.
         encoded_shape: the shape (C, H, W) of the images that were encoded.
+        window: the centre and the width of the range of levels that is shown from black to white,
+            for image files with more than 8 bits. None takes the window in each file.
+        slice: the slice of a volume, or the frame of a file with several frames, counted from 0.
+            −1 takes the middle one.
 
     Raises:
-        SettingError: a size is not positive, constants or names do not match `channels` and
-            `classes`, or a name is not printable.
+        SettingError: a size is not positive, the window has no width, constants or names do not
+            match `channels` and `classes`, or a name is not printable.
 
     >>> sizes = {"channels": 3, "height": 32, "width": 32, "train_size": 5000, "test_size": 500}
     >>> half = (0.5, 0.5, 0.5)
@@ -92,6 +96,8 @@ class DatasetSpec:
     bounds: tuple[float, float] | None = None
     encoder: str = ""
     encoded_shape: tuple[int, int, int] | None = None
+    window: tuple[float, float] | None = None
+    slice: int = -1
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
@@ -117,6 +123,12 @@ class DatasetSpec:
             if len(values) != 2 or not -MAX_BOUND <= values[0] < values[1] <= MAX_BOUND:
                 rule = f"must be two ascending numbers within ±{MAX_BOUND:g}"
                 self._refuse("bounds", rule, values)
+        if self.window is not None:
+            center, width = self.window
+            if not (abs(center) <= MAX_BOUND and 0 < width <= MAX_BOUND):
+                self._refuse("window", "must be a centre and a positive width", self.window)
+        if self.slice < -1:
+            self._refuse("slice", "must be at least -1", self.slice)
         if len(self.class_names) != self.classes:
             rule = f"must have one name for each of {self.classes} classes"
             self._refuse("class_names", rule, self.class_names)
@@ -129,11 +141,11 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with lists in place of tuples.
 
-        Bounds and the encoder are left out if the data have none.
+        Bounds, the encoder, the window and the slice are left out if the data have none.
         """
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        for name in ("bounds", "encoder", "encoded_shape"):
-            if not values[name]:
+        for name in ("bounds", "encoder", "encoded_shape", "window", "slice"):
+            if values[name] in (None, "", -1):
                 del values[name]
         return values
 

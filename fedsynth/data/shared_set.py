@@ -47,7 +47,9 @@ MAX_VALUE = 1e6
 SUM_TOLERANCE = 0.01
 
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
-_FACTS = {"class_names", "mean", "std", "bounds", "encoder", "encoded_shape"}
+_FACTS = {
+    "class_names", "mean", "std", "bounds", "encoder", "encoded_shape", "window", "slice"
+}  # fmt: skip
 _TENSORS = {"images", "labels", "soft_labels", "client"}
 
 
@@ -178,7 +180,7 @@ def write_set(
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
     """Returns the metadata about the images that is written into the file of a synthetic set."""
     facts = {"format": FORMAT, "pixels": pixels, "data_set": spec.name, "encoder": spec.encoder}
-    for name in ("class_names", "mean", "std", "bounds", "encoded_shape"):
+    for name in sorted(_FACTS - {"encoder"}):
         facts[name] = json.dumps(getattr(spec, name))
     return facts
 
@@ -197,6 +199,8 @@ class _Metadata(BaseModel):
     bounds: Json[tuple[float, float] | None] = None
     encoder: Annotated[str, Field(max_length=2000)] = ""
     encoded_shape: Json[tuple[int, int, int] | None] = None
+    window: Json[tuple[float, float] | None] = None
+    slice: Json[int] = -1
     epsilon: Json[Annotated[float, Field(ge=0)] | None] = None
     delta: Json[Annotated[float, Field(ge=0, lt=1)] | None] = None
     made_by: str = "fedsynth"

@@ -70,7 +70,7 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns the reasons to reject a run whose classes or image size the owner has not stated.
+        """Returns the reasons to reject a run whose images the owner has not declared.
 
         If a server could choose classes and sizes freely, it would learn which folders and images
         exist, because only some clients would join.
@@ -81,11 +81,15 @@ class ClassFolders:
         """
         file = self.folder / DECLARATION
         if file.is_file() and (declared := read_declaration(file)).signed_by:
-            spec = declared.spec
-            proposed = (proposal.spec.class_names, proposal.spec.image_shape)
-            if (spec.class_names, spec.image_shape) == proposed:
+            own, proposed = declared.spec, proposal.spec
+            differing = [
+                name.replace("_", " ")
+                for name in ("class_names", "image_shape", "window", "slice")
+                if getattr(own, name) != getattr(proposed, name)
+            ]
+            if not differing:
                 return []
-            return ["the run's classes or image size differ from the owner's declaration"]
+            return [f"the run and the owner's declaration differ in {' and '.join(differing)}"]
         if proposal.settings.privacy is None or identified:
             return []
         return [

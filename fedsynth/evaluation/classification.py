@@ -1,6 +1,7 @@
 """Measures of a classifier other than accuracy, computed from its logits.
 
-The values are those of torchmetrics, whose import would take seconds at each start.
+The values are those of torchmetrics, whose import would take seconds at each start, except that a
+confidence of 1 is in the last bin of the calibration error.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ def _auroc(scores_N: Tensor, positive_N: Tensor) -> float:
 
 def _calibration_error(probabilities_NC: Tensor, labels_N: Tensor) -> float:
     confidence, predicted = probabilities_NC.max(dim=1)
-    bounds = torch.linspace(0, 1, CALIBRATION_BINS + 1).to(confidence)
-    bins = torch.bucketize(confidence, bounds, right=True)  # a confidence of 1 has its own bin
+    bounds = torch.arange(CALIBRATION_BINS + 1).to(confidence) / CALIBRATION_BINS
+    bins = torch.bucketize(confidence, bounds)  # as in Guo et al., a bin has its upper bound
     gaps = (predicted == labels_N).double() - confidence
     sums = torch.zeros(len(bounds) + 1, dtype=gaps.dtype, device=gaps.device)
     return float(sums.index_add_(0, bins, gaps).abs().sum()) / len(labels_N)

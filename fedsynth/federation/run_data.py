@@ -21,6 +21,7 @@ from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, reco
 from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_own_data
 from fedsynth.data.load_folder import FolderData, Note
+from fedsynth.data.medical_files import window_text
 from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.record_files import HUB, downloaded
@@ -381,9 +382,8 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         clients = max(1, len(declaration.sites))
         settings = replace(settings, partition=replace(settings.partition, clients=clients))
     if settings.folder is not None:
-        decoding = declaration.decoding
-        window = ",".join(f"{number:.15g}" for number in decoding.window or ())
-        folder = replace(settings.folder, window=window, slice=decoding.slice)
+        spec = declaration.spec
+        folder = replace(settings.folder, window=window_text(spec.window), slice=spec.slice)
         settings = replace(settings, folder=folder)
     privacy = settings.privacy
     if privacy is None:

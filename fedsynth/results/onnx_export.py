@@ -59,7 +59,8 @@ def export_onnx(
 
     The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], or values between the
     bounds of the data set. The normalisation is part of the graph. The output `logits` is float32
-    [N, classes]. The metadata of the file contains the names of the classes and the guarantee.
+    [N, classes]. The metadata of the file contains the names of the classes, the
+    window and slice of image files, the encoder of vectors, and the guarantee.
     Like the model, the file is computed from the clients' releases, and so has their guarantee. It
     contains no source code and no paths. Its logits for one image are compared with PyTorch's.
 
@@ -94,6 +95,9 @@ def export_onnx(
     program.model.metadata_props.update(
         made_by=f"fedsynth {__version__}",
         class_names=json.dumps(spec.class_names, ensure_ascii=False),
+        window=json.dumps(spec.window),
+        slice=json.dumps(spec.slice),
+        encoder=spec.encoder,
         epsilon=json.dumps(guarantee.get("epsilon")),
         delta=json.dumps(guarantee.get("delta")),
     )
@@ -111,7 +115,6 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
     """
     try:
         import onnxscript  # noqa: F401
-        from onnx.reference import ReferenceEvaluator
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     except ImportError:
         raise OutputError(NEEDS_ONNX) from None
@@ -129,15 +132,49 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
             verbose=False,
         )
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
-        # one image instead of three, because code such as `len(images)` may fix the number
-        evaluator = ReferenceEvaluator(program.model_proto)
-        (result,) = evaluator.run(None, {"images": images[:1].numpy()})
     except (RuntimeError, ValueError) as error:
         raise OutputError(
             "the model cannot be written as ONNX, because ONNX has no form of one of its "
             "operations, or the code fixes the number of images. Feature maps with scattering have "
             "such operations: use another map"
         ) from error
-    if not torch.allclose(torch.tensor(result), logits[:1], atol=TOLERANCE, rtol=TOLERANCE):
-        raise OutputError("the model cannot be written as ONNX: its logits differ from PyTorch's")
+    # one image instead of three, because code such as `len(images)` may fix the number
+    _check_logits(program.model_proto, images[:1], logits[:1])
     return program
+
+
+def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
+    """Checks the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx.
+
+    Raises:
+        OutputError: the model cannot be executed, or the logits differ.
+    """
+    from onnx.reference import ReferenceEvaluator
+
+    try:
+        from onnxruntime import InferenceSession
+    except ImportError:
+        name, session_of = "the reference evaluator of onnx", ReferenceEvaluator
+    else:
+        name, session_of = "onnxruntime", InferenceSession
+    fault, cause = "computes other logits than PyTorch", None
+    try:
+        (result,) = session_of(model.SerializeToString()).run(None, {"images": images_NCHW.numpy()})
+        if torch.allclose(torch.tensor(result), logits_NC, atol=TOLERANCE, rtol=TOLERANCE):
+            return
+    except Exception as error:  # onnxruntime's errors have no common class
+        fault = (
+            "cannot execute it for one image, perhaps because the code fixes the number of images"
+        )
+        cause = error
+    if session_of is ReferenceEvaluator and _pools_with_ceil(model):
+        fault = "computes pooling with ceil mode wrongly, so the model cannot be checked. Run pip "
+        fault += "install onnxruntime, which is then used instead"
+    raise OutputError(f"the ONNX file is not written, because {name} {fault}") from cause
+
+
+def _pools_with_ceil(model: Any) -> bool:
+    """Returns True if a node of an ONNX model rounds the size of its pooling up."""
+    functions = [model.graph, *model.functions]
+    attributes = (a for part in functions for node in part.node for a in node.attribute)
+    return any(attribute.name == "ceil_mode" and attribute.i for attribute in attributes)

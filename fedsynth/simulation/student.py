@@ -27,6 +27,7 @@ from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.models import registry
 from fedsynth.models.flat import require_finite
+from fedsynth.privacy.errors import short_repr
 from fedsynth.results import saved_model
 from fedsynth.results.file_names import MODEL
 from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
@@ -35,6 +36,9 @@ from fedsynth.validation import check_choice
 AUTO, SOFT, HARD = "auto", "soft", "hard"
 LABELS = (AUTO, SOFT, HARD)
 NO_TEACHER = "none"
+_FACTS_OF_INPUTS = (
+    "image_shape", "class_names", "mean", "std", "bounds", "encoder", "window", "slice"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +238,7 @@ def _teacher(
 
 
 def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: DatasetSpec) -> None:
-    """Refuses a model that was trained for other images, classes or another normalisation.
+    """Refuses a model that was trained for other images or classes, or for images scaled otherwise.
 
     The labels of such a model would be wrong.
 
@@ -244,14 +248,11 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
         place: the file or folder of the model.
         other: the specification of the images for which the model was trained.
     """
-    if (other.image_shape, other.class_names, other.mean, other.std) != (
-        spec.image_shape, spec.class_names, spec.mean, spec.std
-    ):  # fmt: skip
-        reason = (
-            f"must have the image shape, class names and normalisation constants of {spec.name}, "
-            f"but {place} was trained for {other.name}"
-        )
-        raise SettingError(None, key, reason)
+    for name in _FACTS_OF_INPUTS:
+        if getattr(other, name) != getattr(spec, name):
+            values = f"{name.replace('_', ' ')} {short_repr(getattr(spec, name))} of {spec.name}"
+            reason = f"must have the {values}, but {place} was trained for {other.name} with "
+            raise SettingError(None, key, f"{reason}{short_repr(getattr(other, name))}")
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -284,8 +285,8 @@ def real_images(
         spec: the specification of the synthetic set. The test images must have its image size and
             classes.
         data: settings of the section "data". `test_folder` is a folder of CLASS/files, whose images
-            are resized, or a file for `load_file`. The encoder is that of the set, if the set
-            consists of vectors of an encoder.
+            are resized, or a file for `load_file`. The window, slice and encoder are those of the
+            set.
         dataset: the name of a data set.
         download: True lets torchvision download the data set.
         note: a function that receives the names of skipped files.
@@ -356,6 +357,7 @@ def distil_files(
     *,
     evaluate: bool,
     output: Path,
+    test_data: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
     """Distils several models into one student network, and writes the student to a file.
 
@@ -368,12 +370,14 @@ def distil_files(
             The settings of the model are those of the student.
         evaluate: True tests the models and the student on the data set.
         output: the file to which the student is written.
+        test_data: settings of the user's own test images, as for `real_images`.
 
     Raises:
         SettingError: the method needs data, or the models were trained for different images.
         OutputError: a model cannot be used, the student cannot be written, or its training has
             diverged.
     """
+    notes: list[str] = []
     networks, architectures = zip(*map(saved_model.model_in, files), strict=True)
     first = architectures[0]
     spec = first.spec
@@ -385,13 +389,14 @@ def distil_files(
         "data": {**sections["data"], "dataset": spec.name},
         "model": {**sections["model"], "name": student or first.model.name},
     }
+    chosen = {**(test_data or {}), **sections["data"]}
+    test = real_images(spec, chosen, spec.name if evaluate else None, note=notes.append)
     own_data = None if is_known(spec.name) else spec.name
     settings = resolve({**sections, **one_shot}, own_data=own_data)
     method, device = settings.method, resolve_device(settings.device)
     if not isinstance(method, DataFreeEnsembleDistillation):
         reason = "cannot distil without data. Use fedhydra or dense"
         raise SettingError("run", "method", reason, value=method.name)
-    notes: list[str] = []
     context = replace(
         public_context(settings, spec, device),
         note=notes.append,
@@ -406,8 +411,8 @@ def distil_files(
         yield f"generated: {format_facts(facts[GENERATOR])}"
     network.load_state_dict(dict(state.parameters))
     require_finite(network)
-    if evaluate:
-        test = load_dataset(spec.name, settings.data_root)[1].to(device)
+    if test is not None:
+        test = test.to(device)
         for name, model in zip([*map(str, files), "student"], [*networks, network], strict=True):
             yield f"{name}: test accuracy {100 * accuracy(model, test):.2f} %"
     saved_model.write_model(output, network, saved_model.Architecture(spec, settings.model))

@@ -153,6 +153,11 @@ def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call
     assert "batch-norm loss ignores the models 0, 1" in run.stdout
     again = fedsynth(f"{DISTILL} {model_file} --output {tmp_path}/second.safetensors").ok
     assert "batch-norm" not in again.stdout
+    images = tmp_path / "real"
+    for name in ("3", "7"):
+        write_image(images / name / "1.png", 1)
+    tested = fedsynth(f"{DISTILL} {model_file} --test-data {images} --output {tmp_path}/third").ok
+    assert tested.stdout.count("test accuracy") == 2
     student = library.load_model(tmp_path / "second.safetensors")
     assert student.state_dict().keys() == library.load_model(model_file).state_dict().keys()
 

@@ -40,6 +40,8 @@ def test_settings_survive_toml_round_trip(dataset: str) -> None:
         run = {"method": method, "seed": 3, "device": "cpu"}
         resolved = fs.resolve({"run": run, "data": data, "privacy": privacy})
         assert fs.resolve(tomllib.loads(to_toml(resolved.to_mapping()))) == resolved
+    own = fs.resolve({"data": {"folder": "scans", "slice": 0, "window": "0,9"}})  # 0 is no default
+    assert fs.resolve(tomllib.loads(to_toml(own.to_mapping()))) == own
 
 
 @pytest.mark.parametrize("two", [2, np.float32(2), np.int64(2)])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
+import math
+import re
 import struct
 import sys
 import tracemalloc
@@ -13,9 +16,12 @@ import nibabel
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from PIL import Image
+from pydicom import dcmread
 from pydicom.dataset import Dataset, FileMetaDataset
 from pydicom.encaps import encapsulate
+from pydicom.pixels import apply_modality_lut, apply_windowing
 from pydicom.sequence import Sequence
 from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEGBaseline8Bit
 
@@ -24,7 +30,10 @@ from fedsynth.data.describe import describe_folder
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.load_folder import read_records
 from fedsynth.data.medical_files import Decoding, patient_of
+from fedsynth.data.registry import spec_from_json
+from fedsynth.data.shared_set import BYTES, set_facts, shared_set
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
+from fedsynth.simulation.student import real_images
 from tests.user_files import write_declaration
 
 Array = npt.NDArray[Any]
@@ -59,7 +68,7 @@ def write_ct(path: Path, patient: str = "P1", **elements: Any) -> Path:
     """Writes a CT image in Hounsfield units, which are stored with an offset of 1024."""
     stored = (HOUNSFIELD + 1024).astype(np.uint16)
     form = {"BitsStored": 12, "HighBit": 11, "RescaleSlope": 1, "RescaleIntercept": -1024}
-    return write_dicom(path, stored, patient, **form, **elements)
+    return write_dicom(path, stored, patient, **{**form, **elements})
 
 
 def levels(path: Path, window: tuple[float, float] | None = None, slice: int = -1) -> Array:
@@ -99,6 +108,153 @@ def test_dicom_values_are_rescaled_and_windowed(tmp_path: Path) -> None:
     assert len(read_pixels([plain, lung], 1, 8, 8, Decoding((40, 400)))[2]) == 1
     inverted = write_ct(tmp_path / "1.2.3.4", PhotometricInterpretation="MONOCHROME1")
     assert np.array_equal(levels(inverted), 255 - levels(plain))
+
+
+def test_empty_elements_count_as_absent(tmp_path: Path) -> None:
+    """Anonymisers and old devices write optional elements without a value."""
+    path, window = tmp_path / "a.dcm", {"WindowCenter": 40, "WindowWidth": 400}
+    shown = windowed(HOUNSFIELD, 39.5, 399)
+    for elements, expected in (
+        ({"RescaleSlope": None}, windowed(HOUNSFIELD, 40, 400)),
+        ({"RescaleIntercept": None}, windowed(HOUNSFIELD + 1024, 40, 400)),
+        ({"RescaleSlope": None, "RescaleIntercept": None}, windowed(HOUNSFIELD + 1024, 40, 400)),
+        ({"ModalityLUTSequence": Sequence([Dataset()])}, windowed(HOUNSFIELD, 40, 400)),
+        ({"PixelPaddingValue": None, "HighBit": None}, windowed(HOUNSFIELD, 40, 400)),
+    ):
+        write_ct(path, **elements)
+        assert np.array_equal(levels(path, (40, 400)), expected), elements
+    group = Dataset()
+    group.PixelValueTransformationSequence = Sequence([Dataset()])
+    group.PixelValueTransformationSequence[0].RescaleIntercept = None
+    for elements in (
+        {"VOILUTSequence": Sequence([Dataset()])},
+        {"VOILUTSequence": Sequence([])},
+        {"VOILUTFunction": ""},
+        {"SharedFunctionalGroupsSequence": Sequence([group])},
+    ):
+        assert np.array_equal(levels(write_ct(path, **window, **elements)), shown), elements
+    for name in window:
+        write_ct(path, **{**window, name: None})
+        assert np.array_equal(levels(path), windowed(HOUNSFIELD, 0, 2000))
+
+
+def test_functions_of_windows_are_those_of_pydicom(tmp_path: Path) -> None:
+    for function in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
+        for center, width in ((40, 400), (7.5, 1), (-300, 1e5)):
+            for slope in (1, -1):
+                elements = {"WindowCenter": center, "WindowWidth": width, "RescaleSlope": slope}
+                path = write_ct(tmp_path / "a.dcm", VOILUTFunction=function, **elements)
+                data = dcmread(path)
+                values = apply_windowing(apply_modality_lut(data.pixel_array, data), data)
+                low, high = -1024, slope * 4095 - 1024
+                assert np.array_equal(levels(path), np.rint((values - low) / (high - low) * 255))
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e308"])
+def test_numbers_that_are_not_finite_are_refused_with_and_without_window(
+    number: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.dcm"
+    for name in ("RescaleSlope", "RescaleIntercept"):
+        write_ct(path, WindowCenter=40, WindowWidth=400, **{name: number})
+        for window in (None, (40.0, 400.0)):
+            _, faults, _ = read_pixels([path], 1, 8, 8, Decoding(window))
+            assert faults[0].startswith(f"{name} of the DICOM file must be a finite number")
+    for name in ("WindowCenter", "WindowWidth"):
+        write_ct(path, **{"WindowCenter": 40, "WindowWidth": 400, name: number})
+        assert re.match(f"{name} of the DICOM file must be .*finite.*--window", fault(path))
+        assert np.array_equal(levels(path, (40, 400)), windowed(HOUNSFIELD, 40, 400))
+    volume = nibabel.Nifti1Image(np.full((4, 4, 4), np.nan, np.float32), np.eye(4))
+    nibabel.save(volume, tmp_path / "a.nii")
+    scaled = bytearray((tmp_path / "a.nii").read_bytes())
+    scaled[112:116] = struct.pack("<f", math.inf)  # nibabel would use the values as they are
+    (tmp_path / "b.nii").write_bytes(scaled)
+    reasons = {"a": "the values of the image are not finite", "b": "scl_slope of the NIfTI file"}
+    for window, (name, reason) in itertools.product((None, (40.0, 400.0)), reasons.items()):
+        _, faults, _ = read_pixels([tmp_path / f"{name}.nii"], 1, 4, 4, Decoding(window))
+        assert faults[0].startswith(reason)
+
+
+def test_unusable_windows_are_refused_and_can_be_replaced(tmp_path: Path) -> None:
+    """The hint works: the folder without a declaration can be read with --window."""
+    for elements, reason in (
+        ({"WindowCenter": 0, "WindowWidth": 0}, "WindowWidth of the DICOM file must be at least 1"),
+        (
+            {"WindowCenter": 0, "WindowWidth": 9, "VOILUTFunction": "CUBIC"},
+            "unknown VOILUTFunction",
+        ),
+    ):
+        for place in ("ill/1", "well/2"):
+            path = write_ct(tmp_path / f"{place}.dcm", **elements)
+        assert reason in fault(path)
+        assert "Set a window with --window CENTER,WIDTH (data.window)" in fault(path)
+        with pytest.warns(UserWarning, match="converted"):
+            loaded = load_folder(tmp_path, window="40,400")
+        assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
+    assert "must not be 0" in fault(write_ct(tmp_path / "a.dcm", RescaleSlope=0))
+
+
+def test_padding_is_black_and_no_part_of_the_range(tmp_path: Path) -> None:
+    image = np.linspace(-100, 123, 56).round().reshape(7, 8)
+    shown = np.vstack([np.zeros((1, 8)), windowed(image, 11.5, 223)])
+    padded = np.vstack([np.full((1, 8), -2000), image])
+    for values, elements in (
+        (padded, {"PixelPaddingValue": -2000}),
+        (padded + 3000, {"PixelPaddingValue": 1000}),
+        (padded + 3000, {"PixelPaddingValue": 1500, "PixelPaddingRangeLimit": 0}),
+    ):
+        kind = np.int16 if values.min() < 0 else np.uint16
+        path = write_dicom(tmp_path / "a.dcm", values.astype(kind), **elements)
+        assert np.array_equal(levels(path), shown)
+        inverted = {"PhotometricInterpretation": "MONOCHROME1", **elements}
+        path = write_dicom(tmp_path / "a.dcm", values.astype(kind), **inverted)
+        assert np.array_equal(levels(path)[1:], 255 - shown[1:])
+        assert not levels(path)[0].any()
+    path = write_dicom(path, np.full((8, 8), 7, np.uint16), PixelPaddingValue=7)
+    assert not levels(path).any()
+
+
+def test_values_in_the_upper_bits_of_a_word_are_shifted(tmp_path: Path) -> None:
+    """The other 4 bits must be unused, because some files have a wrong HighBit."""
+    stored, form = (HOUNSFIELD + 1024).astype(np.uint16), {"BitsStored": 12, "HighBit": 15}
+    rescale = {"RescaleSlope": 1, "RescaleIntercept": -1024}
+    for values, other in ((stored << 4, rescale), (HOUNSFIELD.astype(np.int16) << 4, {})):
+        path = write_dicom(tmp_path / "a.dcm", values, **form, **other)
+        assert np.array_equal(levels(path, (40, 400)), windowed(HOUNSFIELD, 40, 400))
+    reason = "HighBit of the DICOM file must be 11, its stored bits minus 1, got "
+    for high_bit in (15, 7):
+        path = write_dicom(path, stored, BitsStored=12, HighBit=high_bit)
+        assert fault(path) == f"{reason}{high_bit}"
+
+
+def test_tables_are_scaled_by_the_bits_that_they_use(tmp_path: Path) -> None:
+    """Tables of 8 or 12 bits may be declared as 16, and 8 bits may be in bytes or words."""
+    path, indices = tmp_path / "a.dcm", np.arange(64, dtype=np.uint8).reshape(8, 8)
+    grey = indices.astype(int) * 3
+    for declared, kind, factor in (
+        (16, "<u2", 1), (8, "<u2", 1), (8, "u1", 1), (16, "<u2", 16), (16, "<u2", 257)
+    ):  # fmt: skip
+        content = (np.arange(0, 192, 3).astype(kind) * factor).tobytes()
+        palette: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
+        for colour in ("Red", "Green", "Blue"):
+            palette[f"{colour}PaletteColorLookupTableDescriptor"] = [64, 0, declared]
+            palette[f"{colour}PaletteColorLookupTableData"] = content
+        assert np.array_equal(levels(write_dicom(path, indices, **palette)), grey)
+        table = Dataset()
+        table.LUTDescriptor = [64, 0, declared]
+        table.add_new("LUTData", "OW", content)
+        write_dicom(path, indices, VOILUTSequence=Sequence([table]))
+        assert np.abs(levels(path) - grey).max() <= 1
+    words = np.arange(192, dtype=np.uint16).reshape(8, 8, 3)  # colours of 8 bits declared as 16
+    path = write_dicom(path, words, PlanarConfiguration=0, BitsStored=16)
+    images, _, _ = read_pixels([path], 3, 8, 8, Decoding())
+    assert np.array_equal(images[0].transpose(1, 2, 0), words)
+    table.ModalityLUTType = "US"  # its values 0 to 48573 are no longer of 8 bits
+    write_dicom(path, indices, ModalityLUTSequence=Sequence([table]))
+    assert np.array_equal(levels(path), np.rint(indices * (255 / 63)))
+    table.LUTDescriptor = [100, 0, 16]
+    write_dicom(path, indices, ModalityLUTSequence=Sequence([table]))
+    assert fault(path).endswith("a lookup table of the DICOM file has fewer entries than stated")
 
 
 def test_dicom_table_replaces_window(tmp_path: Path) -> None:
@@ -187,6 +343,12 @@ def test_patient_ids_group_images_and_are_not_kept(
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
         assert load_folder(tmp_path).train.groups is None
+    for path in tmp_path.rglob("*.dcm"):
+        write_ct(tmp_path / "north" / path.relative_to(tmp_path), "anonymous")
+        path.unlink()
+    write_ct(tmp_path / "south/ill/5.dcm", "C3")
+    with pytest.warns(UserWarning, match="all 4 images in site north of .* have one patient ID"):
+        assert len(load_folder(tmp_path).train.groups.unique()) == 2
     monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
     with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):
         load_folder(tmp_path, image_size=8)
@@ -332,8 +494,11 @@ def test_modes_of_images_become_grey_or_rgb(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------- declarations
 
 
-def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
-    """The draft has the chosen window, and other settings than the declared ones are refused."""
+def test_declared_window_and_slice_are_used(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The draft has the chosen window, which is also that of the receivers of a synthetic set. Other
+    settings than the declared ones are refused."""
     for place in ("ill/1", "well/2"):
         write_ct(tmp_path / f"{place}.dcm", place)
     settings = FolderSettings(str(tmp_path), window="40,400", slice=0)
@@ -344,8 +509,17 @@ def test_declared_window_and_slice_are_used(tmp_path: Path) -> None:
     described.path.write_text(described.toml)
     with pytest.warns(UserWarning, match="converted"):
         loaded = load_folder(tmp_path)
-    assert loaded.declaration.decoding == Decoding((40, 400), 0)
+    assert (loaded.train.spec.window, loaded.train.spec.slice) == ((40, 400), 0)
     assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
+    facts = set_facts(loaded.train.spec, BYTES)
+    tensors = {"images": loaded.train.images, "labels": loaded.train.labels}
+    spec = shared_set(tensors, facts).spec
+    later = tmp_path_factory.mktemp("later")
+    for place in ("ill/1", "well/2"):
+        write_ct(later / f"{place}.dcm", WindowCenter=0, WindowWidth=9000)
+    for receiver in (spec, spec_from_json(spec.to_json())):
+        received = real_images(receiver, {"test_folder": str(later)})
+        assert torch.equal(received.images, loaded.train.images)
     for name, value in {"window": "40,80", "slice": 3}.items():
         with pytest.raises(SettingError, match=f"^data.{name} must be .* declares"):
             load_folder(tmp_path, **{name: value})

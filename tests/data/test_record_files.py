@@ -126,6 +126,29 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
     assert test.labels.tolist() == [1]
 
 
+def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
+    """MedMNIST3D: volumes are no images of 9 channels. Time series and 5 bands stay as they are."""
+    volumes = np.random.default_rng(1).integers(0, 256, (6, 9, 9, 9), dtype=np.uint8)
+    file, labels = tmp_path / "organs.npz", np.arange(6) % 2
+    np.savez(file, x=volumes, y=labels)
+    with pytest.raises(DataError, match=r"volumes \[9, 9, 9\], not images.* --slice 4"):
+        load_file(file)
+    described = describe_folder(FolderSettings(str(file), slice=4), print)
+    described.path.write_text(described.toml)
+    train = load_file(file).train
+    assert torch.equal(train.images[:, 0], torch.from_numpy(volumes[:, 4]))
+    test = read_test(str(file), train.spec, print, FolderSettings("x").columns)
+    assert torch.equal(test.images, train.images)
+    described.path.unlink()
+    other = load_file(file, slice=5).train  # for ledgers, these are the same records
+    digests = [record_digests(data, np.arange(6), bytes(8)) for data in (train, other)]
+    assert np.array_equal(*digests)
+    with pytest.raises(SettingError, match=r"data.slice must be less than 9"):
+        load_file(file, slice=9)
+    np.savez(file, x=volumes[:, :5], y=labels)
+    assert load_file(file).train.spec.image_shape == (5, 9, 9)
+
+
 @pytest.mark.filterwarnings("ignore:features in")
 @pytest.mark.parametrize(
     ("name", "change", "settings", "message"),

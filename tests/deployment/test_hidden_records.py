@@ -266,7 +266,8 @@ def test_owner_declarations_decide_whether_images_fit(setup: Setup, declared: bo
     assert answer(policy).kind == "answer"
     (folder / "flu").mkdir()
     names = ({"class_names": ("b", "a")}, {"class_names": ("a", "flu")})
-    for spec in ({"height": 16}, {"width": 16}, *names):
+    shown = ({"window": (40.0, 400.0)}, {"slice": 1}) if declared else ()
+    for spec in ({"height": 16}, {"width": 16}, *names, *shown):
         reply = answer(policy, **spec)
         assert reply.kind == "refusal"
         assert "owner" in reply.facts["reason"]

@@ -74,6 +74,17 @@ def test_measures_of_perfect_classifiers_are_at_most_one() -> None:
         assert 1 - 1e-6 < measures["auroc"] <= 1.0
 
 
+def test_calibration_error_bins_have_their_upper_bound() -> None:
+    """Guo et al., Eq. 3: a bin is (lower, upper]. One prediction of the last bin is wrong, so its gap
+    is |1 - (1 + 0.95)| / 2; 0.8 and 0.75 share the bin up to 12/15, with the gap |1 - 1.55| / 2."""
+    for values, expected in (((1.0, 0.95), 0.475), ((0.8, 0.75), 0.275)):
+        confidence = torch.tensor(values, dtype=torch.float64)
+        logits = torch.stack([confidence, 1 - confidence], dim=1).log().clamp_min(-800)
+        labels = torch.tensor([1, 0])
+        measures = classification.classification_measures(logits, labels)
+        assert measures["calibration_error"] == pytest.approx(expected)
+
+
 def test_undefined_measures_are_null() -> None:
     logits, labels = draw()
     one_class = torch.zeros_like(labels)

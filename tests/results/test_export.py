@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -409,3 +410,28 @@ def test_models_without_onnx_form_are_refused(
     with pytest.raises(errors.OutputError, match=r"pip install 'fedsynth\[onnx\]'"):
         fs.export_onnx(folder, tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_onnxruntime_checks_pooling_that_onnx_computes_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The layers of GoogLeNet. Its reference evaluator pads the 8×8 pixels to 10×10."""
+    pooling = nn.MaxPool2d(3, 1, padding=1, ceil_mode=True)
+    network = nn.Sequential(pooling, nn.Flatten(), nn.Linear(64, 10)).eval()
+    spec = fs.load_dataset("digits")[1].spec
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(
+        errors.OutputError, match=r"ceil mode wrongly.* Run pip install onnxruntime"
+    ):
+        _checked_program(network, spec)
+    error = 0.0
+
+    def run(self: Any, names: None, inputs: dict[str, Any]) -> Any:
+        return [network(torch.tensor(inputs["images"])).detach().numpy() + error]
+
+    session = type("InferenceSession", (), {"__init__": lambda self, model: None, "run": run})
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(InferenceSession=session))
+    _checked_program(network, spec)
+    error = 0.1
+    with pytest.raises(errors.OutputError, match="onnxruntime computes other logits than PyTorch"):
+        _checked_program(network, spec)

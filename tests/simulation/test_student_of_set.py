@@ -174,7 +174,10 @@ def test_teachers_of_other_images_are_refused(share: Path, tmp_path: Path) -> No
     assert student().taught
     with pytest.raises(errors.SettingError, match=r"must map .* images to"):
         fs.student_of_set(share, LINEAR, BRIEF, teacher=torch.nn.Flatten())
-    for other in ({"width": 16}, {"class_names": tuple("abcdefghij")}, {"std": (0.1,)}):
+    for other in (
+        {"width": 16}, {"class_names": tuple("abcdefghij")}, {"std": (0.1,)}, {"slice": 0},
+        {"window": (40.0, 400.0)}, {"bounds": (-1.0, 1.0)}, {"encoder": "other"},
+    ):  # fmt: skip
         with pytest.raises(errors.SettingError, match="was trained for others"):
             student(**other)
 
