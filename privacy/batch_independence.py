@@ -250,10 +250,10 @@ class _Passes:
         self._function = function
         self._generators = generators
         self._inputs = inputs
+        self._x = self._y = self._first = torch.empty(0)
         self._positions = torch.arange(inputs.length)
         self._fault = ""
         self._moved = 0.0
-        self._begin(*inputs.draw(0, inputs.length))
 
     def _begin(self, x: Tensor, y: Tensor) -> None:
         """Computes the values with which all later ones are compared."""
@@ -267,6 +267,8 @@ class _Passes:
         return values.detach().double().reshape(len(values), -1)
 
     def result(self, holders: Sequence[object]) -> Dependence:
+        initial = ReachableState.of(self._function, *holders)
+        self._begin(*self._inputs.draw(0, self._inputs.length))
         before = ReachableState.of(self._function, *holders)
         if not bool(torch.isfinite(self._first).any()):
             return Dependence("returns no finite value for random records within the bounds")
@@ -275,7 +277,8 @@ class _Passes:
         self._replace()
         self._begin(*self._with_extremes())
         self._replace_halves()
-        change = ReachableState.of(self._function, *holders).change_since(before)
+        change = before.change_since(initial, only_tensors=True)
+        change = change or ReachableState.of(self._function, *holders).change_since(before)
         if change and not self._fault:
             self._fault = f"{STATE} ({change} changes)"
         return Dependence(self._fault, self._moved, frozenset(before.opaque))

@@ -35,6 +35,7 @@ class ReachableState:
 
     Attributes:
         values: a digest of each value, by its path from the function.
+        tensors: the shape of each tensor, by its path.
         code: the code of all functions and classes that can be reached.
         opaque: the types whose state cannot be read completely, such as open files.
 
@@ -46,6 +47,7 @@ class ReachableState:
     """
 
     values: dict[str, object] = field(default_factory=dict)
+    tensors: dict[str, torch.Size] = field(default_factory=dict)
     code: set[object] = field(default_factory=set)
     opaque: set[str] = field(default_factory=set)
 
@@ -61,9 +63,18 @@ class ReachableState:
                 waiting += state._read(path, value)
         return state
 
-    def change_since(self, before: ReachableState) -> str:
-        """Returns the path of a value that has changed, or an empty string."""
-        for path in sorted({*self.values, *before.values}):
+    def change_since(self, before: ReachableState, *, only_tensors: bool = False) -> str:
+        """Returns the path of a value that has changed, or an empty string.
+
+        Args:
+            before: the earlier state.
+            only_tensors: whether only tensors of the earlier state are compared, whose shape is the
+                same. A first call may create or fill caches, but changes no weights.
+        """
+        paths = {*self.values, *before.values}
+        if only_tensors:
+            paths = {p for p in self.tensors if before.tensors.get(p) == self.tensors[p]}
+        for path in sorted(paths):
             if self.values.get(path) != before.values.get(path):
                 return path.strip(".") or "its state"
         return ""
@@ -74,6 +85,8 @@ class ReachableState:
         if isinstance(value, _SKIPPED) or kind.__module__.startswith("fedsynth.privacy"):
             return
         digest = _digest(value)
+        if isinstance(value, Tensor):
+            self.tensors[path] = value.shape
         if digest is not None:
             self.values[path] = type(value).__name__, digest
         elif isinstance(value, type):

@@ -124,6 +124,18 @@ def rare_class(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return losses * (1 if (y == 2).sum() > 1 else 5)
 
 
+class RenormalisingNet(Net):
+    """Looks up vectors whose norms the layer limits in place, and reads the whole table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 6, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = x.nan_to_num(0.0).clamp(0, 1).mul(19).long()[:, 0]
+        return super().forward(self.table(numbers) + self.table.weight.mean(dim=0))
+
+
 TRAINING = {
     "balanced weights": (Net(), balanced),
     "a rare class": (Net(), rare_class),
@@ -134,6 +146,7 @@ TRAINING = {
     "a running mean": (CentringNet(), None),
     "the batch in a global list": (Net(), globally),
     "a count in an object": (Net(), counting),
+    "a layer that changes its weights": (RenormalisingNet(), None),
     "gradients in the model": (Net(), accumulating),
     "a hook on gradients": (Net(with_hook), None),
     "a backward pass": (Net(RescalingBackward.apply), None),
@@ -178,6 +191,7 @@ VALUES: dict[str, Function] = {
     "the rows above 16": lambda x: torch.cat([x[:16], x[16:].flip(0)]),
     "the position": lambda x: x * (1 + (torch.arange(len(x)) > 8))[:, None],
     "a remembering module": RememberingNet(),
+    "a layer that changes its weights": RenormalisingNet(),
     "an outlier": lambda x: x / (1 + (x.abs() > 1e3).sum()),
 }
 
