@@ -364,7 +364,7 @@ class _FewRecords:
         self._function = function
         self._generators = generators
         both, labels = inputs.draw(0, 2 * ROWS)
-        self._labels = labels[:ROWS]
+        self._labels, self._other_labels = labels.split(ROWS)
         self._images = both[:ROWS]
         low, high = inputs.bounds
         if math.isfinite(high - low):
@@ -377,9 +377,14 @@ class _FewRecords:
             self._run(extreme)
             self._replacements = extreme
 
-    def _run(self, images: Tensor, watch: OperationWatch | None = None) -> Tensor:
+    def _run(
+        self,
+        images: Tensor,
+        watch: OperationWatch | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
         self._generators.rewind()
-        labels = self._labels[: len(images)].clone()
+        labels = (self._labels if labels is None else labels)[: len(images)].clone()
         with watch or OperationWatch():
             return self._function(images.clone(), labels).detach().double()
 
@@ -397,7 +402,8 @@ class _FewRecords:
         if _differ(first, self._run(images, base)):
             return KEEPS_STATE
         for shift in (1, 3):
-            if _differ(first, self._rolled(shift)):
+            moved = self._run(images.roll(shift, 0), labels=self._labels.roll(shift))
+            if _differ(first, moved.roll(-shift, 0)):
                 return POSITION
         indices = torch.arange(ROWS, device=images.device)
         for half in (indices % 2 == 0, indices < ROWS // 2):
@@ -410,14 +416,6 @@ class _FewRecords:
                 return LENGTH
         return ""
 
-    def _rolled(self, shift: int) -> Tensor:
-        labels = self._labels
-        self._labels = labels.roll(shift)
-        try:
-            return self._run(self._images.roll(shift, 0)).roll(-shift, 0)
-        finally:
-            self._labels = labels
-
     def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
         """Returns a description of the fault if the function mixes examples, otherwise "".
 
@@ -429,8 +427,9 @@ class _FewRecords:
         for replaced in (half, ~half):
             images = self._images.clone()
             images[replaced] = self._replacements[replaced]
+            labels = torch.where(replaced.cpu(), self._other_labels, self._labels)
             watch = OperationWatch(1.0, record=True)
-            if _differ(first[~replaced], self._run(images, watch)[~replaced]):
+            if _differ(first[~replaced], self._run(images, watch, labels)[~replaced]):
                 return MIXES
             watches.append(watch.values)
         for (name, a), (name_b, b), (name_c, c) in zip(base.values, *watches, strict=False):

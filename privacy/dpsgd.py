@@ -384,12 +384,12 @@ def gradient_dependence(
         inputs: the inputs of a step.
         loss: a function that returns the loss of each example. None uses cross-entropy.
     """
-    used = loss or cross_entropies
-    moved = _with_moved_weights(model)
+    used = loss or cross_entropies  # the names of variables appear in messages about state
+    model = _with_moved_weights(model)
 
     @torch.enable_grad()
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        return used(moved, x, y.to(x.device))
+        return used(model, x, y.to(x.device))
 
     def loud(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         sums = 1e3 * x.detach().double().flatten(1).nan_to_num(0.0, 0.0, 0.0).sum(dim=1)
@@ -399,12 +399,12 @@ def gradient_dependence(
     for backward in (used, loud):
         if result.fault:
             return result
-        gradients = ExampleGradients(moved, backward)
+        gradients = ExampleGradients(model, backward)
 
         def rows(x: Tensor, y: Tensor, compute: ExampleGradients = gradients) -> Tensor:
             return compute(x, y.to(x.device))
 
-        found = dependence_on_batch(rows, inputs, operations=False, holders=(moved, used))
+        found = dependence_on_batch(rows, inputs, operations=False, holders=(model, used))
         result = replace(found, opaque=result.opaque | found.opaque)
     return result
 

@@ -64,7 +64,7 @@ class ReachableState:
         return state
 
     def change_since(self, before: ReachableState, *, only_tensors: bool = False) -> str:
-        """Returns the path of a value that has changed, or an empty string.
+        """Returns the end of the path of a value that has changed, or an empty string.
 
         Args:
             before: the earlier state.
@@ -76,7 +76,7 @@ class ReachableState:
             paths = {p for p in self.tensors if before.tensors.get(p) == self.tensors[p]}
         for path in sorted(paths):
             if self.values.get(path) != before.values.get(path):
-                return path.strip(".") or "its state"
+                return ".".join(path.strip(".").split(".")[-2:]) or "its state"
         return ""
 
     def _read(self, path: str, value: Any) -> Iterator[tuple[str, object]]:
