@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsynth.cli import options
-from fedsynth.cli.application import OptionError, ended_by_signals
+from fedsynth.cli.application import OptionError
 from fedsynth.data.partition_settings import MAX_CLIENTS
+from fedsynth.privacy.files import write_output
 
 if TYPE_CHECKING:
     from fedsynth.deployment.policy import Owner
@@ -58,7 +59,7 @@ def settings_file(
 
     if file.exists():
         raise OptionError(f"{file} already exists. Remove this file, or name a new file")
-    file.write_text(to_toml(_proposal(chosen, None, spec).settings.to_mapping()), "utf-8")
+    write_output(file, to_toml(_proposal(chosen, None, spec).settings.to_mapping()).encode())
     print(f"written: {file}")
 
 
@@ -113,7 +114,7 @@ def server(
     settings = SuperLinkSettings(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the agreement of the run is {proposal.agreement}", flush=True)
-    with ended_by_signals(), superlink(settings, output) as started:
+    with superlink(settings, output) as started:
         print(f"clients can now connect to port {port}", flush=True)
         folder = started.run(proposal, output, timeouts, resume, _say)
     print(f"run folder: {folder}")
@@ -168,8 +169,7 @@ def client(
     node = Node(number, ledger, source, _owner(policy, approve), device, _say)
     if identity is not None and identities is not None:
         node.identities = read_identities(identity, identities)
-    with ended_by_signals():
-        join(node, connection, once=once, wait=wait)
+    join(node, connection, once=once, wait=wait)
 
 
 _say = partial(print, flush=True)

@@ -30,6 +30,7 @@ from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.batch_independence import ADVICE, dependence_on_batch
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
+from fedsynth.privacy.files import write_output
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
 from fedsynth.privacy.mechanisms import (
@@ -403,7 +404,7 @@ class DataOwner:
             own_code=["functions, networks and losses of the pipeline"],
         )
         report = build_report(facts, [self._ledger.history()])
-        path.write_text(renderers[path.suffix](report), encoding="utf-8")
+        write_output(path, renderers[path.suffix](report).encode())
 
 
 class _TorchOptimiser:

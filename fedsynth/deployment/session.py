@@ -52,6 +52,7 @@ from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import (
     MAX_TENSORS_BYTES,
+    delete_partial,
     read_regular,
     with_hash,
     without_hash,
@@ -115,6 +116,7 @@ class Session:
         )
         self._node = node
         self.folder = node.folder(proposal.run)
+        delete_partial(self.folder)  # may have secrets of a sum
         self._agreement = proposal.agreement
         self._schedule = settings.schedule()
         self._terms: RunTerms | None = None

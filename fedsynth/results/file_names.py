@@ -5,5 +5,7 @@ SUMMARY = "summary.json"
 METRICS = "metrics.jsonl"
 MODEL = "model.safetensors"
 HIDDEN = "simulation_only/rounds.jsonl"
+# Locked while a process writes into the folder, or into folders below it.
+LOCK = ".lock"
 # The end of the folder's name while the run lasts.
 INCOMPLETE = ".incomplete"
