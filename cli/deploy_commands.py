@@ -103,12 +103,17 @@ def server(
     require_flower()
     from fedsynth.deployment.flower.serving import SuperLinkSettings, superlink
     from fedsynth.deployment.frames import Timeouts
+    from fedsynth.deployment.proposal import new_proposal, served_proposal
 
-    if resume is not None:
-        if config is not None or any(chosen.values()):
-            raise OptionError("a resumed run keeps its settings. Remove --config and all settings")
-        config = resume / "config.toml"
-    proposal = _proposal(chosen, config, spec)
+    if resume is None:
+        proposal = _proposal(chosen, config, spec)
+    else:
+        if config is not None or spec is not None or any(chosen.values()):
+            raise OptionError(
+                "a resumed run keeps its settings. Remove --config, --spec and all settings"
+            )
+        sections = options.read_config(resume / "config.toml")
+        proposal = new_proposal(sections, served_proposal(resume).spec)
     if keys is None and not insecure:
         raise OptionError("--keys is required. For a trial on one machine, use --insecure instead")
     settings = SuperLinkSettings(port, keys, proposal.settings.partition.clients, host)
@@ -188,6 +193,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run over a network that the options, --set and --config describe."""
-    from fedsynth.deployment.proposal import new_proposal
+    from fedsynth.deployment.proposal import new_proposal, read_spec
 
-    return new_proposal(options.merged(options.read_config(config), chosen), spec)
+    sections = options.merged(options.read_config(config), chosen)
+    return new_proposal(sections, None if spec is None else read_spec(spec))

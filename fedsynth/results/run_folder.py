@@ -68,10 +68,6 @@ no privacy guarantee covers it. In a deployment it would not exist.
 """
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
-# The name of the file with a run's name and the settings that were agreed with the clients. Only a
-# run over a network has this file.
-SERVED = "run.json"
-
 ARTEFACTS = "artefacts.safetensors"
 # The folder with the checkpoint of a server whose clients are on other machines.
 CHECKPOINT = "checkpoint"
