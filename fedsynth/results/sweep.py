@@ -123,10 +123,10 @@ def read_sweep(file: Path) -> Sweep:
         cells = _cells(sections, grid)
     except SweepError as error:
         raise SweepError(f"{file}: {error}") from None
-    settings = converted("sweep", sweep, {"output": str, "jobs": int}, "sweep", also=("metrics",))
+    settings = converted("sweep", sweep, {"output": Path, "jobs": int}, "sweep", also=("metrics",))
     jobs = settings.get("jobs", 1)
     check_number("sweep", "jobs", jobs, 1, MAX_JOBS, integer=True)
-    output = Path(settings.get("output") or f"sweeps/{file.stem}")
+    output = settings.get("output", Path("sweeps", file.stem))
     return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells))
 
 
@@ -247,6 +247,21 @@ POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in second
 STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
 LOG = "log.txt"
 COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
+
+
+def check_output(sweep: Sweep) -> None:
+    """Checks that the folder for the runs exists or can be created.
+
+    Raises:
+        OutputError: a part of the path is not a folder, or the folder cannot be written.
+    """
+    output = sweep.output.absolute()
+    nearest = next(path for path in (output, *output.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise OutputError(
+            f"cannot write the runs to {output}, because {nearest} is not a folder that you can "
+            "write. Set sweep.output or --output to another folder"
+        )
 
 
 def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
