@@ -23,7 +23,7 @@ from fedsynth.cli.application import (
     note,
     say,
 )
-from fedsynth.privacy.files import write_output
+from fedsynth.privacy.files import require_folder, write_output
 
 if TYPE_CHECKING:
     from fedsynth.reproduction.comparison import Line
@@ -141,7 +141,7 @@ def sweep(
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
     from fedsynth.results.finished import finished_run
-    from fedsynth.results.sweep import check_output, read_sweep, run_sweep
+    from fedsynth.results.sweep import read_sweep, run_sweep
     from fedsynth.results.tables import FORMATS, render, sweep_rows
     from fedsynth.validation import check_choice
 
@@ -149,7 +149,7 @@ def sweep(
     plan = read_sweep(file)
     plan = replace(plan, output=output or plan.output)
     if dry_run:
-        check_output(plan)
+        require_folder(plan.output)
         for cell in plan.cells:
             state = "finished" if finished_run(plan.output / cell.key) else "to do"
             print(f"{state}  {plan.output / cell.key}  {cell.label}")

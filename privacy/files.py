@@ -364,6 +364,19 @@ def without_hash(stored: bytes, label: str = "") -> bytes:
     return content
 
 
+def require_folder(path: Path) -> None:
+    """Checks that files can be written into a folder, which exists or can be created.
+
+    Raises:
+        OSError: a part of the path is no folder or cannot be written. The error names this part.
+    """
+    nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
+
+
 def create_once(path: Path, content: bytes) -> None:
     """Creates a file that only the current user can read, unless the file exists.
 

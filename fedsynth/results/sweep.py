@@ -249,21 +249,6 @@ LOG = "log.txt"
 COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
 
 
-def check_output(sweep: Sweep) -> None:
-    """Checks that the folder for the runs exists or can be created.
-
-    Raises:
-        OutputError: a part of the path is not a folder, or the folder cannot be written.
-    """
-    output = sweep.output.absolute()
-    nearest = next(path for path in (output, *output.parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise OutputError(
-            f"cannot write the runs to {output}, because {nearest} is not a folder that you can "
-            "write. Set sweep.output or --output to another folder"
-        )
-
-
 def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     """Executes all runs of a sweep that have not finished. Returns the runs that failed.
 
