@@ -262,9 +262,6 @@ def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Pa
     line = f"feddm --rounds 2 --dp-ledger {tmp_path / 'kept'} --dp-sigma"
     dry = train(f"{line} 3 --dry-run")
     as_json = json.loads(train(f"{line} 3 --dry-run --json").stdout)
-    (file := tmp_path / "file").touch()
-    below = train(f"{line} 3 --dry-run --dp-ledger {file}/x")
-    below.assert_refused(f"cannot use {file}: Not a directory")
     assert list(tmp_path.iterdir()) == []
     for more in ("--dry-run", ""):
         train(f"{line} 1 --dp-epsilon 0.1 {more}").assert_refused("above the cap")
@@ -273,6 +270,9 @@ def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Pa
     assert f"ε = {format_epsilon(spent)} at" in dry.stdout
     assert as_json["epsilon"]["2"] == pytest.approx(spent)
     assert json.loads(fedsynth("train --dry-run --json").stdout) == {"guarantee": False}
+    file = tmp_path / "kept" / "client-000.jsonl"
+    below = train(f"feddm --dp-sigma 3 --dry-run --dp-ledger {file}/x")
+    below.assert_refused(f"cannot use {file}: Not a directory")
 
 
 def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
