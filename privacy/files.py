@@ -325,7 +325,7 @@ def write_output(path: Path, content: bytes) -> None:
         OSError: the file cannot be written or is write-protected. The old file still exists.
     """
     if path.exists():
-        with path.open("ab", buffering=0) as file:
+        with path.open("ab") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 file.write(content)
                 return
