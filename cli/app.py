@@ -138,10 +138,7 @@ def _run(
     application.keep_large_allocations()
     folder = output if resume is None else resume.parent
     loggers = make_loggers(log, folder, private=settings.privacy is not None, note=application.say)
-    with (
-        make_observer(settings, options.from_preset(sections)) as display,
-        application.ended_by_signals(),
-    ):
+    with make_observer(settings, options.from_preset(sections)) as display:
         observer = Several([display, *loggers])
         result = simulate(
             settings, output=output, observer=observer, download=download, resume=resume

@@ -22,27 +22,42 @@ from typer.core import TyperGroup
 from fedsynth.errors import FedsynthError
 from fedsynth.privacy.errors import PrivacyError
 
+# SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then.
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
 
 class TerminatedError(KeyboardInterrupt):
-    """Raised when SIGTERM is received, so that the run ends in the same way as after Ctrl-C."""
+    """Raised when one of `SIGNALS` is received, so that a run ends as after Ctrl-C.
+
+    Args:
+        number: the number of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        super().__init__(number)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raises TerminatedError when SIGTERM is received within the block.
+    """Raises TerminatedError when one of `SIGNALS` is received within the block.
 
-    A second SIGTERM ends the process at once.
+    A second signal ends the process at once.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        raise TerminatedError
+        signal.signal(number, signal.SIG_DFL)
+        raise TerminatedError(number)
 
-    previous = signal.signal(signal.SIGTERM, terminate)
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in previous.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 # The parser's own errors (an unknown option, text in place of a number). Their location depends on
@@ -57,7 +72,11 @@ OUT_OF_MEMORY = (
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's RuntimeError on a CPU
 # Errors of the operating system that are never caused by a bug in fedsynth, even if they name no
 # file.
-NO_BUG = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+NO_BUG = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM),
+    errno.ENOENT,  # the current folder was deleted
+}
+NO_TEMPORARY_FOLDER = "No usable temporary directory"  # of Python's tempfile
 
 BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE has ended
 
@@ -75,7 +94,7 @@ class OneLineGroup(TyperGroup):
     def main(self, *args: Any, **options: Any) -> Any:
         standalone = options.pop("standalone_mode", True)
         try:
-            with one_line_errors():
+            with one_line_errors(), ended_by_signals():
                 # no caller passes standalone_mode by position
                 code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
                 _flush()
@@ -126,15 +145,17 @@ def one_line_errors() -> Iterator[None]:
         if _is_bug(error):
             raise
         _flush()
+        if NO_TEMPORARY_FOLDER in str(error):
+            fail("no folder for temporary files can be written. Set TMPDIR to a folder with space")
         path = os.fsdecode(error.filename or "a file or stdout")
         fail(f"cannot use {path}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and NO_MEMORY not in str(error):
             raise
         fail(OUT_OF_MEMORY)
-    except TerminatedError:
+    except TerminatedError as error:
         say("fedsynth: terminated")
-        raise typer.Exit(143) from None
+        raise typer.Exit(128 + error.number) from None
     except KeyboardInterrupt:
         say("fedsynth: interrupted")
         raise typer.Exit(130) from None

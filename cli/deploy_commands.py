@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsynth.cli import options
-from fedsynth.cli.application import OptionError, ended_by_signals
+from fedsynth.cli.application import OptionError
 from fedsynth.data.partition_settings import MAX_CLIENTS
+from fedsynth.privacy.files import write_output
 
 if TYPE_CHECKING:
     from fedsynth.deployment.policy import Owner
@@ -58,7 +59,7 @@ def settings_file(
 
     if file.exists():
         raise OptionError(f"{file} already exists. Remove this file, or name a new file")
-    file.write_text(to_toml(_proposal(chosen, None, spec).settings.to_mapping()), "utf-8")
+    write_output(file, to_toml(_proposal(chosen, None, spec).settings.to_mapping()).encode())
     print(f"written: {file}")
 
 
@@ -102,18 +103,23 @@ def server(
     require_flower()
     from fedsynth.deployment.flower.serving import SuperLinkSettings, superlink
     from fedsynth.deployment.frames import Timeouts
+    from fedsynth.deployment.proposal import new_proposal, served_proposal
 
-    if resume is not None:
-        if config is not None or any(chosen.values()):
-            raise OptionError("a resumed run keeps its settings. Remove --config and all settings")
-        config = resume / "config.toml"
-    proposal = _proposal(chosen, config, spec)
+    if resume is None:
+        proposal = _proposal(chosen, config, spec)
+    else:
+        if config is not None or spec is not None or any(chosen.values()):
+            raise OptionError(
+                "a resumed run keeps its settings. Remove --config, --spec and all settings"
+            )
+        sections = options.read_config(resume / "config.toml")
+        proposal = new_proposal(sections, served_proposal(resume).spec)
     if keys is None and not insecure:
         raise OptionError("--keys is required. For a trial on one machine, use --insecure instead")
     settings = SuperLinkSettings(port, keys, proposal.settings.partition.clients, host)
     timeouts = Timeouts(join_seconds, answer_seconds)
     print(f"the agreement of the run is {proposal.agreement}", flush=True)
-    with ended_by_signals(), superlink(settings, output) as started:
+    with superlink(settings, output) as started:
         print(f"clients can now connect to port {port}", flush=True)
         folder = started.run(proposal, output, timeouts, resume, _say)
     print(f"run folder: {folder}")
@@ -168,8 +174,7 @@ def client(
     node = Node(number, ledger, source, _owner(policy, approve), device, _say)
     if identity is not None and identities is not None:
         node.identities = read_identities(identity, identities)
-    with ended_by_signals():
-        join(node, connection, once=once, wait=wait)
+    join(node, connection, once=once, wait=wait)
 
 
 _say = partial(print, flush=True)
@@ -188,6 +193,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run over a network that the options, --set and --config describe."""
-    from fedsynth.deployment.proposal import new_proposal
+    from fedsynth.deployment.proposal import new_proposal, read_spec
 
-    return new_proposal(options.merged(options.read_config(config), chosen), spec)
+    sections = options.merged(options.read_config(config), chosen)
+    return new_proposal(sections, None if spec is None else read_spec(spec))

@@ -19,6 +19,7 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
+from fedsynth.privacy.files import claim
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
@@ -62,9 +63,14 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 
     if is_unfinished(run):
         from fedsynth.privacy.report.build import write_report
+        from fedsynth.results.file_names import LOCK
         from fedsynth.results.verification import unfinished_report
 
-        write_report(unfinished_report(run, ledger=ledger), run)
+        try:
+            with claim(run / LOCK):
+                write_report(unfinished_report(run, ledger=ledger), run)
+        except BlockingIOError:
+            raise OptionError(f"the run in {run} has not ended. Wait until it ends") from None
         note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 
 

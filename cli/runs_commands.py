@@ -19,11 +19,11 @@ import typer
 from fedsynth.cli import options
 from fedsynth.cli.application import (
     OptionError,
-    ended_by_signals,
     keep_large_allocations,
     note,
     say,
 )
+from fedsynth.privacy.files import require_folder, write_output
 
 if TYPE_CHECKING:
     from fedsynth.reproduction.comparison import Line
@@ -97,9 +97,9 @@ def plot(
     if suffix == ".png":
         write_png(output, lines, metric, by)
     elif suffix == ".svg":
-        output.write_text(standalone(curves_svg(lines, metric, by)), "utf-8")
+        write_output(output, standalone(curves_svg(lines, metric, by)).encode())
     else:
-        output.write_text(curves_page(lines, metric, by), "utf-8")
+        write_output(output, curves_page(lines, metric, by).encode())
     print(output)
 
 
@@ -120,7 +120,7 @@ def report(
     from fedsynth.results.page import runs_page
 
     loaded = list(map(Run.read, finished_runs(runs)))
-    output.write_text(runs_page(loaded, simulation_only=simulation_only), "utf-8")
+    write_output(output, runs_page(loaded, simulation_only=simulation_only).encode())
     print(output)
 
 
@@ -149,14 +149,14 @@ def sweep(
     plan = read_sweep(file)
     plan = replace(plan, output=output or plan.output)
     if dry_run:
+        require_folder(plan.output)
         for cell in plan.cells:
             state = "finished" if finished_run(plan.output / cell.key) else "to do"
             print(f"{state}  {plan.output / cell.key}  {cell.label}")
         return
     failed = []
     if not only_table:
-        with ended_by_signals():
-            failed = run_sweep(plan, say)
+        failed = run_sweep(plan, say)
     print(render(plan, sweep_rows(plan), form), end="")
     if failed:
         raise typer.Exit(1)
@@ -224,8 +224,7 @@ def reproduce(
     rows = Rows(output)
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(rows, deadline, report=say, watch=make_observer, download=download)
-    with ended_by_signals():
-        outcomes = list(runner.run(jobs))
+    outcomes = list(runner.run(jobs))
     compared = lines(table, cells, range(seeds), rows.all(), changes)
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared)

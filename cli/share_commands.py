@@ -16,13 +16,12 @@ import typer
 from fedsynth.cli import options
 from fedsynth.cli.application import (
     OptionError,
-    ended_by_signals,
     keep_large_allocations,
     note,
     say,
 )
 from fedsynth.cli.privacy_commands import print_dry_run
-from fedsynth.privacy.files import expand_home
+from fedsynth.privacy.files import expand_home, write_output
 
 if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
@@ -168,7 +167,7 @@ def describe(
     path = output or description.path
     if path.exists() and read_declaration(path).signed_by:
         raise OptionError(f"{path} is signed. Remove this file, or name a new file with --output")
-    path.write_text(description.toml, "utf-8")
+    write_output(path, description.toml.encode())
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(
         f"written: {path}\n"
@@ -239,7 +238,7 @@ def synthesize(
         print_dry_run(resolved, as_json)
         return
     keep_large_allocations()
-    with make_observer(resolved) as observer, ended_by_signals():
+    with make_observer(resolved) as observer:
         result = make(
             resolved,
             out,

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from fedsynth.privacy.errors import NamedSettingError, setting_name, short_repr
 
 
@@ -88,9 +86,8 @@ def writing(path: Path) -> Iterator[None]:
     """Converts errors of the operating system, such as a full disk, to OutputError."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OutputError(f"cannot write {path}: {reason}") from None
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 class CheckpointError(FedsynthError):

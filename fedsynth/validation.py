@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields
@@ -19,7 +20,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from fedsynth.errors import FedsynthError, SettingError, unknown_name, unknown_value
 from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import load_toml
+from fedsynth.privacy.files import expand_home, load_toml
 from fedsynth.privacy.settings import make_floats
 
 T = TypeVar("T")
@@ -29,7 +30,10 @@ LARGEST = 2**63 - 1  # largest integer that TOML, NumPy and PyTorch can hold
 MAX_PRINTED_BOUND = 10_000  # a range that ends here or later has only one bound worth printing
 LARGEST_FLOAT = 3e38  # bound on other numbers: the largest that fp32 can hold
 MAX_SECONDS = 10**8  # Longest duration, three years: system timers cannot hold the largest floats
-_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_EXPECTED = {
+    **{bool: "true or false", int: "a whole number", float: "a number", str: "text"},
+    Path: "the path of a file or folder",
+}
 
 
 class Faults:
@@ -231,7 +235,9 @@ def converted(
 
 
 def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
-    """Converts the value of a setting to a type, which is bool, int, float or str.
+    """Converts the value of a setting to a type, which is bool, int, float, str or Path.
+
+    A `~` at the beginning of a path is replaced by the home folder.
 
     Raises:
         SettingError: the value cannot be converted, is not finite, or is larger than `LARGEST` (for
@@ -240,7 +246,10 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
     try:
         if kind is bool:
             return _TRUTH[str(value).lower()]
-        if not isinstance(value, (bool, int, float, str, PathLike)):
+        if kind is Path:
+            return _path(value)
+        accepted = (str, PathLike) if kind is str else (bool, int, float, str, PathLike)
+        if not isinstance(value, accepted):
             raise TypeError
         if isinstance(value, str) and kind is not str and not value.isascii():
             raise ValueError  # Python would accept the digits of any script
@@ -249,7 +258,7 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
         converted = kind(value)
         if kind is int and isinstance(value, float) and converted != value:
             raise ValueError  # 3.0 is accepted, 3.5 is not
-    except (ValueError, KeyError, OverflowError, TypeError):
+    except (ValueError, KeyError, OverflowError, TypeError, FileNotFoundError):
         expected = _EXPECTED.get(kind, f"of type {kind.__name__}")
         raise SettingError(section, key, f"must be {expected}, got {short_repr(value)}") from None
     limit = {int: LARGEST, float: LARGEST_FLOAT}.get(kind)
@@ -258,6 +267,20 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
             section, key, f"must be a finite number up to ±{limit:g}, got {short_repr(value)}"
         )
     return converted
+
+
+def _path(value: Any) -> Path:
+    """Converts the text of a setting to a path.
+
+    Raises:
+        TypeError, ValueError: the value is not the path of a file.
+        FileNotFoundError: the path begins with `~` and an unknown user.
+    """
+    text = os.fspath(value)
+    text.encode()  # as for the run folder's config.toml
+    if not text or "\0" in text:
+        raise ValueError
+    return expand_home(text)
 
 
 Sections = dict[str, dict[str, Any]]

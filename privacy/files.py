@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import secrets
 import stat
 import tempfile
 import time
@@ -43,6 +44,7 @@ MAX_TENSORS_BYTES = 2**36
 MAX_DEPTH = 64
 
 HASH_DIGITS = 64
+PARTIAL = ".partial"  # the end of the name of a file that is being written
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
@@ -282,7 +284,7 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
     """Creates or replaces a file atomically.
 
     A reader sees either the old file or the complete new one. The content is on the disk when this
-    function returns.
+    function returns. The new file has no permission that the old one did not have.
 
     Args:
         path: the path of the file.
@@ -294,20 +296,49 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
     Raises:
         OSError: the file cannot be written. The old file still exists.
     """
-    partial = path.with_name(f"{path.name}.partial")
-    partial.unlink(missing_ok=True)  # a leftover file would keep its old permissions
+    # other processes may write the same file; the name is at most 255 bytes long
+    partial = path.with_name(f"{path.name[:50]}.{secrets.token_hex(8)}{PARTIAL}")
     rights = 0o600 if secret else 0o666
     try:
-        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
+        with suppress(FileNotFoundError):
+            rights &= path.lstat().st_mode
+        with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    except OSError as error:  # a full disk names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        with suppress(OSError):
+            partial.unlink()
     if lasting:
         sync_folder(path.parent)
+
+
+def write_output(path: Path, content: bytes) -> None:
+    """Creates or replaces a file that the user has named, atomically as by `write_whole`.
+
+    A link is followed. Pipes and devices cannot be replaced, so they are written directly.
+
+    Raises:
+        OSError: the file cannot be written or is write-protected. The old file still exists.
+    """
+    if path.exists():
+        with path.open("ab") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                file.write(content)
+                return
+    write_whole(Path(os.path.realpath(path)), content)
+
+
+def delete_partial(folder: Path) -> None:
+    """Deletes what killed calls of `write_whole` have left in a folder and its subfolders.
+
+    No other process may be writing into the folder.
+    """
+    for leftover in folder.rglob(f"*{PARTIAL}"):
+        leftover.unlink()
 
 
 def with_hash(content: bytes, label: str = "") -> bytes:
@@ -331,6 +362,19 @@ def without_hash(stored: bytes, label: str = "") -> bytes:
     if with_hash(content, label) != stored:
         raise ValueError("the stored hash does not match the content")
     return content
+
+
+def require_folder(path: Path) -> None:
+    """Checks that files can be written into a folder, which exists or can be created.
+
+    Raises:
+        OSError: a part of the path is no folder or cannot be written. The error names this part.
+    """
+    nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(nearest))
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
 
 
 def create_once(path: Path, content: bytes) -> None:
@@ -361,6 +405,24 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def claim(path: Path) -> FileIO:
+    """Locks a file without waiting. The file is created if it is missing.
+
+    The lock lasts until the returned file is closed here and in all processes that inherited it.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file cannot be opened.
+    """
+    file = open_regular(path, writing=True, create=True)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        file.close()
+        raise
+    return file
 
 
 def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:

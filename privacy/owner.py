@@ -36,6 +36,7 @@ from fedsynth.privacy.batch_independence import (
     dependence_on_batch,
 )
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
+from fedsynth.privacy.files import write_output
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
 from fedsynth.privacy.mechanisms import (
@@ -450,7 +451,7 @@ class DataOwner:
             own_code=["functions, networks and losses of the pipeline", *self._not_compared()],
         )
         report = build_report(facts, [self._ledger.history()])
-        path.write_text(renderers[path.suffix](report), encoding="utf-8")
+        write_output(path, renderers[path.suffix](report).encode())
 
     def _not_compared(self) -> list[str]:
         """Returns a line for the report about state that the trials could not compare."""

@@ -40,9 +40,9 @@ class ReachableState:
         opaque: the types whose state cannot be read completely, such as open files.
 
     >>> layer = torch.nn.Linear(2, 2)
-    >>> before = ReachableState.of(layer)
+    >>> snapshot = ReachableState.of(layer)
     >>> layer.last = torch.ones(2)
-    >>> ReachableState.of(layer).change_since(before)
+    >>> ReachableState.of(layer).change_since(snapshot)
     'last'
     """
 
@@ -63,19 +63,19 @@ class ReachableState:
                 waiting += state._read(path, value)
         return state
 
-    def change_since(self, before: ReachableState, *, only_tensors: bool = False) -> str:
+    def change_since(self, snapshot: ReachableState, *, only_tensors: bool = False) -> str:
         """Returns the end of the path of a value that has changed, or an empty string.
 
         Args:
-            before: the earlier state.
+            snapshot: the earlier state.
             only_tensors: whether only tensors of the earlier state are compared, whose shape is the
                 same. A first call may create or fill caches, but changes no weights.
         """
-        paths = {*self.values, *before.values}
+        paths = {*self.values, *snapshot.values}
         if only_tensors:
-            paths = {p for p in self.tensors if before.tensors.get(p) == self.tensors[p]}
+            paths = {p for p in self.tensors if snapshot.tensors.get(p) == self.tensors[p]}
         for path in sorted(paths):
-            if self.values.get(path) != before.values.get(path):
+            if self.values.get(path) != snapshot.values.get(path):
                 return ".".join(path.strip(".").split(".")[-2:]) or "its state"
         return ""
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedsynth.privacy.errors import SigningError
-from fedsynth.privacy.files import file_hash, plain_files, read_regular
+from fedsynth.privacy.files import file_hash, plain_files, read_regular, write_whole
 from fedsynth.privacy.report.figures import Signature
 from fedsynth.privacy.report.file import read_part, read_report
 
@@ -100,7 +100,7 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
         "signature": base64.b64encode(key.sign(_message(files))).decode(),
     }
     path = folder / SIGNATURE
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, f"{json.dumps(content, indent=1)}\n".encode())
     return path
 
 

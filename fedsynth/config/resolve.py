@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fedsynth.config.settings import RUN_KINDS, SECTIONS, ReportSettings, RunSettings
 from fedsynth.core.method import Method
-from fedsynth.data.files import expanded
 from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.partition_settings import EXPLICIT, PartitionSettings
 from fedsynth.data.record_files import HUB
@@ -26,7 +26,7 @@ from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.validation import Faults, converted, field_types, from_mapping
+from fedsynth.validation import Faults, convert, converted, field_types, from_mapping
 
 # Defaults that a data set changes, except those of methods' settings, which are in the method
 # (`Method.presets`). For the embedded 8×8 digits: a model that accepts such small images, and few
@@ -129,7 +129,7 @@ def resolve(
     return RunSettings(
         method=method_settings,
         dataset=dataset,
-        data_root=expanded(str(root)).absolute() if root else None,
+        data_root=convert("data", "data_root", root, Path).absolute() if root else None,
         partition=partition,
         model=model,
         privacy=privacy,
@@ -240,7 +240,7 @@ def _privacy(
     number of users, the nominal size is the number of users per client.
     """
     if not values or values.keys() == {"ledger"}:
-        return None, values.get("ledger") and str(values["ledger"])
+        return None, values.get("ledger") and convert("privacy", "ledger", values["ledger"], str)
     declaration = None
     if folder is not None and values.get("unit") == USER:
         declaration = folder.declared()

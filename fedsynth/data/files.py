@@ -26,6 +26,7 @@ from fedsynth.privacy.files import (
     decode_json,
     expand_home,
     read_regular,
+    write_output,
 )
 
 # Size limit of a text file that lists images or users. The longest list of DomainNet has 5 MB.
@@ -59,16 +60,13 @@ def unpack_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Writes tensors to a safetensors file that all users of the computer may read (mode 0644).
-
-    The safetensors library by itself writes files that only their owner may read.
+    """Writes tensors to a safetensors file.
 
     Raises:
-        OSError, SafetensorError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(on_cpu, file, metadata=dict(metadata) or None)
-    file.chmod(0o644)
+    write_output(file, safetensors.torch.save(on_cpu, dict(metadata) or None))
 
 
 def expanded(folder: str | Path) -> Path:

@@ -167,7 +167,7 @@ def write_set(
         facts: additional metadata.
 
     Raises:
-        OSError, SafetensorError: the file cannot be written.
+        OSError: the file cannot be written.
     """
     tensors = {"images": images, "labels": labels}
     if clients is not None:

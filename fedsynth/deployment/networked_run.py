@@ -21,20 +21,21 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
 from fedsynth.deployment.frames import FILE, Connection, write_clients
 from fedsynth.deployment.node_exchange import NodeExchange
-from fedsynth.deployment.proposal import Proposal, check_executable, damage_is_named, new_run
+from fedsynth.deployment.proposal import Proposal, check_executable, new_run, served_proposal
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import NO_TEST, PUBLIC
-from fedsynth.privacy.files import load_json, write_whole
+from fedsynth.privacy.files import write_whole
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import Event
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
+from fedsynth.results.file_names import SERVED
 from fedsynth.results.private_run import read_start, rebuild_plan
 from fedsynth.results.report_facts import headline
-from fedsynth.results.run_folder import CHECKPOINT, SERVED, RunFolder
+from fedsynth.results.run_folder import CHECKPOINT, RunFolder
 from fedsynth.validation import to_toml
 
 
@@ -179,8 +180,7 @@ def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Propo
         write_whole(folder.path / SERVED, json.dumps(proposal.to_json()).encode())
         return proposal, folder
     folder = RunFolder.reopen(resume)
-    with damage_is_named(folder.path / SERVED):
-        begun = Proposal.from_json(load_json(folder.path / SERVED))
+    begun = served_proposal(folder.path)
     if begun.agreement != proposal.agreement:
         raise CheckpointError(f"cannot resume {folder.path}, because the settings have changed")
     return begun, folder

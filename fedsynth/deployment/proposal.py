@@ -28,7 +28,8 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data import registry
 from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.privacy.files import load_toml, read_text
+from fedsynth.privacy.files import load_json, load_toml, read_text
+from fedsynth.results.file_names import SERVED
 
 # The settings that each party chooses for its own machine, such as the device and the folders.
 LOCAL_SETTINGS = {
@@ -94,27 +95,47 @@ class Proposal:
         return cls(run, settings, spec)
 
 
-def new_proposal(sections: Mapping[str, Mapping[str, Any]], spec: Path | None = None) -> Proposal:
+def read_spec(file: Path) -> registry.DatasetSpec:
+    """Reads the specification of custom data from a TOML file.
+
+    Raises:
+        SettingError: if the file contains no specification.
+    """
+    try:
+        return registry.spec_from_json(load_toml(file))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"must be the specification of a data set. {one_line(error)}"
+        raise SettingError(None, str(file), reason) from None
+
+
+def served_proposal(folder: Path) -> Proposal:
+    """Reads the proposal of a run from the server's run folder.
+
+    Raises:
+        CheckpointError: if the folder has no proposal, or a damaged one.
+    """
+    file = folder / SERVED
+    if not file.is_file():
+        raise CheckpointError(f"{folder} has no {SERVED}, so no server began this run")
+    with damage_is_named(file):
+        return Proposal.from_json(load_json(file))
+
+
+def new_proposal(
+    sections: Mapping[str, Mapping[str, Any]], spec: registry.DatasetSpec | None = None
+) -> Proposal:
     """Creates a server's proposal for a new run.
 
     Args:
         sections: the settings, in sections as for `resolve`.
-        spec: a TOML file with the specification of custom data. None: the data set named in
-            `sections` is used.
+        spec: the specification of the data. None: that of the data set named in `sections`.
 
     Raises:
-        FedsynthError: if the settings are invalid, or the file contains no specification.
+        FedsynthError: if the settings are invalid.
     """
-    if spec is None:
-        dataset = registry.dataset_spec(
-            str(sections.get("data", {}).get("dataset", registry.DEFAULT_DATASET))
-        )
-    else:
-        try:
-            dataset = registry.spec_from_json(load_toml(spec))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"must be the specification of a data set. {one_line(error)}"
-            raise SettingError(None, str(spec), reason) from None
+    dataset = spec or registry.dataset_spec(
+        str(sections.get("data", {}).get("dataset", registry.DEFAULT_DATASET))
+    )
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.encoder is not None:
         reason = "cannot be used in a deployment, because the owners' nodes read image files"

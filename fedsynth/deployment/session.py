@@ -35,6 +35,7 @@ from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
+from fedsynth.deployment.policy import write_owner_report
 from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
@@ -53,6 +54,7 @@ from fedsynth.federation.run_data import divided
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.files import (
     MAX_TENSORS_BYTES,
+    delete_partial,
     read_regular,
     with_hash,
     without_hash,
@@ -117,6 +119,7 @@ class Session:
         )
         self._node = node
         self.folder = node.folder(proposal.run)
+        delete_partial(self.folder)  # may have secrets of a sum
         self._agreement = proposal.agreement
         self._schedule = settings.schedule()
         self._terms: RunTerms | None = None
@@ -126,6 +129,7 @@ class Session:
         self.history = replace(history, releases=history.releases[: self.state.initial_rows])
         privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
         capped = privacy is not None and (node.owner.cap is not None or privacy.epsilon is not None)
+        self._reported = self.state.initial_rows
         self._max_attempts = MAX_ATTEMPTS if capped else 1
 
     @property
@@ -251,9 +255,20 @@ class Session:
                 self._restore(phase, context)
         finally:
             self.store()
+            self._report_charges(context.round)
         if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and phase == FIRST):
             return answer
         return replace(answer, facts={**answer.facts, **self.statement()})
+
+    def _report_charges(self, round_number: int) -> None:
+        """Writes the owner's report if the client was charged since the last report.
+
+        The report must not wait for the end of the run, which a client may never learn.
+        """
+        budget = self.runtime.budget
+        if budget is not None and len(budget.ledger.releases) > self._reported:
+            write_owner_report(self, round_number, self.folder)
+            self._reported = len(budget.ledger.releases)
 
     def _tell_owner(self, context: RoundContext) -> None:
         """Tells the owner that the client has answered in a round, and the ε of its ledger."""

@@ -35,7 +35,7 @@ from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
 from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, dependence_on_batch
-from fedsynth.privacy.files import write_whole
+from fedsynth.privacy.files import PARTIAL, write_whole
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 from fedsynth.seeding import torch_generator
 
@@ -394,7 +394,7 @@ def clear_cache(folder: str | Path) -> int:
     path = Path(folder)
     if not path.is_dir():
         raise OutputError(f"the folder {one_line(path)} does not exist")
-    files = sorted(path.glob(CACHED.format("*")))
+    files = sorted([*path.glob(CACHED.format("*")), *path.glob(f"vectors-*{PARTIAL}")])
     with writing(path):
         for file in files:
             file.unlink()

@@ -29,7 +29,7 @@ from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError, one_line
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.files import expand_home
+from fedsynth.privacy.files import expand_home, require_folder
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names
 from fedsynth.privacy.releases import USER
@@ -478,8 +478,10 @@ def planned_ledgers(
 
     Raises:
         LedgerError: a ledger is damaged, belongs to another data set, or was deleted.
+        OSError: the folder cannot be written.
     """
     if folder is not None:
+        require_folder(folder)
         LedgerFolder(folder).check_whole()
     ledgers = []
     for name in names or default_names(run.partition.clients):

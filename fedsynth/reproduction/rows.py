@@ -17,7 +17,9 @@ marks a round in which the metric was not computed.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +34,7 @@ from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, writing
-from fedsynth.privacy.files import decode_json, read_text
+from fedsynth.privacy.files import decode_json, lock, open_regular, read_text
 from fedsynth.reproduction.presets import Number
 from fedsynth.version import __version__
 
@@ -66,7 +68,8 @@ class Rows:
         rows_by_settings: dict[str, dict[str, Any]] = {}
         for path in sorted(self.folder.glob("*.jsonl")):
             try:
-                for line in read_text(path).splitlines():
+                # a last line without its end was cut: its run is still in its folder
+                for line in read_text(path).rpartition("\n")[0].splitlines():
                     row = decode_json(line)
                     if not row.keys() >= NEEDED:
                         raise ValueError
@@ -86,8 +89,12 @@ class Rows:
         path = self.folder / f"{preset.replace(':', '-', 1)}.jsonl"
         with writing(path):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            with open_regular(path, writing=True, create=True) as file:
+                lock(file, path)  # against other processes
+                file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut
+                text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+                if file.write(line := f"{text}\n".encode()) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def run_folder(self, settings: RunSettings) -> Path:
         """Returns the parent folder of the run folder for a run with these settings.

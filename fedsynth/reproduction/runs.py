@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.errors import DivergedError, FedsynthError
+from fedsynth.errors import DivergedError, FedsynthError, writing
 from fedsynth.federation.context import choose_speed, resolve_device
 from fedsynth.federation.protocol import Observer
+from fedsynth.privacy.files import claim
 from fedsynth.reproduction.presets import Cell, Changes, Preset, cell_words, override
 from fedsynth.reproduction.rows import Rows, environment, round_summary, run_hash
-from fedsynth.results.file_names import METRICS
+from fedsynth.results.file_names import LOCK, METRICS
 from fedsynth.results.finished import finished_run, read_rows, unfinished_run
 from fedsynth.results.loggers import Several
 from fedsynth.simulation.simulate import simulate
@@ -181,12 +182,19 @@ class Runner:
         if run_hash(job.settings) in self.rows.all():
             return Outcome(job, "existing")
         folder = self.rows.run_folder(job.settings)
-        complete = finished_run(folder)
-        if complete is not None:  # a call was killed between the run's end and writing its row
-            return self._append(job, read_rows(complete / METRICS))
-        if time.monotonic() >= self.deadline:
+        if finished_run(folder) is None and time.monotonic() >= self.deadline:
             return Outcome(job, "not begun", "the time budget is exhausted")
-        return self._simulate(job, folder)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = claim(folder / LOCK)
+            except BlockingIOError:
+                return Outcome(job, "not begun", "another process is running it")
+        with lock:
+            complete = finished_run(folder)
+            if complete is not None:  # a call was killed before it wrote the row
+                return self._append(job, read_rows(complete / METRICS))
+            return self._simulate(job, folder)
 
     def _simulate(self, job: Job, folder: Path) -> Outcome:
         settings = job.settings

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -414,10 +413,7 @@ class LoopCheckpoints(LoopCheckpointer):
         if self._folder.trained is not None and name.startswith(TRAINED):
             with suppress(OSError):
                 self._folder.trained.mkdir(parents=True, exist_ok=True)
-                # another process may write the same training
-                own_file = self._folder.trained / f"{name}.{os.getpid()}"
-                files.write_whole(own_file, _with_hash(state, ""))
-                os.replace(own_file, self._folder.trained / name)
+                files.write_whole(self._folder.trained / name, _with_hash(state, ""))
         if self._is_due():
             self._write(self._finished)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError, writing
+from fedsynth.privacy.files import write_output
 from fedsynth.results.export import verified_report
 from fedsynth.results.saved_model import model_in
 from fedsynth.seeding import torch_generator
@@ -103,7 +104,7 @@ def export_onnx(
     )
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        program.save(target)
+        write_output(target, program.model_proto.SerializeToString())
     return target
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from markupsafe import Markup, escape
 
 from fedsynth.errors import OutputError
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import read_regular
+from fedsynth.privacy.files import read_regular, write_output
 from fedsynth.privacy.report.file import HOSTILE, sound_report
 from fedsynth.privacy.report.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.pages import STYLE, report_sentences
@@ -175,7 +176,9 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
     if axis == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize="small")
-    figure.savefig(path, format="png", dpi=150)
+    image = BytesIO()
+    figure.savefig(image, format="png", dpi=150)
+    write_output(path, image.getvalue())
 
 
 # How often the teachers classify a generated image as the requested class, the entropy of the

@@ -26,7 +26,6 @@ after a power cut.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -50,11 +49,18 @@ from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError, writing
 from fedsynth.own_code import OwnCode
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import open_regular, plain_files, sync_folder, write_whole
+from fedsynth.privacy.files import (
+    claim,
+    delete_partial,
+    open_regular,
+    plain_files,
+    sync_folder,
+    write_whole,
+)
 from fedsynth.privacy.report.figures import Resumptions, Start
 from fedsynth.privacy.report.file import read_part
 from fedsynth.results.disclosed import Disclosed
-from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
+from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, LOCK, METRICS, SUMMARY
 
 SIMULATION_ONLY_NOTE = """\
 Everything in this folder is an exact function of the clients' data. A simulation may show it, but
@@ -62,12 +68,7 @@ no privacy guarantee covers it. In a deployment it would not exist.
 """
 PRIVATE_START = "privacy_start.json"
 RESUMED = "resumed.json"
-# The name of the file with a run's name and the settings that were agreed with the clients. Only a
-# run over a network has this file.
-SERVED = "run.json"
-
 ARTEFACTS = "artefacts.safetensors"
-LOCK = ".lock"
 # The folder with the checkpoint of a server whose clients are on other machines.
 CHECKPOINT = "checkpoint"
 
@@ -131,6 +132,8 @@ class RunFolder:
         folder.path = path
         folder.final = path.with_suffix("")
         folder._claim()
+        with writing(path):
+            delete_partial(path)
         return folder
 
     def _claim(self) -> None:
@@ -139,11 +142,9 @@ class RunFolder:
         The lock prevents two processes from writing the same run.
         """
         with writing(self.path):
-            self._lock = open_regular(self.path / LOCK, writing=True, create=True)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock = claim(self.path / LOCK)
             except BlockingIOError:
-                self._lock.close()
                 raise OutputError(f"another process is still writing into {self.path}") from None
 
     def release(self) -> None:

@@ -35,15 +35,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fedsynth.config.resolve import fingerprint, resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
-from fedsynth.errors import FedsynthError
+from fedsynth.errors import FedsynthError, OutputError, writing
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import last_line, open_regular
+from fedsynth.privacy.files import claim, last_line, open_regular, write_whole
+from fedsynth.results.file_names import CONFIG, LOCK
 from fedsynth.results.finished import finished_run, unfinished_run
 from fedsynth.validation import check_number, converted, read_sections, to_toml
 
@@ -121,10 +123,10 @@ def read_sweep(file: Path) -> Sweep:
         cells = _cells(sections, grid)
     except SweepError as error:
         raise SweepError(f"{file}: {error}") from None
-    settings = converted("sweep", sweep, {"output": str, "jobs": int}, "sweep", also=("metrics",))
+    settings = converted("sweep", sweep, {"output": Path, "jobs": int}, "sweep", also=("metrics",))
     jobs = settings.get("jobs", 1)
     check_number("sweep", "jobs", jobs, 1, MAX_JOBS, integer=True)
-    output = Path(settings.get("output") or f"sweeps/{file.stem}")
+    output = settings.get("output", Path("sweeps", file.stem))
     return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells))
 
 
@@ -257,7 +259,23 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     Raises:
         KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
             sweep is repeated, it resumes these runs.
+        OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
+    with writing(sweep.output):
+        sweep.output.mkdir(parents=True, exist_ok=True)
+        place = sweep.output / LOCK
+        try:
+            lock = claim(place)
+        except BlockingIOError:
+            raise OutputError(
+                f"another sweep, or a run of a killed sweep, is active in {sweep.output}. Wait "
+                f"until it ends (fuser {place} shows its processes)"
+            ) from None
+    with lock:
+        return _run_waiting(sweep, report, lock)
+
+
+def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
     waiting = [cell for cell in sweep.cells if finished_run(sweep.output / cell.key) is None]
     report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
     failed: list[Cell] = []
@@ -266,7 +284,7 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
         while waiting or running:
             for cell in _startable(sweep, waiting, running):
                 waiting.remove(cell)
-                running[cell] = _start(sweep, cell)
+                running[cell] = _start(sweep, cell, lock)
                 report(f"begins: {cell.label}")
             time.sleep(POLL_SECONDS)
             for cell, process in list(running.items()):
@@ -305,12 +323,15 @@ def _ledger(cell: Cell) -> Path | None:
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
 
-def _start(sweep: Sweep, cell: Cell) -> subprocess.Popen[bytes]:
-    """Starts a run, or resumes it if it was interrupted."""
+def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
+    """Starts a run, or resumes it if it was interrupted.
+
+    The run inherits the lock, because it outlives a killed sweep.
+    """
     folder = sweep.output / cell.key
-    config = folder / "config.toml"
+    config = folder / CONFIG
     folder.mkdir(parents=True, exist_ok=True)
-    config.write_text(to_toml(cell.settings.to_mapping()), encoding="utf-8")
+    write_whole(config, to_toml(cell.settings.to_mapping()).encode())
     arguments = ["--config", str(config), "--output", str(folder)]
     if (interrupted := unfinished_run(folder)) is not None:
         arguments = ["--resume", str(interrupted)]
@@ -321,6 +342,7 @@ def _start(sweep: Sweep, cell: Cell) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             env=_environment(sweep.jobs),
+            pass_fds=[lock.fileno()],
             start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
         )
 

@@ -517,12 +517,25 @@ def test_only_bugs_print_tracebacks(fedsynth: Call, monkeypatch: pytest.MonkeyPa
     for error in (PermissionError(13, "Permission denied", "/x/y"), OSError(28, "No space left")):
         finished_runs.side_effect = error
         fedsynth("runs").assert_refused(error.args[1])
+    finished_runs.side_effect = FileNotFoundError(2, "No usable temporary directory found in []")
+    fedsynth("runs").assert_refused("Set TMPDIR to a folder with space")
     # bugs, and errors without a file or with a file of the package
     absent = FileNotFoundError(2, "No", str(PACKAGE / "absent.html"))
     for bug in (OSError(22, "Invalid argument"), absent, KeyError(1)):
         finished_runs.side_effect = bug
         with pytest.raises(type(bug)):
             fedsynth("runs")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_every_command_alike(
+    number: signal.Signals, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished_runs = Mock(side_effect=lambda _: signal.raise_signal(number))
+    monkeypatch.setattr("fedsynth.results.finished.finished_runs", finished_runs)
+    ended = fedsynth("runs")
+    assert (ended.code, ended.stderr) == (128 + number, "fedsynth: terminated\n")
+    assert signal.getsignal(number) == signal.SIG_DFL
 
 
 RUN = "import sys; sys.argv = ['fedsynth', 'methods']; from fedsynth.cli.app import main; main()"

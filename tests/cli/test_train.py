@@ -17,9 +17,11 @@ from fedsynth.config.resolve import resolve
 from fedsynth.data.files import read_tensors
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.privacy import Ledger, Release, epsilon, read_ledger
+from fedsynth.privacy.files import claim
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
+from fedsynth.results.file_names import LOCK
 from fedsynth.results.run_messages import LONG_PHASE, StderrObserver, round_line
 from tests.cli.conftest import Call, call_train
 from tests.quick_runs import interrupt_in_round
@@ -268,6 +270,9 @@ def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Pa
     assert f"ε = {format_epsilon(spent)} at" in dry.stdout
     assert as_json["epsilon"]["2"] == pytest.approx(spent)
     assert json.loads(fedsynth("train --dry-run --json").stdout) == {"guarantee": False}
+    file = tmp_path / "kept" / "client-000.jsonl"
+    below = train(f"feddm --dp-sigma 3 --dry-run --dp-ledger {file}/x")
+    below.assert_refused(f"cannot use {file}: Not a directory")
 
 
 def test_reports_are_printed_and_verified(train: Call, fedsynth: Call) -> None:
@@ -302,6 +307,8 @@ def test_unfinished_runs_have_report_on_request(train: Call, fedsynth: Call) -> 
     with interrupt_in_round(2):
         folder = train("feddm --rounds 3 --dp-sigma 3").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
+    with claim(folder / LOCK):
+        fedsynth(f"privacy report {folder}").assert_refused("has not ended")
     assert "the run did not finish" in fedsynth(f"privacy report {folder}").ok.stderr
     assert fedsynth(f"privacy verify {folder}").ok
 

@@ -20,12 +20,12 @@ from fedsynth._lazy_import import exported_names
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RUN_KINDS
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
 from fedsynth.federation.context import plan_of, public_context
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
 from fedsynth.privacy import Ledger, Release, epsilon
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.errors import LedgerError, PrivacyError, PrivacySettingError
 from fedsynth.results.report_facts import headline
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import check_fields, field_types, from_mapping, in_range, to_toml
@@ -182,6 +182,13 @@ def test_out_of_range_numbers_are_rejected() -> None:
         with pytest.raises(SettingError, match=r"^own\.bound must be a finite number up to "):
             from_mapping(Sample, {"bound": value})
     assert from_mapping(Sample, {"bound": "2", "number": 3.0}) == Sample(number=3, bound=2.0)
+
+
+@pytest.mark.parametrize("value", [5, True, math.inf, "a\0b"])
+def test_paths_must_be_text(value: Any) -> None:
+    for section, key in (("data", "data_root"), ("data", "folder"), ("privacy", "ledger")):
+        with pytest.raises((FedsynthError, PrivacyError), match="must be "):
+            fs.resolve({section: {key: value}})
 
 
 @given(st.integers(-(10**15), 10**15), values, st.booleans(), st.text(max_size=20))

@@ -12,17 +12,21 @@ import sys
 import time
 import tomllib
 from base64 import b64encode
+from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
 from fedsynth.config.resolve import resolve
-from fedsynth.deployment.flower import joining, processes
+from fedsynth.data.registry import dataset_spec
+from fedsynth.deployment.flower import joining, processes, serving
 from fedsynth.deployment.flower.joining import ServerConnection
 from fedsynth.deployment.flower.keys import make_keys
 from fedsynth.deployment.flower.processes import FlowerError, Gate
@@ -31,7 +35,8 @@ from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import Proposal, new_proposal
 from fedsynth.errors import MessageError, SettingError
-from fedsynth.validation import read_sections
+from fedsynth.results.file_names import CONFIG, SERVED
+from fedsynth.validation import read_sections, to_toml
 from tests.fuzz.mutations import CommandFailedError, command
 
 SETTINGS = {"run": {"method": "feddm", "rounds": 2}, "partition": {"clients": 3}}
@@ -319,6 +324,26 @@ def test_usage_errors_are_one_line() -> None:
     ):
         with pytest.raises(CommandFailedError, match=message):
             command(*line.split())
+
+
+def test_resumed_server_has_the_specification_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = replace(dataset_spec("digits"), name="scans")
+    proposal = new_proposal(SETTINGS, own)
+    (tmp_path / CONFIG).write_text(to_toml(proposal.settings.to_mapping()))
+    monkeypatch.setattr(processes, "require_flower", lambda: None)
+    started = Mock()
+    monkeypatch.setattr(serving, "superlink", lambda *_: nullcontext(started))
+    line = ("server", "--insecure", "--resume", str(tmp_path))
+    with pytest.raises(CommandFailedError, match="no server began this run"):
+        command(*line)
+    (tmp_path / SERVED).write_text(json.dumps(proposal.to_json()))
+    with pytest.raises(CommandFailedError, match="Remove --config, --spec and all settings"):
+        command(*line, "--spec", "scans.toml")
+    command(*line)
+    resumed = started.run.call_args.args[0]
+    assert (resumed.spec, resumed.agreement) == (own, proposal.agreement)
 
 
 def test_settings_file_describes_the_run(tmp_path: Path) -> None:

@@ -230,11 +230,15 @@ def assert_reported(setup: Setup, served: NetworkedRun, clients: Sequence[int]) 
 def test_clients_that_do_not_rejoin_stay_in_the_report(setup: Setup, count: int, kind: str) -> None:
     """The server is killed in round 2, before and after the last client's step: the client may be
     charged more than its last statement, and the report counts it. After the last round no request
-    is repeated. A report without this client fails verification."""
+    is repeated. A report without this client fails verification. The owner has a report, too."""
     settings = sections("feddm", privacy=PRIVATE, run={"rounds": 3})
     folder = kill(setup, settings, setup.link(), count, kind=kind)
     served = setup.serve(settings, setup.link(*map(setup.node, range(LAST))), resume=folder)
     assert_reported(setup, served, range(CLIENTS))
+    [own] = (setup.folder / f"owner-{LAST}").glob("runs/*/privacy_report.json")
+    stated = json.loads(own.read_text())["ledger_heads"][f"client-{LAST:03d}"]["rows"]
+    assert stated == len(setup.ledger(LAST)) > 0
+    assert verify_run(own.parent).problems == []
     assert not (served.folder.path / "checkpoint").exists()
     deviations = served.record.deviations
     if kind == "end":

@@ -4,6 +4,7 @@ of signatures of run folders with Ed25519 keys in PEM."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -74,6 +75,34 @@ def test_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"irectory"):
         files.write_whole(tmp_path / "there", b"x")  # a folder with files cannot be replaced
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_two_writers_of_a_file_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one writes the whole file while the first one does. Long names are possible."""
+    file = tmp_path / ("ä" * 127)
+    file.touch(0o600)
+    sync, begun = os.fsync, []
+
+    def sync_after_another(descriptor: int) -> None:
+        if not begun:
+            begun.append(True)
+            files.write_whole(file, b"other")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_after_another)
+    files.write_whole(file, b"first")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"first"]
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_outputs_follow_links_and_keep_devices(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("file")
+    files.write_output(tmp_path / "link", b"x")
+    assert (tmp_path / "file").read_bytes() == b"x"
+    files.write_output(Path(os.devnull), b"x")
+    assert Path(os.devnull).is_char_device()
 
 
 # ---------------------------------------------------------------------------------- signatures

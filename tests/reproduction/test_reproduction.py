@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 
 from fedsynth import Observer, RunSettings, load_preset, resolve
 from fedsynth.errors import OutputError, UnknownNameError
+from fedsynth.privacy.files import claim
 from fedsynth.reproduction import presets
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction import runs as runs_module
@@ -23,6 +25,7 @@ from fedsynth.reproduction.rows import Rows, curve_of, measured, run_hash
 from fedsynth.reproduction.runs import Job, Runner, jobs_of
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
+from fedsynth.results.file_names import LOCK
 from fedsynth.results.finished import unfinished_run
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.validation import to_toml
@@ -240,8 +243,20 @@ def test_one_shot_methods_stop_within_round_and_share_training(
     assert rows.trained is None  # the code has uncommitted changes
 
 
+def test_cut_row_is_made_again(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
+    shutil.copytree(complete.folder, tmp_path / "copy")
+    rows = Rows(tmp_path / "copy")
+    file = rows.folder / "fedprox-synthetic.jsonl"
+    file.write_bytes(file.read_bytes()[:-9])  # as after a power cut
+    assert run_jobs(rows, jobs) == ["existing", "finished"]
+    assert rows.all().keys() == complete.all().keys()
+
+
 def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path)
+    rows.run_folder(jobs[1].settings).mkdir(parents=True)
+    with claim(rows.run_folder(jobs[1].settings) / LOCK):  # its run folder does not exist yet
+        assert run_jobs(rows, jobs[1:]) == ["not begun"]
     settings = jobs[0].settings
     folder = RunFolder(rows.run_folder(settings), "run")  # locked
     folder.write_config(to_toml(settings.to_mapping()))

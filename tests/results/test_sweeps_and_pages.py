@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import resource
 import statistics
 import sys
 import threading
@@ -134,9 +136,51 @@ def test_invalid_sweeps_are_rejected(make_sweep: SweepFactory) -> None:
         ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),
         ("[sweep]\njobs = 0\n", "sweep.jobs must be between 1 and 1000"),
+        *(
+            (f"[sweep]\noutput = {value}\n", "sweep.output must be the path")
+            for value in ("5", "inf", "true", '""', '"a\\u0000"', '"~nobody-of-that-name/x"')
+        ),
     ):
         with pytest.raises(FedsynthError, match=message):
             make_sweep(text)
+
+
+def test_output_is_read_as_path_and_checked(tmp_path: Path) -> None:
+    file = tmp_path / "x.toml"
+    file.write_text('[sweep]\noutput = "~/x"\n')
+    assert read_sweep(file).output == Path.home() / "x"
+    for output in (file, file / "below"):
+        line = ["sweep", str(file), "--dry-run", "--output", str(output)]
+        refused = CliRunner().invoke(app, line)
+        assert refused.stderr == f"fedsynth: error: cannot use {file}: Not a directory\n"
+
+
+def test_sweeps_of_one_folder_exclude_each_other(make_sweep: SweepFactory) -> None:
+    """Also a run that outlives its killed sweep excludes others, and is not repeated."""
+    sweep = make_sweep(SEED, seconds=1)
+    refused: list[str] = []
+
+    def run_another(text: str) -> None:
+        if text.startswith("begins"):
+            with pytest.raises(OutputError, match="another sweep") as error:
+                run_sweep(sweep, print)
+            refused.append(str(error.value))
+
+    assert run_sweep(sweep, run_another) == []
+    assert len(refused) == len(times(sweep)) == 1
+    sweep = replace(sweep, output=sweep.output.with_name("killed"))
+    if (child := os.fork()) == 0:
+        run_sweep(sweep, lambda text: text.startswith("begins") and os.kill(os.getpid(), 9))
+    os.waitpid(child, 0)
+    with pytest.raises(OutputError, match="a run of a killed sweep"):
+        run_sweep(sweep, print)
+    [cell] = sweep.cells
+    while finished_run(sweep.output / cell.key) is None:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    messages: list[str] = []
+    assert run_sweep(sweep, messages.append) == []
+    assert messages == [f"1 runs in {sweep.output}, 1 finished"]
 
 
 def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> None:
@@ -368,6 +412,26 @@ def test_commands_write_pages_and_plots(runs: list[Run], tmp_path: Path) -> None
         out = CliRunner().invoke(app, ["plot", *folders, *options])
         assert out.exit_code == 2
         assert "fedsynth: error: " in out.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["report", "plot --output FILE.svg", "plot --output FILE.html", "plot --output FILE.png"],
+)
+def test_full_disk_keeps_the_old_file(runs: list[Run], tmp_path: Path, line: str) -> None:
+    """The limit on the size of files, which raises EFBIG, stands for a full disk."""
+    name, *options = line.replace("FILE", str(tmp_path / "old")).split()
+    file = Path(options[1] if options else tmp_path / "report.html")
+    file.write_text("old")
+    arguments = [name, str(runs[0].folder), "--output", str(file)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        out = CliRunner().invoke(app, arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out.stderr == f"fedsynth: error: cannot use {file}: File too large\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_finished_runs_are_found_through_links(runs: list[Run], tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedsynth.data.partition_settings import MAX_CLIENTS
 from fedsynth.errors import SettingError
+from fedsynth.privacy.files import write_whole
 from fedsynth.validation import check_number
 
 VALIDITY = timedelta(days=365)
@@ -66,7 +67,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
     for files, mode in ((private, 0o600), (public, 0o644)):
         for name, content in files.items():
             (folder / name).touch(mode, exist_ok=False)
-            (folder / name).write_bytes(content)
+            write_whole(folder / name, content)
 
 
 def _certificate(key: ec.EllipticCurvePrivateKey, hosts: Sequence[str]) -> bytes:

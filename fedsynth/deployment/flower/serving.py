@@ -22,7 +22,7 @@ from fedsynth.deployment.flower.processes import LOCALHOST, FlowerError, listeni
 from fedsynth.deployment.frames import Timeouts
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import OutputError, SettingError
-from fedsynth.privacy.files import load_json
+from fedsynth.privacy.files import load_json, write_output
 from fedsynth.validation import to_toml
 from fedsynth.version import __version__
 
@@ -80,7 +80,7 @@ def write_app(folder: Path, proposal: Proposal, options: Mapping[str, Any]) -> N
         "tool.flwr.app.config": {"proposal": json.dumps(proposal.to_json()), **DEFAULTS, **options},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "pyproject.toml").write_text(to_toml(project), encoding="utf-8")
+    write_output(folder / "pyproject.toml", to_toml(project).encode())
 
 
 @dataclass(frozen=True)
