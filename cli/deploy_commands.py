@@ -188,6 +188,14 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run over a network that the options, --set and --config describe."""
+    from fedsynth.config.loading import code_options
     from fedsynth.deployment.proposal import new_proposal
 
-    return new_proposal(options.merged(options.read_config(config), chosen), spec)
+    sections = options.merged(options.read_config(config), options.with_own_code(chosen))
+    proposal = new_proposal(sections, spec)
+    if code := code_options(proposal.settings):
+        raise OptionError(
+            f"{code[1]} cannot be used in a deployment, because owners execute only the installed "
+            "package. Name a built-in one"
+        )
+    return proposal
