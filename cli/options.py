@@ -169,7 +169,7 @@ def from_preset(sections: Sections) -> str:
 
 
 # The options whose value may be a file with user code.
-OWN_CODE_OPTIONS = ("method", "model", "client_models", "features", "encoder")
+OWN_CODE_OPTIONS = ("method", "model", "client_models", "features", "matching", "encoder")
 # The parameters of `train` that may be combined with --resume.
 BESIDE_RESUME = (
     "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json log"
@@ -332,7 +332,10 @@ _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILIN
 
 
 # The settings whose value may be a file with user code.
-OWN_CODE = ("run.method", "model.name", "model.clients", "model.features", "data.encoder")
+OWN_CODE = (
+    "run.method", "model.name", "model.clients", "model.features", "method.matching",
+    "data.encoder",
+)  # fmt: skip
 
 Set = Annotated[
     list[str] | None,

@@ -90,6 +90,10 @@ LOADERS = {
     ("model", "clients"): ("--client-models", "fedsynth.models.registry.register_model_file"),
     ("model", "features"): ("--features", "fedsynth.features.register_file"),
     ("method", "features"): ("--features", "fedsynth.features.register_file"),
+    ("method", "matching"): (
+        "--matching",
+        "fedsynth.synthesizer.condensation.losses.register_loss_file",
+    ),
     ("data", "encoder"): ("--encoder", "fedsynth.features.register_file"),
 }
 

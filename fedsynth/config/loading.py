@@ -17,7 +17,8 @@ from fedsynth.features.pretrained import names_a_library
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.methods import METHODS, method_class, own_label, register_method
 from fedsynth.models.registry import model_names, register_model_file
-from fedsynth.own_code import LOADERS, SOURCES, load_own, names_a_file
+from fedsynth.own_code import LOADERS, SOURCES, is_label, load_own, names_a_file
+from fedsynth.synthesizer.condensation.losses import register_loss_file
 
 
 def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -48,6 +49,8 @@ def _registered(section: str, key: str, value: str) -> str:
         return register_method(*load_own(section, key, value))
     if section == "model" and key != "features":
         return register_model_file(value, key).name
+    if key == "matching":
+        return register_loss_file(value)
     return register_file(value, section, key)
 
 
@@ -80,7 +83,7 @@ def _place(section: str, key: str, name: str) -> str:
         place = f"{getattr(module, '__file__', None)}:{cls.__qualname__}"
         if names_a_file(place) and cls.__module__ != "__main__":  # a script would run again
             return place
-    reason = "is registered only in this process, but each run has its own. Set it to FILE.py:NAME"
+    reason = "is registered only in this process. Set it to FILE.py:NAME, for the other processes"
     raise SettingError(section, key, reason, value=name)
 
 
@@ -89,4 +92,4 @@ def _is_custom(section: str, key: str, name: str) -> bool:
         return name not in METHODS
     if section == "model" and key != "features":
         return bool(name) and name not in model_names() and not names_a_library(name)
-    return is_own_features(name)
+    return is_own_features(name) or (key == "matching" and is_label(name))

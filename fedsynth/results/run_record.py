@@ -94,6 +94,7 @@ def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
     for name in settings.feature_names:
         if name in SOURCES:
             labels["features"] = name
+    labels["loss"] = str(getattr(settings.method, "matching", ""))
     if settings.encoder is not None:
         labels["encoder"] = settings.encoder.encoder
     return {key: SOURCES[label] for key, label in labels.items() if label in SOURCES}

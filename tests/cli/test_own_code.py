@@ -20,6 +20,7 @@ from fedsynth.methods import _CUSTOM
 from fedsynth.own_code import LOADERS, SOURCES, load_own
 from fedsynth.results.finished import finished_runs
 from fedsynth.results.sweep import SweepError, read_sweep, run_sweep
+from fedsynth.validation import to_toml
 from tests.cli.conftest import Call
 from tests.quick_runs import interrupt_in_round
 
@@ -127,9 +128,10 @@ def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) 
     (code / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Net: pass\n")
     config = code / "config.toml"
     for (section, key), (option, _) in LOADERS.items():
-        config.write_text(f'[run]\nmethod = "fedstats"\n[{section}]\n{key} = "{code}/evil.py:Net"\n')
-        if key == "method":
-            config.write_text(config.read_text().removeprefix('[run]\nmethod = "fedstats"\n'))
+        method = {"features": "fedstats", "matching": "feddm"}.get(key, "fedavg")
+        sections = {"run": {"method": method}}
+        sections.setdefault(section, {})[key] = f"{code}/evil.py:Net"
+        config.write_text(to_toml(sections))
         hint = f"Use {option} {code}/evil.py:Net"
         for command in (f"train --config {config}", f"train --config {code}"):
             fedsynth(f"{command} --output {code / 'out'}").assert_refused(hint)
@@ -178,7 +180,7 @@ def test_config_and_sweep_files_name_own_code(
     assert run_sweep(sweep, print) == []
     register_model("tiny", lambda image_shape, classes: None)
     named.write_text('[model]\nname = "tiny"\n')
-    with pytest.raises(SweepError, match="model.name is registered only in this process"):
+    with pytest.raises(SweepError, match="model.name=tiny is registered only"):
         read_sweep(named)
 
 
