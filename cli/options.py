@@ -210,10 +210,15 @@ def refuse_beside_resume(context: typer.Context) -> None:
 PATH = "PATH"
 
 
+def path(text: str) -> Path:
+    """Parses a path. Some versions of Typer show the name of this function in help texts."""
+    return expand_home(text)
+
+
 def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
     """Returns a Typer option for the path of a file or folder."""
     return typer.Option(
-        *names, parser=expand_home, metavar=metavar, help=help, rich_help_panel=panel
+        *names, parser=path, metavar=metavar, help=help, rich_help_panel=panel
     )
 
 
@@ -224,7 +229,7 @@ def flag(name: str, help: str) -> Any:
 
 def path_argument(help: str, metavar: str = PATH) -> Any:
     """Returns a Typer argument for the path of a file or folder."""
-    return typer.Argument(parser=expand_home, metavar=metavar, help=help)
+    return typer.Argument(parser=path, metavar=metavar, help=help)
 
 
 Config = Annotated[
@@ -404,7 +409,7 @@ def setting_parameter(place: str) -> inspect.Parameter:
         *texts,
         help=HELPS.get(place, text),
         metavar=PATH if key in PATHS else None,
-        parser=expand_home if kind is Path else None,
+        parser=path if kind is Path else None,
         rich_help_panel=PANELS.get(section),
     )
     return _parameter(parameter, Annotated[kind | None, option])
