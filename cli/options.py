@@ -109,9 +109,9 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     Raises:
         OptionError: the feature map is given by --features and by --set.
     """
-    from fedsynth.methods import METHODS, method_class
+    from fedsynth.methods import method_class
 
-    if "features" not in options.get("model", {}) or method not in METHODS:
+    if "features" not in options.get("model", {}):
         return options
     if "features" not in method_class(method).__dataclass_fields__:
         return options
@@ -181,7 +181,9 @@ def with_own_code(chosen: Sections) -> Sections:
 
     Returns the settings with the names under which the code is registered.
     """
-    from fedsynth.config.loading import with_own_code as loaded
+    if not any(".py" in str(value) for values in chosen.values() for value in values.values()):
+        return chosen
+    from fedsynth.config.loading import with_own_code as loaded  # needs torch
 
     return loaded(chosen)
 

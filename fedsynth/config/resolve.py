@@ -109,6 +109,7 @@ def resolve(
         dataset = dataset_spec(dataset).name
         preset = preset_of(dataset, method)
     chosen = {key: {**preset.get(key, {}), **sections.get(key, {})} for key in SECTIONS}
+    _move_features(chosen, method)
     if folder is not None:
         chosen["partition"].setdefault("kind", EXPLICIT)
     if encoder is not None:
@@ -140,6 +141,14 @@ def resolve(
         encoder=encoder,
         **values,
     )
+
+
+def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) -> None:
+    """Moves the setting `features` of the model to a method that has this setting, as FedStats."""
+    if sections["model"].get("features") and "features" in field_types(method):
+        if "features" in sections["method"]:
+            raise SettingError("model", "features", "is also set as method.features. Remove one")
+        sections["method"]["features"] = sections["model"].pop("features")
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:

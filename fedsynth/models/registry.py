@@ -118,8 +118,8 @@ class ModelSettings:
         projection: the size of a projection head before the last layer, or 0 for none. MOON uses
             256. The output of the head is then the embedding.
         features: a fixed feature map whose output is the input of the network, or FILE.py:NAME for
-            a map that you have written. The network must be "linear" or "mlp". With FedStats, the
-            feature map is a setting of the method, and the command-line option sets that setting.
+            a map that you have written. The network must be "linear" or "mlp". With FedStats, it
+            sets the feature map of the method.
             The vector of each image is computed once. Its norm is at most 1, so learning rates must
             be larger than for networks on images.
         weights: the initial weights of a network timm:NAME or torchvision:NAME: "pretrained" for
