@@ -253,9 +253,10 @@ def test_most_rounds_match_counted_rounds() -> None:
 def test_model_features_set_the_feature_map_of_a_method() -> None:
     """Regression: only the option --features did, and only for the name in lower case."""
     sections = {"run": {"method": "FedStats"}, "model": {"features": "pixels"}}
-    assert resolve(sections).method.features == "pixels"
+    settings: Any = fs.resolve(sections)
+    assert settings.method.features == "pixels"
     with pytest.raises(SettingError, match="is also set as method.features. Remove one"):
-        resolve({**sections, "method": {"features": "pixels"}})
+        fs.resolve({**sections, "method": {"features": "pixels"}})
 
 
 def test_plan_matches_composition_per_client(tmp_path: Path) -> None:
