@@ -25,7 +25,6 @@ import typer
 from fedsynth.cli.application import OptionError
 from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
-from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home
 from fedsynth.results.file_names import CONFIG
 
@@ -219,9 +218,7 @@ def path(text: str) -> Path:
 
 def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
     """Returns a Typer option for the path of a file or folder."""
-    return typer.Option(
-        *names, parser=path, metavar=metavar, help=help, rich_help_panel=panel
-    )
+    return typer.Option(*names, parser=path, metavar=metavar, help=help, rich_help_panel=panel)
 
 
 def flag(name: str, help: str) -> Any:

@@ -6,7 +6,6 @@ may come from others, so their code is never loaded.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -29,14 +28,14 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
     Raises:
         SettingError: a file cannot be executed, or does not define what the setting names.
     """
-    sections = {name: dict(values) for name, values in copy.deepcopy(sections).items()}
+    loaded = {name: dict(values) for name, values in sections.items()}
     for section, key in LOADERS:
-        value = sections.get(section, {}).get(key)
+        value = loaded.get(section, {}).get(key)
         if isinstance(value, str) and ".py" in value:
             parts = value.split(",") if key == "clients" else [value]
             names = [_registered(section, key, part.strip()) for part in parts]
-            sections[section][key] = ",".join(names)
-    return sections
+            loaded[section][key] = ",".join(names)
+    return loaded
 
 
 def _registered(section: str, key: str, value: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedsynth import register_method, register_model
 from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
@@ -157,7 +158,7 @@ def test_config_and_sweep_files_name_own_code(
         lr = [0.1]
     """
     (code / "skew.toml").write_text(grid)
-    fedsynth(f"sweep {code}/skew.toml --output {code}/sweep").ok
+    assert fedsynth(f"sweep {code}/skew.toml --output {code}/sweep").code == 0
     configs = [folder / "config.toml" for folder in finished_runs([code / "sweep"])]
     methods = {tomllib.loads(config.read_text())["run"]["method"] for config in configs}
     assert methods == {"fedavg", "mine"}
@@ -178,9 +179,9 @@ def test_config_and_sweep_files_name_own_code(
     named.write_text(grid.replace(f"{code}/mine.py:Mine", "mine"))
     sweep = replace(read_sweep(named), output=code / "named")
     assert run_sweep(sweep, print) == []
-    register_model("tiny", lambda image_shape, classes: None)
+    register_model("tiny", torch.nn.Identity())
     named.write_text('[model]\nname = "tiny"\n')
-    with pytest.raises(SweepError, match="model.name=tiny is registered only"):
+    with pytest.raises(SweepError, match=r"model\.name=tiny is registered only"):
         read_sweep(named)
 
 
