@@ -120,6 +120,10 @@ def test_own_loss_is_minimised(tmp_path: Path) -> None:
     run = simulate(resolve(quick_sections("feddm", method={"matching": own})))
     assert run.summary["sources"]["loss"]["file"] == "loss.py"
     assert code_options(run.settings) == ["--matching", f"{file}:means"]
+    file.write_text("def means(x, y):\n    return x\n")
+    own = with_own_code({"method": {"matching": f"{file}:means"}})["method"]["matching"]
+    with pytest.raises(SettingError, match="the loss fails with ValueError: the loss must return"):
+        simulate(resolve(quick_sections("feddm", method={"matching": own})))
 
 
 def test_columns_can_exclude_the_logits() -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, one_line
 from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.synthesizer.condensation import matching
 from fedsynth.validation import check_choice
@@ -281,8 +281,14 @@ class DistributionMatcher(matching.MatchingObjective):
         width = real_GBD.shape[2]
         if self._own is not None:
             gradient = torch.zeros_like(u_GID)
-            for out, u, real, weights in zip(gradient, u_GID, real_GBD, weights_GB, strict=True):
-                out[:, :width] = loss_gradient(self._own, real[weights > 0], u[:, :width])
+            try:
+                for out, u, real, weights in zip(
+                    gradient, u_GID, real_GBD, weights_GB, strict=True
+                ):
+                    out[:, :width] = loss_gradient(self._own, real[weights > 0], u[:, :width])
+            except Exception as error:
+                reason = f"cannot be used: the loss fails with {type(error).__name__}: "
+                raise SettingError("method", "matching", reason + one_line(error)) from error
             return gradient
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
