@@ -4,7 +4,6 @@ These commands run a federation over several machines, with Flower."""
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedsynth.cli import options
-from fedsynth.cli.application import OptionError
+from fedsynth.cli.application import OptionError, note
 from fedsynth.data.partition_settings import MAX_CLIENTS
 from fedsynth.privacy.files import write_output
 
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
 
 deploy_app = typer.Typer(help="Prepare a run over several machines.", no_args_is_help=True)
 # The settings that have an option. `--set` sets all others.
-RUN = ("run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients")
+RUN = (
+    "run.method", "run.rounds", "run.seed", "data.dataset", "partition.clients", "privacy.epsilon",
+)  # fmt: skip
 
 OptionalPath = Path | None
 Spec = Annotated[OptionalPath, options.path_option("The public specification of the data (TOML).")]
@@ -187,13 +188,26 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
     if policy is not None:
         return Owner(Policy.read(policy), approved)
     if not approved:
-        print("note: without --policy or --approve, this client declines all runs", file=sys.stderr)
+        note("without --policy or --approve, this client declines all runs")
     return Owner(None, approved)
 
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the run over a network that the options, --set and --config describe."""
-    from fedsynth.deployment.proposal import new_proposal, read_spec
+    """Returns the run over a network that the options, --set and --config describe.
 
-    sections = options.merged(options.read_config(config), chosen)
-    return new_proposal(sections, None if spec is None else read_spec(spec))
+    A note says so if the run has no differential privacy.
+    """
+    from fedsynth.config.loading import code_options
+    from fedsynth.deployment.proposal import new_proposal, read_spec
+    from fedsynth.results.run_messages import UNPROTECTED
+
+    sections = options.merged(options.read_config(config), options.with_own_code(chosen))
+    proposal = new_proposal(sections, None if spec is None else read_spec(spec))
+    if code := code_options(proposal.settings):
+        raise OptionError(
+            f"{code[1]} cannot be used in a deployment, because owners execute only the installed "
+            "package. Name a built-in one"
+        )
+    if proposal.settings.privacy is None:
+        note(UNPROTECTED)
+    return proposal

@@ -25,8 +25,8 @@ import typer
 from fedsynth.cli.application import OptionError
 from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
-from fedsynth.errors import SettingError
 from fedsynth.privacy.files import expand_home
+from fedsynth.results.file_names import CONFIG
 
 Sections = dict[str, dict[str, Any]]
 Note = Callable[[str], None]
@@ -66,12 +66,17 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
 def read_config(path: Path | None) -> Sections:
     """Reads the sections of a TOML file, or of the config.toml in a run folder.
 
+    The custom code that a TOML file names as FILE.py:NAME is loaded. A run folder may come from
+    somebody else, so the code that a config.toml names is not.
+
     Returns an empty dictionary if the path is None."""
     if path is None:
         return {}
     from fedsynth.validation import read_sections
 
-    return read_sections(path / "config.toml" if path.is_dir() else path)
+    if path.is_dir() or path.name == CONFIG:
+        return read_sections(path / CONFIG if path.is_dir() else path)
+    return with_own_code(read_sections(path))
 
 
 def merged(config: Sections, chosen: Sections, note: Note = lambda text: None) -> Sections:
@@ -103,9 +108,9 @@ def _features_where_they_belong(options: Sections, method: str) -> Sections:
     Raises:
         OptionError: the feature map is given by --features and by --set.
     """
-    from fedsynth.methods import METHODS, method_class
+    from fedsynth.methods import method_class
 
-    if "features" not in options.get("model", {}) or method not in METHODS:
+    if "features" not in options.get("model", {}):
         return options
     if "features" not in method_class(method).__dataclass_fields__:
         return options
@@ -163,7 +168,7 @@ def from_preset(sections: Sections) -> str:
 
 
 # The options whose value may be a file with user code.
-OWN_CODE_OPTIONS = ("method", "model", "features", "encoder")
+OWN_CODE_OPTIONS = ("method", "model", "client_models", "features", "matching", "encoder")
 # The parameters of `train` that may be combined with --resume.
 BESIDE_RESUME = (
     "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json log"
@@ -173,40 +178,13 @@ BESIDE_RESUME = (
 def with_own_code(chosen: Sections) -> Sections:
     """Loads and registers the user's own code, which options name as FILE.py:NAME.
 
-    In the returned settings, the name under which the code is registered replaces FILE.py:NAME.
-    Only options may name such files: a file that is named in a config file is never executed.
-
-    Raises:
-        SettingError: a file cannot be executed, or does not define the model, method or feature map
-            that the option names.
+    Returns the settings with the names under which the code is registered.
     """
-    from fedsynth.own_code import names_a_file
+    if not any(".py" in str(value) for values in chosen.values() for value in values.values()):
+        return chosen
+    from fedsynth.config.loading import with_own_code as loaded  # needs torch
 
-    chosen = copy.deepcopy(chosen)
-    for section, values in chosen.items():
-        for key in ("method", "name", "features", "encoder"):
-            value = str(values.get(key) or "")
-            if value.endswith(".py"):
-                raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
-            if names_a_file(value):
-                values[key] = _register(section, key, value)
-    return chosen
-
-
-def _register(section: str, key: str, value: str) -> str:
-    """Registers the method, model or feature map that a file defines. Returns its name in settings."""
-    if key == "method":
-        from fedsynth.methods import register_method
-        from fedsynth.own_code import load_own
-
-        return register_method(*load_own(section, key, value))
-    if key == "name":
-        from fedsynth.models.registry import register_model_file
-
-        return register_model_file(value).name
-    from fedsynth.features.registry import register_file
-
-    return register_file(value, section, key)
+    return loaded(chosen)
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
@@ -223,7 +201,8 @@ def refuse_beside_resume(context: typer.Context) -> None:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         explicit = source is not None and source.name == "COMMANDLINE"
-        if name in OWN_CODE_OPTIONS and names_a_file(str(context.params.get(name))):
+        names = str(context.params.get(name)).split(",")
+        if name in OWN_CODE_OPTIONS and any(map(names_a_file, names)):
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME.split():
             raise OptionError(f"{parameter.opts[0]} cannot be used with --resume")
@@ -232,11 +211,14 @@ def refuse_beside_resume(context: typer.Context) -> None:
 PATH = "PATH"
 
 
+def path(text: str) -> Path:
+    """Parses a path. Some versions of Typer show the name of this function in help texts."""
+    return expand_home(text)
+
+
 def path_option(help: str, *names: str, metavar: str = PATH, panel: str | None = None) -> Any:
     """Returns a Typer option for the path of a file or folder."""
-    return typer.Option(
-        *names, parser=expand_home, metavar=metavar, help=help, rich_help_panel=panel
-    )
+    return typer.Option(*names, parser=path, metavar=metavar, help=help, rich_help_panel=panel)
 
 
 def flag(name: str, help: str) -> Any:
@@ -246,7 +228,7 @@ def flag(name: str, help: str) -> Any:
 
 def path_argument(help: str, metavar: str = PATH) -> Any:
     """Returns a Typer argument for the path of a file or folder."""
-    return typer.Argument(parser=expand_home, metavar=metavar, help=help)
+    return typer.Argument(parser=path, metavar=metavar, help=help)
 
 
 Config = Annotated[
@@ -354,7 +336,10 @@ _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILIN
 
 
 # The settings whose value may be a file with user code.
-OWN_CODE = ("run.method", "model.name", "model.features", "data.encoder")
+OWN_CODE = (
+    "run.method", "model.name", "model.clients", "model.features", "method.matching",
+    "data.encoder",
+)  # fmt: skip
 
 Set = Annotated[
     list[str] | None,
@@ -423,7 +408,7 @@ def setting_parameter(place: str) -> inspect.Parameter:
         *texts,
         help=HELPS.get(place, text),
         metavar=PATH if key in PATHS else None,
-        parser=expand_home if kind is Path else None,
+        parser=path if kind is Path else None,
         rich_help_panel=PANELS.get(section),
     )
     return _parameter(parameter, Annotated[kind | None, option])

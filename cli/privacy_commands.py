@@ -269,7 +269,8 @@ for command in (report, verify, sign, audit):
 
 @privacy_app.command()
 @options.takes_settings(
-    "run.method", "run.rounds", "run.participation", "data.dataset", "partition.clients",
+    "run.method", "run.rounds", "run.participation", "data.dataset", "data.folder",
+    "data.declaration", "partition.kind", "partition.clients",
     "partition.subset", "partition.local_test", "privacy.epsilon", "privacy.noise_multiplier",
     "privacy.delta", "privacy.max_records", "privacy.mechanism", "privacy.sample_rate",
     "privacy.nominal_size", "privacy.adjacency", "privacy.unit",
@@ -277,15 +278,17 @@ for command in (report, verify, sign, audit):
 def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     """Compute the noise σ that a privacy budget ε requires, or the ε that a given σ costs.
 
-    The plan uses only public numbers and reads no data. Without --dataset, these are MNIST's. For
-    fedstats, it also shows the signal-to-noise ratio that each release can have.
+    The plan uses only public numbers and reads no data. With --data, these are in the declaration of
+    your data, and the ledgers tell what earlier runs have spent. Without --data and --dataset, these
+    are MNIST's. For fedstats, it also shows the signal-to-noise ratio that each release can have.
 
-    Examples: `fedsynth privacy plan --dp-epsilon 8 --rounds 5`, `fedsynth privacy plan --dp-sigma 3
-    --method fedavg --dp-nominal-size 6000`.
+    Examples: `fedsynth privacy plan --dp-epsilon 8 --rounds 5`, `fedsynth privacy plan --data scans
+    --dp-epsilon 1 --method fedstats`.
     """
     from fedsynth.federation.context import costs_of, plans_by_mechanism
 
-    chosen["data"].setdefault("dataset", "mnist")
+    if "folder" not in chosen["data"]:
+        chosen["data"].setdefault("dataset", "mnist")
     sections = options.with_own_code(chosen)
     if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("set --dp-epsilon to compute σ, or --dp-sigma to compute ε")

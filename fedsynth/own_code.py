@@ -1,14 +1,15 @@
-"""Loads custom models, methods and feature maps from Python files that the user names, such as
-`net.py:Net`.
+"""Loads custom models, methods, feature maps and losses from Python files that the user names, such
+as `net.py:Net`.
 
-Only a file that the user names in this process is executed. A file that is named in the config.toml
-of a run is never opened. Only its SHA-256 hash is compared, so run folders may come from untrusted
-sources.
+Only a file that the user names is executed: on the command line, or in a config file or sweep file
+that the user wrote. A file that is named in the config.toml of a run is never opened. Only its
+SHA-256 hash is compared, so run folders may come from untrusted sources.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from fedsynth.errors import SettingError, one_line
+from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.files import expand_home, read_regular
 
 MAX_FILE_BYTES = 2**24
@@ -31,12 +33,14 @@ class OwnCode:
         name: name of the class or function.
         sha256: hash of the file.
         text: content of the file.
+        path: the file's absolute path, which no run folder states.
     """
 
     file: str
     name: str
     sha256: str
     text: str
+    path: Path
 
     @property
     def label(self) -> str:
@@ -60,25 +64,53 @@ def names_a_file(setting: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Returns True if a name has the form `FILE:NAME@HASH`, which config.toml has for custom files.
+    """Returns True if a name has the form `FILE.py:NAME@HASH`, which config.toml has for custom
+    files.
 
-    >>> is_label("net.py:Net@0123456789ab"), is_label("convnet")
-    (True, False)
+    >>> is_label("net.py:Net@0123456789ab"), is_label("net.py:Net"), is_label("convnet")
+    (True, False, False)
     """
-    return "@" in name
+    return names_code(name) and without_hash(name) != name
 
 
-def unloaded_file(section: str, key: str, label: str, register: str) -> SettingError:
+def names_code(name: str) -> bool:
+    """Returns True if a name has the form `FILE.py:NAME` or `FILE.py:NAME@HASH`."""
+    return names_a_file(without_hash(name))
+
+
+def without_hash(label: str) -> str:
+    """Returns the part `FILE.py:NAME` of a label."""
+    return re.sub("@[0-9a-f]+$", "", label)
+
+
+# The settings that may name custom code: its option, and the Python function that registers it.
+LOADERS = {
+    ("run", "method"): ("--method", "fedsynth.register_method"),
+    ("model", "name"): ("--model", "fedsynth.models.registry.register_model_file"),
+    ("model", "clients"): ("--client-models", "fedsynth.models.registry.register_model_file"),
+    ("model", "features"): ("--features", "fedsynth.features.register_file"),
+    ("method", "features"): ("--features", "fedsynth.features.register_file"),
+    ("method", "matching"): (
+        "--matching",
+        "fedsynth.synthesizer.condensation.losses.register_loss_file",
+    ),
+    ("data", "encoder"): ("--encoder", "fedsynth.features.register_file"),
+}
+
+
+def unloaded_file(section: str, key: str, setting: str) -> SettingError:
     """Returns the error for a custom file that this process has not loaded.
 
     Args:
         section, key: the setting that names the file.
-        label: the value of the setting.
-        register: the name of the Python function that registers a class or function of a file.
+        setting: the label in config.toml, or `FILE.py:NAME`.
     """
+    option, function = LOADERS[section, key]
+    code = without_hash(setting)
+    place = "PATH/" if code != setting else ""
     reason = (
-        f"is {label} from a custom file that is not loaded, or has changed. Set "
-        f"{section}.{key}=PATH/{label.partition('@')[0]}, or call {register}"
+        f"is the custom code {short_repr(setting)}, which is not loaded, or has changed. Use "
+        f"{option} {place}{code:.200}, or call {function} in Python"
     )
     return SettingError(section, key, reason)
 
@@ -103,7 +135,7 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, str]:
         raise SettingError(
             section, key, f"names the file {path}, which cannot be read: {one_line(error)}"
         ) from None
-    code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text)
+    code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text, path)
     module = _executed(section, key, path, code)
     definition = getattr(module, name, None)
     if definition is None:

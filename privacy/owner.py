@@ -183,7 +183,7 @@ class DataOwner:
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
                 f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
-                f"{self.delta:g}). The rest is too small for a useful release",
+                f"{self.delta:g}), which is the total of all releases. Set a larger total",
                 (self.name, spent, target),
             )
         number = len(rows) + 1

@@ -23,6 +23,7 @@ from fedsynth.errors import SettingError, UnknownNameError, unknown_name
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_label
 from fedsynth.models.registry import ModelSettings
+from fedsynth.own_code import unloaded_file
 from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
@@ -108,6 +109,7 @@ def resolve(
         dataset = dataset_spec(dataset).name
         preset = preset_of(dataset, method)
     chosen = {key: {**preset.get(key, {}), **sections.get(key, {})} for key in SECTIONS}
+    _move_features(chosen, method)
     if folder is not None:
         chosen["partition"].setdefault("kind", EXPLICIT)
     if encoder is not None:
@@ -139,6 +141,14 @@ def resolve(
         encoder=encoder,
         **values,
     )
+
+
+def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) -> None:
+    """Moves the setting `features` of the model to a method that has this setting, as FedStats."""
+    if sections["model"].get("features") and "features" in field_types(method):
+        if "features" in sections["method"]:
+            raise SettingError("model", "features", "is also set as method.features. Remove one")
+        sections["method"]["features"] = sections["model"].pop("features")
 
 
 def check_sections(sections: Mapping[str, Any]) -> None:
@@ -187,11 +197,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     try:
         method_class(name)
     except UnknownNameError:
-        reason = (
-            f"is {name} from the custom file {short_repr(stated)}, which is not loaded. Set "
-            f"run.method=PATH/{str(stated).partition('@')[0]:.200}, or call fedsynth.register_method"
-        )
-        raise SettingError("run", "method", reason) from None
+        raise unloaded_file("run", "method", str(stated)) from None
     label = own_label(name)
     if label and label != stated:
         reason = f"must be the code {short_repr(stated)}, but the file you named has {label}"

@@ -255,7 +255,7 @@ class FolderSettings:
         folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv,
             or your own file .npz, .npy, .safetensors, .parquet or .csv. In the first layout each
             site is a client, and in the second the partition divides the images. A manifest has the
-            columns path, label, site and user, and may be given itself. Images may be JPEG, PNG,
+            columns path, label, site and patient, and may be given itself. Images may be JPEG, PNG,
             BMP, WebP, TIFF, DICOM or NIfTI files.
         test_folder: the folder or file with your own test images, in one of the same layouts. Its
             sites are ignored.

@@ -205,8 +205,8 @@ def as_data(records: Records, spec: DatasetSpec) -> ImageData:
     if records.values.dtype != np.uint8 and spec.bounds is None:
         raise DataError(
             f"the values in {one_line(records.names.root)} are not bytes, so they need public "
-            "bounds. Fill in `bounds` in the declaration, or pass --bounds=-8,8 with numbers that "
-            "you know without these data"
+            "bounds that you know without these data. Fill in `bounds` in the declaration or, "
+            "without a declaration, set data.bounds (--bounds=-8,8)"
         )
     values = _slices(records.values, spec.slice)
     files = with_classes(records.names, spec.class_names)

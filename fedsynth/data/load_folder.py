@@ -251,18 +251,23 @@ def declared_spec(settings: FolderSettings, declaration: Declaration) -> Dataset
         SettingError: a setting of the images differs from the declared value.
     """
     spec = declaration.spec
-    size = f"{spec.height}x{spec.width}"
+    size = (spec.height, spec.width)
     stated = settings.decoding()
-    for key, agrees, declared in (
-        ("image_size", settings.size() in (None, (spec.height, spec.width)), size),
-        ("channels", settings.channels in (0, spec.channels), spec.channels),
-        ("window", stated.window in (None, spec.window), spec.window),
-        ("slice", stated.slice in (-1, spec.slice), spec.slice),
-        ("bounds", settings.limits() in (None, spec.bounds), spec.bounds),
+    for key, value, unset, declared in (
+        ("image_size", settings.size(), None, size),
+        ("channels", settings.channels, 0, spec.channels),
+        ("window", stated.window, None, spec.window),
+        ("slice", stated.slice, -1, spec.slice),
+        ("bounds", settings.limits(), None, spec.bounds),
     ):
-        if not agrees:
-            reason = f"must be {declared}, as {declaration.path} declares, or left unset"
-            raise SettingError("data", key, reason)
+        if value in (unset, declared):
+            continue
+        reason = f"must be left unset. Enter `{key}` under [images] in {declaration.path} instead"
+        if declared != unset:
+            numbers = declared if isinstance(declared, tuple) else (declared,)
+            text = ("x" if key == "image_size" else ",").join(f"{n:.15g}" for n in numbers)
+            reason = f"must be {text}, as {declaration.path} declares, or left unset"
+        raise SettingError("data", key, reason)
     return spec
 
 

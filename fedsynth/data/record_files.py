@@ -239,7 +239,7 @@ def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str],
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
             f"{part.place} needs features that are numbers. Name one of its columns "
-            f"({one_line(', '.join(part.readers))}) with --feature-columns"
+            f"({one_line(', '.join(part.numbers or part.readers))}) with --feature-columns"
         )
     if part.numbers is not None:
         unused = sorted(part.readers.keys() - columns.keys() - meanings)

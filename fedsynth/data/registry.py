@@ -239,7 +239,8 @@ def _published_specs() -> list[DatasetSpec]:
     text = (files("fedsynth.data") / "datasets.toml").read_text(encoding="utf-8")
     specs = []
     for values in tomllib.loads(text)["dataset"]:
-        defaults: tuple[Any, ...] = ("Use --download (download=True)", "", [[]])
+        command = f"fedsynth partition --dataset {values['name']} --data-root DIR --download"
+        defaults: tuple[Any, ...] = (f"Run `{command}`, or pass download=True", "", [[]])
         DOWNLOADS[values["name"]] = Download(*map(values.pop, Download._fields, defaults))
         if isinstance(values["class_names"], str):  # a template for numbered classes
             template = values["class_names"]

@@ -28,7 +28,7 @@ from fedsynth.features.random_process import (
     whitened_pair,
 )
 from fedsynth.features.scattering import scattering, whitened_scattering
-from fedsynth.own_code import is_label, load_own, unloaded_file
+from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, StepInputs, dependence_on_batch
 
 
@@ -159,17 +159,17 @@ def refuse_unknown_map(
 ) -> NoReturn:
     """Raises the error for an unknown name of a feature map.
 
-    If the name is `FILE.py:NAME@HASH`, the error states that this file must be registered again.
+    If the name is custom code, the error states how to load it.
 
     Args:
         name: the value of the setting.
         section, key: the setting, see `SettingError`.
         other_names: the values that are allowed in addition to the names of maps.
     """
-    if not is_label(name):
+    if not names_code(name):
         names = (*other_names, *feature_names())
         raise unknown_name("feature map", name, names, section, key)
-    raise unloaded_file(section, key, name, "fedsynth.features.register_file")
+    raise unloaded_file(section, key, name)
 
 
 @dataclass(eq=False)

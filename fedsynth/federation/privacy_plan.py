@@ -402,8 +402,9 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
-                f"the budget ε = {target:g} is exhausted, because a client has already spent ε = "
-                f"{spent_epsilon:.4g}"
+                f"privacy.epsilon={target:g} is the total ε of all runs on the same records, and "
+                f"earlier runs of a client have spent ε = {spent_epsilon:.4g}, so nothing is left. "
+                "Set a larger total"
             )
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency

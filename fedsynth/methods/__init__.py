@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fedsynth._lazy_import import exported_names
 from fedsynth.errors import SettingError, unknown_name
+from fedsynth.own_code import names_code, unloaded_file
 
 if TYPE_CHECKING:
     from fedsynth.core.method import Method
@@ -106,7 +107,10 @@ def method_class(name: str) -> type[Method]:
 
     Raises:
         UnknownNameError: there is no such method. The message suggests similar names.
+        SettingError: the name is a file with custom code, which `register_method` has to load.
     """
+    if names_code(name):
+        raise unloaded_file("run", "method", name)
     name = name.lower()
     if name in _CUSTOM:
         return _CUSTOM[name][0]

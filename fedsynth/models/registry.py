@@ -26,7 +26,7 @@ from fedsynth.models.layers import Projected
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
-from fedsynth.own_code import is_label, load_own, unloaded_file
+from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_fields, in_range
 
@@ -118,8 +118,8 @@ class ModelSettings:
         projection: the size of a projection head before the last layer, or 0 for none. MOON uses
             256. The output of the head is then the embedding.
         features: a fixed feature map whose output is the input of the network, or FILE.py:NAME for
-            a map that you have written. The network must be "linear" or "mlp". With FedStats, the
-            feature map is a setting of the method, and the command-line option sets that setting.
+            a map that you have written. The network must be "linear" or "mlp". With FedStats, it
+            sets the feature map of the method.
             The vector of each image is computed once. Its norm is at most 1, so learning rates must
             be larger than for networks on images.
         weights: the initial weights of a network timm:NAME or torchvision:NAME: "pretrained" for
@@ -153,10 +153,7 @@ class ModelSettings:
             raise SettingError("model", "weights", f"{reason}, got {self.weights!r}")
         if self.weights not in ("", PRETRAINED):
             object.__setattr__(self, "weights", str(expanded(self.weights).absolute()))
-        if is_label(self.name) and self.name not in _MODELS:
-            raise unloaded_file("model", "name", self.name, "fedsynth.register_model")
-        if self.name not in _MODELS:
-            raise unknown_name("model", self.name, _MODELS, "model", "name")
+        _refuse_unknown_model(self.name, "name")
         norms = _MODELS[self.name].norms
         if not self.norm:
             object.__setattr__(self, "norm", norms[0])
@@ -164,8 +161,7 @@ class ModelSettings:
             raise unknown_value("model", "norm", self.norm, norms, f" for {self.name}")
         check_fields(self)
         for name in self.client_names:
-            if name not in _MODELS:
-                raise unknown_name("client model", name, _MODELS, "model", "clients")
+            _refuse_unknown_model(name, "clients")
         if self.features:
             self._check_features()
 
@@ -182,6 +178,15 @@ class ModelSettings:
     def client_names(self) -> tuple[str, ...]:
         """The names in `clients`, as a tuple."""
         return tuple(name.strip() for name in self.clients.split(",") if name.strip())
+
+
+def _refuse_unknown_model(name: str, key: str) -> None:
+    """Raises an error if no architecture has the name that a setting states."""
+    if name in _MODELS:
+        return
+    if names_code(name):
+        raise unloaded_file("model", key, name)
+    raise unknown_name("model" if key == "name" else "client model", name, _MODELS, "model", key)
 
 
 def _add_library_model(name: str) -> None:
@@ -250,11 +255,12 @@ def register_model(
     return ModelSettings(name)
 
 
-def register_model_file(setting: str) -> ModelSettings:
+def register_model_file(setting: str, key: str = "name") -> ModelSettings:
     """Registers an architecture from a Python file under the name `FILE.py:NAME@HASH`.
 
     Args:
         setting: `FILE.py:NAME`. The file is executed.
+        key: the setting with this value, for error messages.
 
     Returns:
         The settings that select this architecture.
@@ -262,7 +268,7 @@ def register_model_file(setting: str) -> ModelSettings:
     Raises:
         SettingError: the file cannot be loaded, or its architecture cannot be registered.
     """
-    model, label = load_own("model", "name", setting)
+    model, label = load_own("model", key, setting)
     return register_model(label, model)
 
 

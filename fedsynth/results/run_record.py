@@ -89,9 +89,12 @@ def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
     run were loaded.
     """
     labels = {"method": own_label(settings.method.name), "model": settings.model.name}
+    for number, name in enumerate(settings.model.client_names):
+        labels[f"client model {number}"] = name
     for name in settings.feature_names:
         if name in SOURCES:
             labels["features"] = name
+    labels["loss"] = str(getattr(settings.method, "matching", ""))
     if settings.encoder is not None:
         labels["encoder"] = settings.encoder.encoder
     return {key: SOURCES[label] for key, label in labels.items() if label in SOURCES}

@@ -15,7 +15,7 @@ metrics = ["test_accuracy"]  # values in summary.json to show in the table
 rounds = 5
 
 [grid]                       # the runs are all combinations of these values
-method = ["fedavg", "feddm"]
+method = ["fedavg", "feddm"]  # or FILE.py:NAME for custom code
 alpha = [0.1, 1.0]           # without a section: the first section that has this setting
 seed = [0, 1, 2]
 "model.width" = [32, 64]
@@ -39,10 +39,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from fedsynth.config.loading import code_options, with_own_code
 from fedsynth.config.resolve import fingerprint, resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError, OutputError, writing
-from fedsynth.methods import DEFAULT_METHOD
+from fedsynth.methods import DEFAULT_METHOD, method_class
 from fedsynth.privacy.errors import PrivacyError, short_repr
 from fedsynth.privacy.files import claim, last_line, open_regular, write_whole
 from fedsynth.results.file_names import CONFIG, LOCK
@@ -69,11 +70,13 @@ class Cell:
         values: the values that the grid gives to this run, by axis.
         settings: the settings of the run.
         key: the name of the run's folder.
+        code: the options of `fedsynth train` that load the run's custom code.
     """
 
     values: Values
     settings: RunSettings
     key: str
+    code: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -110,6 +113,8 @@ class Sweep:
 def read_sweep(file: Path) -> Sweep:
     """Reads the file of a sweep, and checks the settings of every run.
 
+    Custom code that the file names as FILE.py:NAME is loaded.
+
     Raises:
         SweepError: the grid or the settings of a run are invalid. The message names the values of
             the run.
@@ -143,6 +148,10 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
     if len(points) > MAX_RUNS:
         raise SweepError(f"the grid has more than {MAX_RUNS:,} runs")
     cells = list(itertools.starmap(partial(_cell, shared), points))
+    for cell in cells:
+        name = cell.settings.method.name
+        if method_class(name) is not type(cell.settings.method):
+            raise SweepError(f"two files define a method with the name {name!r}. Rename one")
     if len({cell.key for cell in cells}) < len(cells):
         raise SweepError("two runs of the grid have the same settings. Remove repeated values")
     return cells
@@ -191,11 +200,12 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
     sections.setdefault("method", {}).update(method_values)
     all_values = {**values, **method_values}
     try:
-        settings = resolve(sections)
+        settings = resolve(with_own_code(sections))
+        code = tuple(code_options(settings))
     except (FedsynthError, PrivacyError) as error:
         run = _joined(all_values, ", ") or "without a grid"
         raise SweepError(f"the settings of the run {run} are invalid: {error}") from None
-    return Cell(all_values, settings, _key(all_values, settings))
+    return Cell(all_values, settings, _key(all_values, settings), code)
 
 
 def setting_of(name: str) -> tuple[str, str]:
@@ -337,7 +347,7 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
         arguments = ["--resume", str(interrupted)]
     with open_regular(folder / LOG, writing=True, create=True) as log:
         return subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*COMMAND, *arguments, *cell.code],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

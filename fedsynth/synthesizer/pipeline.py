@@ -27,6 +27,7 @@ from fedsynth.privacy.passes import power_of_two
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation import matching, private_matchers
+from fedsynth.synthesizer.condensation.losses import Loss, loss_gradient
 from fedsynth.training.sgd import MomentumSgd
 from fedsynth.validation import check_number
 
@@ -34,10 +35,6 @@ from fedsynth.validation import check_number
 # The features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other
 # module are its output [N, D].
 Networks = Callable[[], nn.Module]
-
-# The type of losses between the features of real records [B, D] and of synthetic records [M, D]. A
-# loss returns a scalar.
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 # The largest number of values in the records that go through a module together.
 CPU_NUMBERS = 2**21
@@ -203,7 +200,7 @@ class FeatureMatching:
             batch = self.x[members[order.to(members.device)]]
             real = features.real(batch, _segment(batch))
             u, pull = features.vjp(synthetic[label], _segment(synthetic[label]))
-            out[label] = pull(_loss_gradient(self.loss, real, u)[None])[0]
+            out[label] = pull(loss_gradient(self.loss, real, u)[None])[0]
         return out
 
 
@@ -351,18 +348,7 @@ class GradientMatching(_PrivateMatching):
     def _cotangents(self, made_MD: Tensor, real_RD: Tensor) -> Tensor:
         if self.loss is mean_distance:  # in closed form
             return private_matchers.mean_cotangents(made_MD, real_RD)
-        return torch.stack([_loss_gradient(self.loss, real[None], made_MD) for real in real_RD])
-
-
-def _loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
-    """Returns the gradient of the loss with respect to one class's synthetic features [M, D]."""
-    leaf = synthetic.detach().requires_grad_()
-    with torch.enable_grad():
-        value = loss(real, leaf)
-        if value.dim():
-            raise ValueError(f"the loss must return a scalar, got shape {list(value.shape)}")
-        (gradient,) = torch.autograd.grad(value, leaf)
-    return gradient
+        return torch.stack([loss_gradient(self.loss, real[None], made_MD) for real in real_RD])
 
 
 # The type of the objectives that `condense` minimises.

@@ -403,7 +403,10 @@ LINES = (
     ("feddm surplus", "surplus"),
     ("fedavg --client-models cnn1", "model.clients cannot be used with fedavg"),
     ("feddm --dataset mnist", "data.data_root"),
-    ("feddm --dataset mnist --data-root {tmp}", "Use --download"),
+    (
+        "feddm --dataset mnist --data-root {tmp}",
+        "Run `fedsynth partition --dataset mnist --data-root DIR",
+    ),
     ("feddm --output {tmp}/file/runs", "cannot write {tmp}/file/runs"),
     ("feddm --dp-sigma 1 --dp-ledger {tmp}/file", "cannot use ledger folder {tmp}/file"),
     ("feddm --config {tmp}/absent.toml", "cannot read the config file {tmp}/absent.toml"),

@@ -1,19 +1,27 @@
-"""--model, --method and --features FILE.py:NAME: only code named on the command line is executed."""
+"""FILE.py:NAME in options, config files and sweep files: only code that the user names is executed."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import py_compile
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from fedsynth import register_method, register_model
 from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
 from fedsynth.methods import _CUSTOM
-from fedsynth.own_code import SOURCES, load_own
+from fedsynth.own_code import LOADERS, SOURCES, load_own
+from fedsynth.results.finished import finished_runs
+from fedsynth.results.sweep import SweepError, read_sweep, run_sweep
+from fedsynth.validation import to_toml
 from tests.cli.conftest import Call
 from tests.quick_runs import interrupt_in_round
 
@@ -116,15 +124,72 @@ def test_hashed_source_is_executed(code: Path, same_time: bool) -> None:
     assert (loaded.__name__, SOURCES[label].text) == ("Net", NET)
 
 
-def test_code_named_in_config_is_never_executed(code: Path, fedsynth: Call) -> None:
+def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) -> None:
     """Reading a foreign run folder must not run a program."""
     (code / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Net: pass\n")
-    places = (("model", "name"), ("run", "method"), ("method", "features"), ("model", "features"))
-    for section, key in places:
-        config = code / f"{section}-{key}.toml"
-        config.write_text(f'[{section}]\n{key} = "{code / "evil.py"}:Net"\n')
-        fedsynth(f"train --config {config} --output {code / 'out'}").assert_refused("")
+    config = code / "config.toml"
+    for (section, key), (option, _) in LOADERS.items():
+        method = {"features": "fedstats", "matching": "feddm"}.get(key, "fedavg")
+        sections = {"run": {"method": method}}
+        sections.setdefault(section, {})[key] = f"{code}/evil.py:Net"
+        config.write_text(to_toml(sections))
+        hint = f"Use {option} {code}/evil.py:Net"
+        for command in (f"train --config {config}", f"train --config {code}"):
+            fedsynth(f"{command} --output {code / 'out'}").assert_refused(hint)
     assert not (code / "evil.py.ran").exists()
+
+
+def test_config_and_sweep_files_name_own_code(
+    code: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runs of a sweep are processes of their own, in which the code must be loaded, too."""
+    grid = f"""
+        [run]
+        rounds = 1
+        device = "cpu"
+        [partition]
+        clients = 2
+        [method]
+        local_steps = 1
+        [grid]
+        method = ["fedavg", "{code}/mine.py:Mine"]
+        "model.name" = ["{code}/net.py:Net"]
+        [grid."{code}/mine.py:Mine"]
+        lr = [0.1]
+    """
+    (code / "skew.toml").write_text(grid)
+    assert fedsynth(f"sweep {code}/skew.toml --output {code}/sweep").code == 0
+    configs = [folder / "config.toml" for folder in finished_runs([code / "sweep"])]
+    methods = {tomllib.loads(config.read_text())["run"]["method"] for config in configs}
+    assert methods == {"fedavg", "mine"}
+
+    clear_registry()
+    config = code / "mine.toml"
+    config.write_text(f'[run]\nmethod = "{code}/mine.py:Mine"\n[method]\nlocal_steps = 1\n')
+    run = fedsynth(f"{base(code)} --config {config} --model linear").ok
+    assert run.summary["settings"]["lr"] == 0.5
+    (code / "deploy.toml").write_text(f'[run]\nmethod = "{code}/mine.py:Mine"\n')
+    deploy = fedsynth(f"deploy init {code}/app --config {code}/deploy.toml")
+    deploy.assert_refused("cannot be used in a deployment")
+
+    clear_registry()
+    monkeypatch.syspath_prepend(str(code))
+    register_method(importlib.import_module("mine").Mine)
+    named = code / "named.toml"
+    named.write_text(grid.replace(f"{code}/mine.py:Mine", "mine"))
+    sweep = replace(read_sweep(named), output=code / "named")
+    assert run_sweep(sweep, print) == []
+    register_model("tiny", torch.nn.Identity())
+    named.write_text('[model]\nname = "tiny"\n')
+    with pytest.raises(SweepError, match=r"model\.name=tiny is registered only"):
+        read_sweep(named)
+
+
+def test_client_models_name_own_code(code: Path, fedsynth: Call) -> None:
+    option = f"--client-models {code}/net.py:Net,linear"
+    line = f"{base(code)} --method feddf --model linear {option} --set local_steps=1"
+    run = fedsynth(f"{line} --set server_steps=1 --set proxy=noise").ok
+    assert run.summary["sources"]["client model 0"]["file"] == "net.py"
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,9 @@ from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
 from fedsynth.results.file_names import LOCK
 from fedsynth.results.run_messages import LONG_PHASE, StderrObserver, round_line
-from tests.cli.conftest import Call, call_train
+from tests.cli.conftest import LOCAL, Call, call_train
 from tests.quick_runs import interrupt_in_round
+from tests.user_files import make_image_folder, write_declaration
 
 PAPER = "feddm --dp-sigma 3 --dp-mechanism paper"
 CASES = {  # line: mechanism
@@ -256,6 +257,18 @@ def test_plan_uses_set_options(fedsynth: Call) -> None:
     text = fedsynth(f"privacy plan {line} --dp-sigma 3 {by_user}").stdout
     assert "ε after round" in text
     assert "plan for one patient with all examples, δ" in text
+
+
+def test_plan_takes_the_shape_of_own_data(fedsynth: Call, tmp_path: Path) -> None:
+    """Regression: own data were planned as MNIST's. The run has the planned σ, and then no budget
+    is left."""
+    write_declaration(make_image_folder(tmp_path / "scans"))
+    line = f"--data {tmp_path / 'scans'} --method fedavg --rounds 1 --dp-epsilon 3 {LOCAL}"
+    (plan,) = plans(fedsynth, line)
+    run = fedsynth(f"train {line} --model linear --output {tmp_path / 'out'}").ok
+    report = json.loads((run.folder / "privacy_report.json").read_text())
+    assert plan["noise_multiplier"] == report["noise_multiplier"]
+    fedsynth(f"privacy plan {line}").assert_refused("is the total ε of all runs")
 
 
 def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Path) -> None:

@@ -259,6 +259,15 @@ def test_most_rounds_match_counted_rounds() -> None:
     assert full.tolist() == [[1, 1, 1], [10**12] * 3]
 
 
+def test_model_features_set_the_feature_map_of_a_method() -> None:
+    """Regression: only the option --features did, and only for the name in lower case."""
+    sections = {"run": {"method": "FedStats"}, "model": {"features": "pixels"}}
+    settings: Any = fs.resolve(sections)
+    assert settings.method.features == "pixels"
+    with pytest.raises(SettingError, match="is also set as"):
+        fs.resolve({**sections, "method": {"features": "pixels"}})
+
+
 def test_plan_matches_composition_per_client(tmp_path: Path) -> None:
     """The reference composes the spent and the planned rows of each client."""
     terms = {"noise_multiplier": 2.0, "ledger": tmp_path, "sample_rate": 0.1, "mechanism": "dp-sgd"}

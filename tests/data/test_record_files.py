@@ -259,11 +259,13 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not signed"):
         private(file)
     sign(draft.path, "[]")
+    with pytest.raises(SettingError, match=r"must be left unset\. Enter `bounds` under \[images\]"):
+        load_file(file, bounds="-8,8")
     with pytest.raises(DataError, match="need public bounds"):
         private(file)
     assert not (tmp_path / "fedsynth-ledger").exists()
     sign(draft.path, "[-8, 8]")
-    with pytest.raises(SettingError, match="bounds must be"):
+    with pytest.raises(SettingError, match="bounds must be -8,8, as"):
         load_file(file, bounds="0,1")
     private(file, unit="user")
     ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/*.jsonl")}

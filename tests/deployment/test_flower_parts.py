@@ -23,7 +23,9 @@ from unittest.mock import Mock
 import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
+from typer.testing import CliRunner
 
+from fedsynth.cli.app import app
 from fedsynth.config.resolve import resolve
 from fedsynth.data.registry import dataset_spec
 from fedsynth.deployment.flower import joining, processes, serving
@@ -353,6 +355,31 @@ def test_settings_file_describes_the_run(tmp_path: Path) -> None:
     assert (settings.method.ipc, settings.partition.clients, settings.model.width) == (2, 3, 8)
     with pytest.raises(CommandFailedError, match="already exists"):
         command(*line.split())
+
+
+def test_runs_without_privacy_are_announced(tmp_path: Path) -> None:
+    for name, option in (("open", []), ("private", ["--dp-epsilon", "8"])):
+        line = ["deploy", "settings", str(tmp_path / f"{name}.toml"), *option]
+        result = CliRunner().invoke(app, line)
+        assert ("no differential privacy" in result.stderr) == (name == "open")
+        privacy = resolve(read_sections(tmp_path / f"{name}.toml")).privacy
+        assert (privacy and privacy.epsilon) == (8.0 if option else None)
+
+
+def test_failed_runs_write_their_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: if owners declined, the server printed Flower's traceback."""
+    require_flwr()
+    from fedsynth.deployment.flower import server_app
+
+    def fail(grid: Any, config: Any) -> Any:
+        raise MessageError("0 joined")
+
+    monkeypatch.setattr(server_app, "configured_run", fail)
+    file = tmp_path / "result.json"
+    server_app.main(None, SimpleNamespace(run_config={"result": str(file)}))
+    assert json.loads(file.read_text()) == {"error": "0 joined"}
+    with pytest.raises(MessageError):
+        server_app.main(None, SimpleNamespace(run_config={"result": ""}))
 
 
 def test_missing_flower_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,8 +109,8 @@ def test_noise_deviations_are_public_by_name() -> None:
     [
         (8.0, (LEAK,), UnaccountedReleaseError, "cannot be guaranteed"),
         (8.0, (replace(SPENT, unit=USER),), LedgerError, r"charged with privacy\.unit=user"),
-        (0.1, (SPENT,) * 3, BudgetExceededError, "is exhausted"),
-        (epsilon([SPENT], 1e-5) * (1 + 1e-5), (SPENT,), BudgetExceededError, "is exhausted"),
+        (0.1, (SPENT,) * 3, BudgetExceededError, "total ε of all runs"),
+        (epsilon([SPENT], 1e-5) * (1 + 1e-5), (SPENT,), BudgetExceededError, "total ε of all runs"),
     ],
 )
 def test_impossible_plans_are_rejected(budget: float, rows: Any, error: Any, message: str) -> None:

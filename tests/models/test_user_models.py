@@ -182,7 +182,7 @@ def test_faults_are_detected_before_charges(tmp_path: Path) -> None:
 
 
 def test_unregistered_and_taken_names_are_errors() -> None:
-    with pytest.raises(SettingError, match=r"model\.name=PATH/mynet\.py:Net"):
+    with pytest.raises(SettingError, match=r"--model PATH/mynet\.py:Net"):
         fs.ModelSettings("mynet.py:Net@1234")
     fs.register_model("mynet.py:Net@5678", Net)
     with pytest.raises(SettingError, match="not loaded, or has changed"):

@@ -83,7 +83,8 @@ def test_two_writers_of_a_file_do_not_disturb_each_other(
     """The other one writes the whole file while the first one does. Long names are possible."""
     file = tmp_path / ("ä" * 127)
     file.touch(0o600)
-    sync, begun = os.fsync, []
+    sync = os.fsync
+    begun: list[bool] = []
 
     def sync_after_another(descriptor: int) -> None:
         if not begun:

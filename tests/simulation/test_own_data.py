@@ -240,6 +240,13 @@ def test_invalid_data_and_test_statuses_are_rejected() -> None:
         fs.simulate(tiny(), data=(scans(), scans()), test="secret")
 
 
+def test_ipc_of_a_synthesis_counts_all_images() -> None:
+    """`--ipc 100` is "the number of images of each class", so no further images are drawn."""
+    for given, total in (({}, 500), ({"ipc": 100}, 100), ({"ipc": 100, "drawn_ipc": 50}, 150)):
+        settings = fs.owner_settings({"run": {"method": "fedstats"}, "method": given})
+        assert settings.method.images_each == total
+
+
 USERS = np.arange(320) // 8
 USER_PARTS = list(np.arange(320).reshape(4, 80))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from fedsynth import ModelSettings, StudentSettings, resolve, simulate, train_student
 from fedsynth import synthesizer as syn
+from fedsynth.config.loading import code_options, with_own_code
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DivergedError, SettingError
@@ -104,6 +106,24 @@ def test_gradient_matches_the_oracle(cost: Any, device: torch.device) -> None:
     alone = DistributionMatcher(exact(device, [0]), matching, 0.5)
     single = alone.gradient(0, features_of(device), S[:3])
     torch.testing.assert_close(single, gradient[:3], atol=1e-5, rtol=1e-4)
+
+
+def test_own_loss_is_minimised(tmp_path: Path) -> None:
+    """The squared distance of the means, as a user's loss, is the loss of Eq. 9."""
+    file = tmp_path / "loss.py"
+    file.write_text("def means(x, y):\n    return (x.mean(0) - y.mean(0)).square().sum()\n")
+    with pytest.raises(SettingError, match=f"Use --matching {file}:means"):
+        resolve({"method": {"matching": f"{file}:means"}})
+    own = with_own_code({"method": {"matching": f"{file}:means"}})["method"]["matching"]
+    means = DistributionMatcher(exact(), own, 1.0).gradient(0, features_of(), synthetic(5))
+    torch.testing.assert_close(means, exact().gradient(0, features_of(), synthetic(5)))
+    run = simulate(resolve(quick_sections("feddm", method={"matching": own})))
+    assert run.summary["sources"]["loss"]["file"] == "loss.py"
+    assert code_options(run.settings) == ["--matching", f"{file}:means"]
+    file.write_text("def means(x, y):\n    return x\n")
+    own = with_own_code({"method": {"matching": f"{file}:means"}})["method"]["matching"]
+    with pytest.raises(SettingError, match="the loss fails with ValueError: the loss must return"):
+        simulate(resolve(quick_sections("feddm", method={"matching": own})))
 
 
 def test_columns_can_exclude_the_logits() -> None:

@@ -90,7 +90,8 @@ class GridTransport:
 def main(grid: Grid, context: Context) -> None:
     """Executes the run that the app's configuration describes.
 
-    Afterwards the path of the run folder, or the error, is written to the result file.
+    Afterwards the path of the run folder, or the error, is written to the result file, if there is
+    one. Flower would print a traceback of the error, so it is raised only without such a file.
     """
     result = str(context.run_config["result"])
     outcome: dict[str, str] = {}
@@ -98,7 +99,8 @@ def main(grid: Grid, context: Context) -> None:
         outcome["folder"] = str(configured_run(grid, context.run_config).run())
     except (FedsynthError, PrivacyError) as error:
         outcome["error"] = str(error)
-        raise
+        if not result:
+            raise
     finally:
         if result:
             Path(result).write_text(json.dumps(outcome), encoding="utf-8")

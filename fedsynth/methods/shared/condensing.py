@@ -115,10 +115,12 @@ class CondensingMethod(TrainsOnUnion):
             instead.
         restart: whether the images start again in each round. With False, the images of the last
             round are improved further.
-        matching: what the condensation matches. "mean" matches the class means of features.
-            "gaussian", "energy" and "sinkhorn" match the distributions of features of each class by
-            that loss (`fedsynth.synthesizer.condensation.losses`), and are refused with
-            differential privacy.
+        matching: the loss of features that the condensation of FedDM and FedAF minimises: mean,
+            gaussian, energy or sinkhorn, or FILE.py:NAME for your own. "mean" matches the class
+            means of features. The others match the distributions of features of each class
+            (`fedsynth.synthesizer.condensation.losses`), and are refused with differential privacy.
+            Your function gets real features [B, D] and synthetic features [M, D] of a class, and
+            returns a scalar.
         blur: blur of the losses "gaussian", "energy" and "sinkhorn", in the units that these losses
             define.
 
@@ -148,8 +150,12 @@ class CondensingMethod(TrainsOnUnion):
     min_examples: int = in_range(10, 0)
     start_average: int = in_range(1, 1)
     restart: bool = False
-    matching: str = one_of(*losses.MATCHINGS)
+    matching: str = losses.MATCHINGS[0]
     blur: float = in_range(0.25, 1e-6)
+
+    def __post_init__(self) -> None:
+        losses.check_matching(self.matching)
+        super().__post_init__()
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plan of the T releases by which a round moves the synthetic images.

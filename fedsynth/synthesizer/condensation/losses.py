@@ -24,8 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, one_line
+from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.synthesizer.condensation import matching
+from fedsynth.validation import check_choice
+
+# The type of losses between the features of real records [B, D] and of synthetic records [M, D]. A
+# loss returns a scalar.
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 DISTANCES = ("point", "rows", "sorted")
 REDUCTIONS = ("mean", "sum")
@@ -177,8 +183,45 @@ def _norms(rows: Tensor) -> Tensor:
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
 
 
+def loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
+    """Returns the gradient of the loss with respect to one class's synthetic features [M, D]."""
+    leaf = synthetic.detach().requires_grad_()
+    with torch.enable_grad():
+        value = loss(real, leaf)
+        if value.dim():
+            raise ValueError(f"the loss must return a scalar, got shape {list(value.shape)}")
+        (gradient,) = torch.autograd.grad(value, leaf)
+    return gradient
+
+
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
+# The losses of users, by their labels.
+_CUSTOM: dict[str, Loss] = {}
+
+
+def register_loss_file(setting: str) -> str:
+    """Registers a loss that a Python file defines.
+
+    Returns the name of the loss for settings, `FILE.py:NAME@HASH`.
+
+    Args:
+        setting: the file and the name of a function of real features [B, D] and synthetic features
+            [M, D] of one class, which returns a scalar. The file is executed.
+
+    Raises:
+        SettingError: the file cannot be read or executed, or does not define the name.
+    """
+    loss, label = load_own("method", "matching", setting)
+    _CUSTOM[label] = loss
+    return label
+
+
+def check_matching(name: str) -> None:
+    """Raises an error if no loss has the name."""
+    if names_code(name) and name not in _CUSTOM:
+        raise unloaded_file("method", "matching", name)
+    check_choice("method", "matching", name, (*MATCHINGS, *_CUSTOM))
 
 
 def refuse_private(kind: str) -> None:
@@ -197,7 +240,7 @@ class DistributionMatcher(matching.MatchingObjective):
     Args:
         exact: draws the real batches.
         kind: the divergence, "gaussian", "energy" or "sinkhorn" (debiased, with squared
-            distances).
+            distances), or the name of a custom loss.
         blur: the kernel's standard deviation or the square root of the entropic regularisation, in
             units of √D. "energy" does not use it.
         columns: the number of leading coordinates of u that are matched. If None, all are matched.
@@ -206,10 +249,13 @@ class DistributionMatcher(matching.MatchingObjective):
     def __init__(
         self, exact: matching.ExactMatcher, kind: str, blur: float, columns: int | None = None
     ) -> None:
-        from geomloss import SamplesLoss
-
         self._exact = exact
         self._columns = columns
+        self._own = _CUSTOM.get(kind)
+        if self._own is not None:
+            return
+        from geomloss import SamplesLoss
+
         # A fixed initial scale: by default geomloss derives one from all segments, which would
         # make a client's images depend on other clients of its group.
         self._loss = SamplesLoss(kind, p=2, blur=blur, diameter=SCALE, backend="tensorized")
@@ -233,6 +279,17 @@ class DistributionMatcher(matching.MatchingObjective):
         """Returns the gradient of the loss with respect to the features of the synthetic images,
         [G, ipc, D]."""
         width = real_GBD.shape[2]
+        if self._own is not None:
+            gradient = torch.zeros_like(u_GID)
+            try:
+                for out, u, real, weights in zip(
+                    gradient, u_GID, real_GBD, weights_GB, strict=True
+                ):
+                    out[:, :width] = loss_gradient(self._own, real[weights > 0], u[:, :width])
+            except Exception as error:
+                reason = f"cannot be used: the loss fails with {type(error).__name__}: "
+                raise SettingError("method", "matching", reason + one_line(error)) from error
+            return gradient
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
         with torch.enable_grad():
