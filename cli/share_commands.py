@@ -167,10 +167,9 @@ def describe(
     print(
         f"written: {path}\n"
         "Check each line, because the whole file is public. Then fill in [signed_off], and run one "
-        "of these commands. The second one treats all records as those of one owner.\n"
-        f"  fedsynth train --data {folder} --method fedstats --dp-epsilon 8\n"
-        f"  fedsynth synthesize --data {folder} --dp-epsilon 8 --out share"
+        "of these commands:"
     )
+    print(*(f"  {line}" for line in description.commands(path)), sep="\n")
 
 
 @data_app.command("clear-cache")

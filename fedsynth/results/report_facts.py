@@ -78,7 +78,7 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> Iterator[str]:
 
 def privacy_unit(plan: PrivacyPlan) -> str:
     """Describes what a planned run protects, for example "one patient with all examples"."""
-    if plan.privacy.unit == USER:
+    if plan.unit == USER:
         return f"one {plan.run.report.person or 'person'} with all examples"
     return "one example"
 
@@ -252,7 +252,7 @@ def report_facts(
         delta=privacy.delta,
         max_records=plan.max_records,
         adjacency=privacy.adjacency,
-        unit=figures.Unit(kind=privacy.unit, person=person, user_records=privacy.user_records),
+        unit=figures.Unit(kind=plan.unit, person=person, user_records=privacy.user_records),
         epsilon_cap=privacy.epsilon,
         planned_rounds=run.rounds,
         rounds_done=rounds_done,
@@ -377,7 +377,7 @@ def _guarantee_items(plan: PrivacyPlan) -> dict[str, str]:
     items = {}
     run = plan.run
     unit = "record"
-    if plan.privacy.unit == USER:
+    if plan.unit == USER:
         unit = run.report.person or "person"
     source = "declared"
     if not plan.privacy.nominal_size:
@@ -446,7 +446,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[fi
     """
     facts = plan.facts
     averaged = ""
-    if plan.privacy.unit == USER:
+    if plan.unit == USER:
         person = plan.run.report.person or "person"
         averaged = f", averaged over each {person}'s examples, and the average is clipped"
     listed = []

@@ -190,7 +190,7 @@ def student_of_set(
 def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     """Returns the settings of a network that suits the images of a synthetic set.
 
-    By default, the network is a ConvNet of width 32, or an MLP for vectors.
+    By default, the network is a ConvNet of width 32, or an MLP for vectors and time series.
 
     Args:
         spec: the specification of the set.
@@ -200,9 +200,9 @@ def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     >>> network_for(dataset_spec("digits"), width=8).depth
     2
     """
-    defaults: dict[str, Any] = {"width": 32, "depth": registry.usual_depth(spec.image_shape)}
-    if spec.channels == spec.height == 1:
-        defaults = {"name": "mlp"}
+    defaults = registry.usual_model(spec.image_shape)
+    if "name" not in defaults:
+        defaults["width"] = 32
     return registry.ModelSettings(**{**defaults, **settings})
 
 

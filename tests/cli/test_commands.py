@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from safetensors import safe_open
@@ -315,6 +318,84 @@ SHORT = (
 )
 
 
+N = 48
+Y = np.arange(N) % 2
+ALICE = [f"p{number // 3}" for number in range(N)]
+SITES = np.where(np.arange(N) < 24, "north", "south")
+VECTORS = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32) + Y[:, None]
+
+
+def write_parquet(path: Path, **columns: Any) -> Path:
+    features = {f"e{column}": VECTORS[:, column] for column in range(4)}
+    pandas.DataFrame({**features, "diagnosis": Y, **columns}).to_parquet(path)
+    return path
+
+
+def write_arrays(path: Path, x: Any, **arrays: Any) -> Path:
+    np.savez(path, x=x, y=Y, **arrays)
+    return path
+
+
+def write_manifest(root: Path) -> Path:
+    images = [path.relative_to(root).as_posix() for path in make_image_folder(root).rglob("*.png")]
+    rows = [f"{path},{path.split('/')[1]},{path.split('/')[0]},{path[:7]}" for path in images]
+    (root / "manifest.csv").write_text("\n".join(("path,label,site,patient_id", *rows)))
+    return root
+
+
+BYTES = np.arange(N * 64).astype(np.uint8).reshape(N, 8, 8)
+# The data, options of `describe`, the number of proposed commands, and whether patients are known.
+DESCRIBED: dict[str, tuple[Callable[[Path], Path], str, int, bool]] = {
+    "sites": (lambda tmp: make_image_folder(tmp / "my scans"), "--image-size 8", 2, False),
+    "one owner": (lambda tmp: make_image_folder(tmp / "scans", ()), "--image-size 8", 1, False),
+    "manifest": (lambda tmp: write_manifest(tmp / "scans"), "--image-size 8", 2, True),
+    "table": (
+        lambda tmp: write_parquet(tmp / "t.parquet", case=ALICE),
+        "--label-column diagnosis --user-column case --bounds=-4,4", 1, True,
+    ),
+    "patients at several sites": (
+        lambda tmp: write_parquet(tmp / "t.parquet", patient_id=ALICE, ward=[*SITES[1:], "north"]),
+        "--label-column diagnosis --site-column ward --feature-columns e0,e1", 1, True,
+    ),
+    "arrays": (
+        lambda tmp: write_arrays(tmp / "a.npz", VECTORS, site=SITES, PatientID=ALICE),
+        "--output other.toml", 2, True,
+    ),
+    "pixels": (lambda tmp: write_arrays(tmp / "a.npz", BYTES), "", 1, False),
+    "series": (lambda tmp: write_arrays(tmp / "a.npz", np.ones((N, 2, 1, 16))), "", 1, False),
+    "many": (lambda tmp: write_many(tmp / "a.npz"), "", 1, False),
+}  # fmt: skip
+
+
+def write_many(path: Path) -> Path:
+    np.savez(path, x=np.zeros((60_000, 1), np.uint8), y=np.arange(60_000) % 2)
+    return path
+
+
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_proposed_commands_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fedsynth: Call
+) -> None:
+    """Each runs as printed, on a copy of the data, because both have other ledgers."""
+    write, options, count, has_patients = DESCRIBED[kind]
+    for number in range(count):
+        place = tmp_path / str(number)
+        place.mkdir()
+        monkeypatch.chdir(place)
+        described = fedsynth(f"data describe '{write(place)}' {options}").ok.stdout
+        lines = re.findall(r"^  fedsynth (.*)$", described, re.MULTILINE)
+        assert len(lines) == count
+        assert all(("--dp-unit user" in line) == has_patients for line in lines)
+        (file,) = (Path(line) for line in re.findall("written: (.*)", described))
+        text = (
+            file.read_text()
+            .replace('by = ""', 'by = "me"')
+            .replace("bounds = []", "bounds = [-4, 4]")
+        )
+        file.write_text(text.replace('date = ""', 'date = "2026-11-23"'))
+        assert fedsynth(lines[number].partition("  #")[0]).ok
+
+
 def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     """The steps of the documentation: describe, sign, synthesize, load."""
     folder = make_image_folder(tmp_path / "scans")
@@ -327,7 +408,6 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert "sites 0: north, 1: south" in described.stdout
     toml = folder / "fedsynth.toml"
     assert f"written: {toml}" in described.stdout
-    assert f"synthesize --data {folder} --dp-epsilon 8 --out share" in described.stdout
     assert fedsynth(f"data describe {folder}").ok  # replaces the unsigned draft
 
     assert "is not signed. " in fedsynth(synthesize).stderr

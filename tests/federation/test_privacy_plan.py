@@ -108,6 +108,7 @@ def test_noise_deviations_are_public_by_name() -> None:
     [
         (8.0, (LEAK,), UnaccountedReleaseError, "cannot be guaranteed"),
         (8.0, (replace(SPENT, unit=USER),), LedgerError, r"charged with privacy\.unit=user"),
+        (0.1, (replace(SPENT, unit=USER),) * 3, LedgerError, r"charged with privacy\.unit=user"),
         (0.1, (SPENT,) * 3, BudgetExceededError, "is exhausted"),
         (epsilon([SPENT], 1e-5) * (1 + 1e-5), (SPENT,), BudgetExceededError, "is exhausted"),
     ],
