@@ -90,14 +90,15 @@ def _description(plan: PrivacyPlan) -> list[str]:
     if chief.sample_rate < 1:
         sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
     rounds = pluralize(plan.run.rounds, "round")
+    whom = "" if plan.run.partition.clients == 1 else "for each client "
     if plan.run.participation < 1:
         rounds += f" (each client takes part in at most {plan.most_rounds()})"
     noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
     if not plan.run.method.same_releases_every_round:
         noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
     return [
-        f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} for each "
-        f"client over {rounds}, {privacy_unit(plan)} {NEIGHBOURS[privacy.adjacency]}",
+        f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} "
+        f"{whom}over {rounds}, {privacy_unit(plan)} {NEIGHBOURS[privacy.adjacency]}",
         f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
     ]
 
@@ -363,16 +364,17 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
             f"each client fails with probability {run.client_failures:g} in a round, drawn from "
             "the run's seed. The computation is charged even if the upload did not arrive"
         )
-    server = "it computes only with the uploads and public values, which costs no privacy"
-    items["what the server does"] = server
+    if not simulated or run.partition.clients > 1:
+        server = "it computes only with the uploads and public values, which costs no privacy"
+        items["what the server does"] = server
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
     if plan.facts.guaranteed:
-        items |= _guarantee_items(plan)
+        items |= _guarantee_items(plan, simulated=simulated)
     return items
 
 
-def _guarantee_items(plan: PrivacyPlan) -> dict[str, str]:
+def _guarantee_items(plan: PrivacyPlan, *, simulated: bool) -> dict[str, str]:
     """Returns the public sizes on which a guarantee depends, and the public fields of uploads."""
     items = {}
     run = plan.run
@@ -383,7 +385,8 @@ def _guarantee_items(plan: PrivacyPlan) -> dict[str, str]:
     if not plan.privacy.nominal_size:
         source = "from the declared size of the data set and the settings of the partition"
     items["sample rate q"] = f"{plan.chief.sample_rate:.6g}, from public sizes"
-    items[f"nominal {unit}s of a client"] = (
+    owner = "the data owner" if simulated and run.partition.clients == 1 else "a client"
+    items[f"nominal {unit}s of {owner}"] = (
         f"{plan.nominal_size:g} ({source}). The true number is never used as a divisor"
     )
     for name, (kind, reason) in privacy_of_fields(run.method.upload).items():
@@ -420,7 +423,8 @@ def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
         return f"{spec.name} of the data owners. Its specification is public, its records are not"
     if plan.privacy.ledger_folder is None:
         return f"{spec.name}: the operator's own, declared public by the operator"
-    return f"{spec.name} of the operator. Its specification is public, its records are not"
+    holder = "data owner" if plan.run.partition.clients == 1 else "operator"
+    return f"{spec.name} of the {holder}. Its specification is public, its records are not"
 
 
 COMPARED_RECORDS = (
