@@ -147,14 +147,11 @@ class PrivacyPlan:
             raise SettingError("privacy", "noise_multiplier", "is unknown until all clients join")
         return self.privacy.noise_multiplier
 
-    def signal_to_noise(self, release: ReleasePlan) -> float | None:
-        """Returns the signal-to-noise ratio of a release, summed over all clients.
-
-        Returns None if the method does not state the signal of the release
-        (`ReleasePlan.signal_to_noise`).
-        """
+    def signal_to_noise(self, release: ReleasePlan) -> float:
+        """Returns the signal-to-noise ratio of a release, summed over all clients, at most."""
         clients = self.run.partition.clients
-        return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
+        rounds = sum(release in self.round_plans(n + 1) for n in range(self.run.rounds))
+        return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients, rounds)
 
     @property
     def releases(self) -> int:

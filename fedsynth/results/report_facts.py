@@ -72,7 +72,11 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> Iterator[str]:
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         yield f"  earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
-    yield from _noise_warnings(plan)
+    for warning in noise_warnings(plan):
+        yield (
+            f"  warning: {warning}. To see the effect of more records, more clients or a larger ε, "
+            "run `fedsynth privacy plan`"
+        )
     yield from _cap_warnings(plan, plan.planned_epsilon())
 
 
@@ -103,21 +107,19 @@ def _description(plan: PrivacyPlan) -> list[str]:
     ]
 
 
-def _noise_warnings(plan: PrivacyPlan) -> Iterator[str]:
-    """Yields a warning if releases cannot be useful, because the noise exceeds the largest possible
-    signal.
+def noise_warnings(plan: PrivacyPlan) -> list[str]:
+    """Returns a warning if the noise exceeds the largest possible signal of a release. It depends
+    only on public sizes.
     """
-    drowned = []
-    for release in plan.plans:
-        ratio = plan.signal_to_noise(release)
-        if ratio is not None and ratio < 1:
-            drowned.append((ratio, release.quantity))
-    if drowned:
-        ratio, quantity = min(drowned)
-        yield (
-            f"  warning: the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}). To see "
-            "the effect of more records, more clients or a larger ε, run `fedsynth privacy plan`"
-        )
+    if not plan.facts.guaranteed:
+        return []
+    ratio, quantity = min((plan.signal_to_noise(row), row.quantity) for row in plan.plans)
+    if ratio >= 1:
+        return []
+    return [
+        f"the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}), so models may be little "
+        "better than guessing"
+    ]
 
 
 def schedule(plan: PrivacyPlan) -> str:
@@ -174,7 +176,7 @@ def start_facts(
         },
         run=began,
         simulated=simulated,
-        warnings=list(warnings),
+        warnings=[*warnings, *noise_warnings(plan)],
     )
 
 

@@ -165,9 +165,7 @@ def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:
             line_plot([Line("ε", worst)], x="round", y=f"ε at {delta}"),
             f"ε spent after each round at {delta}",
         ),
-        "ε for other δ": _figure(
-            line_plot([Line("ε", curve)], x="δ", y="ε", log_x=True), "ε(δ)"
-        ),
+        "ε for other δ": _figure(line_plot([Line("ε", curve)], x="δ", y="ε", log_x=True), "ε(δ)"),
     }
 
 

@@ -24,12 +24,14 @@ from safetensors.torch import load_file, save_file
 
 import fedsynth as library
 from fedsynth.cli.application import PACKAGE
+from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.context import choose_speed
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results import run_messages
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
@@ -105,7 +107,10 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "share"
 
 
-def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: Path) -> None:
+def test_student_trains_on_exported_set(
+    share: Path, fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_messages, "PRINT_SECONDS", 0)
     model_file = tmp_path / "mine.safetensors"
     options = f"--model linear --steps 20 --copies 1 --dataset digits --output {model_file}"
     run = fedsynth(f"student {share} {options}").ok
@@ -113,7 +118,20 @@ def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: P
     epsilon = format_epsilon(library.load_synthetic(share).epsilon or 0.0)
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, as for the synthetic images" in run.stdout
     assert " % of 359 real test images" in run.stdout
-    assert library.load_model(model_file) is not None
+    assert "training step 5/20, about 0:00:0" in run.stderr
+    assert re.search(r"training: 20 steps in \d+\.\d s\n", run.stdout)
+    _, test = library.load_dataset("digits")
+    with torch.no_grad():
+        x = torch.as_tensor(normalise(test.images, test.spec))
+        scores = library.load_model(model_file)(x).double().softmax(dim=1)
+    pairs = []  # of a positive and a negative example
+    for label in range(10):
+        positive, negative = (
+            scores[test.labels == label, label],
+            scores[test.labels != label, label],
+        )
+        pairs.append((positive[:, None] - negative).sign().mean() / 2 + 0.5)
+    assert f"AUROC: {100 * sum(pairs) / 10:.2f} %" in run.stdout
     for options, text in {
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
@@ -125,10 +143,14 @@ def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: P
         fedsynth(f"student {share} {options}").assert_refused(text)
 
 
-def test_fidelity_compares_set_with_real_images(share: Path, fedsynth: Call) -> None:
+def test_fidelity_compares_set_with_real_images(
+    share: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_messages, "PRINT_SECONDS", 0)
     run = fedsynth(f"fidelity {share} --dataset digits --features {share}").ok
     assert re.match(r"FID: [\d.]+\nKID: .* over subsets of 60 images\n", run.stdout)
     assert "compared: 60 synthetic and 359 real images, " in run.stdout
+    assert "real images 359/359, about" in run.stderr
     fedsynth(f"fidelity {share} --features pixels").assert_refused("--test-data or --dataset")
 
 
@@ -144,7 +166,10 @@ def made_model(path: Path, name: str, seed: int, data: str = "digits") -> Path:
     return path
 
 
-def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call) -> None:
+def test_distill_combines_different_architectures(
+    tmp_path: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_messages, "PRINT_SECONDS", 0)
     first = made_model(tmp_path / "a.safetensors", "convnet", 1)
     second = made_model(tmp_path / "b.safetensors", "resnet8", 2)
     model_file = tmp_path / "out" / "student.safetensors"
@@ -153,6 +178,7 @@ def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call
         f"--method fedhydra --set stratification_steps=2 --output {model_file}"
     ).ok
     assert run.stdout.count("test accuracy") == 3
+    assert re.search(r" 1/2, about 0:00:0", run.stderr)
     assert "batch-norm loss ignores the models 0, 1" in run.stdout
     again = fedsynth(f"{DISTILL} {model_file} --output {tmp_path}/second.safetensors").ok
     assert "batch-norm" not in again.stdout
