@@ -419,7 +419,14 @@ def test_proposed_commands_run(
             .replace("bounds = []", "bounds = [-4, 4]")
         )
         file.write_text(text.replace('date = ""', 'date = "2026-11-23"'))
-        assert fedsynth(lines[number].partition("  #")[0]).ok
+        line = lines[number].partition("  #")[0]
+        if kind == "patients at several sites":
+            assert "users: 16, of whom 2 have records at several sites" in described
+            train = line.replace("synthesize", "train --method fedstats").replace("--out share", "")
+            refusal = "partition.kind=iid and partition.clients=1, or run `fedsynth synthesize`"
+            assert refusal in fedsynth(train).stderr
+            assert fedsynth(f"{train} --partition iid --clients 1 --dry-run").ok
+        assert fedsynth(line).ok
 
 
 def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
