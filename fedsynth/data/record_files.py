@@ -115,12 +115,12 @@ class Part:
         usual = list(filter(None, map(folded.get, _USUAL_NAMES[role].split())))
         return names or usual[:1]
 
-    def listed(self, wanted: str = "") -> str:
+    def listed(self, column: str) -> str:
         """Lists the columns for an error message.
 
-        The first have names like `wanted`, and then text. The last are numbered, such as e0, e1, ….
+        The first have names like `column`, and then text. The last are numbered, such as e0, e1, ….
         """
-        similar = get_close_matches(wanted, self.readers, cutoff=0.5)
+        similar = get_close_matches(column, self.readers, cutoff=0.5)
         texts = [name for name in self.readers if name not in (self.numbers or ())]
         rest = sorted(self.readers, key=lambda name: name[-1:].isdigit())
         return one_line(", ".join(dict.fromkeys((*similar, *texts, *rest))))

@@ -117,8 +117,7 @@ def noise_warnings(plan: PrivacyPlan) -> list[str]:
     if ratio >= 1:
         return []
     return [
-        f"the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}), so models may be little "
-        "better than guessing"
+        f"the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}), so models may be poor"
     ]
 
 

@@ -379,7 +379,7 @@ def test_own_data_exhausts_budget(tmp_path: Path, capsys: pytest.CaptureFixture[
         main(tmp_path / "runs", tmp_path / "ledgers")  # a second run on the same ledgers
     assert {read_ledger(path).releases for path in paths} == {ledger}
     report = (folder / "privacy_report.md").read_text()
-    assert "ONE PERSON (with all examples of that person)" in report
+    assert "ONE PERSON OF ONE CLIENT" in report
     assert not re.search(r"(?<![\w.])570(?![\w.])", report)  # the number of records, not in a hash
 
 
