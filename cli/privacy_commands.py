@@ -280,7 +280,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
 
     The plan uses only public numbers and reads no data. With --data, these are in the declaration of
     your data, and the ledgers tell what earlier runs have spent. Without --data and --dataset, these
-    are MNIST's. For fedstats, it also shows the signal-to-noise ratio that each release can have.
+    are MNIST's. It also shows the signal-to-noise ratio that each release can have.
 
     Examples: `fedsynth privacy plan --dp-epsilon 8 --rounds 5`, `fedsynth privacy plan --data scans
     --dp-epsilon 1 --method fedstats`.
@@ -348,22 +348,16 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
 
     console = Console()
     table = Table(title=f"plan for {privacy_unit(plans[0])}, δ = {plans[0].privacy.delta:g}")
-    columns = ["mechanism", "ε", "releases", "σ", "clip", "q", "a round"]
-    has_signal = any("signal_to_noise" in row for p in plans for row in release_costs(p))
-    if has_signal:
-        columns.append("S/N")
-    for name in columns:
+    for name in ("mechanism", "ε", "releases", "σ", "clip", "q", "a round", "S/N"):
         table.add_column(name, no_wrap=name != "releases")  # numbers are not truncated
     for p in plans:
         for row in release_costs(p):
             cells = [p.chief.mechanism, format_epsilon(p.planned_epsilon()), row["quantity"]]
             for key in ("noise_multiplier", "clip", "sample_rate", "releases", "signal_to_noise"):
-                if key in row:
-                    cells.append(f"{row[key]:.10g}" if key == "releases" else f"{row[key]:.4g}")
+                cells.append(f"{row[key]:.10g}" if key == "releases" else f"{row[key]:.4g}")
             table.add_row(*cells)
     console.print(table)
-    if has_signal:
-        print(SIGNAL)
+    print(SIGNAL)
     by_round = Table("round", *(p.chief.mechanism for p in plans), title="ε after round")
     rounds = plans[0].shown_rounds
     for number in sorted({*rounds[:: max(1, len(rounds) // 10)], rounds[-1]}):

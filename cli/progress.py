@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -11,11 +12,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fedsynth.cli.application import say
 from fedsynth.config.settings import RunSettings
 from fedsynth.evaluation.classification import MEASURES
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
+from fedsynth.results import run_messages
 from fedsynth.results.finished import auroc_text, percent, words_of
 from fedsynth.results.run_messages import StderrObserver, accuracies
 from fedsynth.results.run_record import RunResult
@@ -62,6 +65,34 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
         columns += [TimeElapsedColumn(), "{task.fields[remaining]}"]
     with Progress(*columns, console=console, transient=True) as progress:
         yield LiveObserver(settings, first, progress)
+
+
+@contextmanager
+def show_steps() -> Iterator[Callable[[str, int, int], None]]:
+    """Returns a context whose value is a function that shows the progress of a long computation.
+
+    The function receives the phase, the number of finished steps and their total number. On a
+    terminal, it shows a progress bar. Otherwise, it prints a line on stderr every `PRINT_SECONDS`.
+    """
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with Progress(console=console, transient=True) as progress:
+            task = progress.add_task("starting", total=None)
+            yield lambda phase, completed, total: progress.update(
+                task, description=phase, completed=completed, total=total
+            )
+        return
+    started = printed = time.monotonic()
+
+    def show(phase: str, completed: int, total: int) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if now - printed >= run_messages.PRINT_SECONDS:
+            printed = now
+            left = run_messages.duration((now - started) * (total - completed) / completed)
+            say(f"{phase} {completed}/{total}, about {left} left")
+
+    yield show
 
 
 def show_result(result: RunResult, as_json: bool) -> None:

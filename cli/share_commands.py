@@ -114,6 +114,7 @@ def distill(
 
     Example: `fedsynth distill runs/A runs/B --student resnet18`.
     """
+    from fedsynth.cli.progress import show_steps
     from fedsynth.simulation.student import distil_files
 
     sections = options.set_options(settings or [])
@@ -123,9 +124,9 @@ def distill(
     data = options.with_own_code({"data": chosen["data"]})["data"]
     root = {"data_root": data.pop("data_root")} if "data_root" in data else {}
     sections |= {"data": root, "model": chosen["model"]}
-    lines = distil_files(
-        models, student, sections, evaluate=evaluate, output=output, test_data=data
-    )
+    options_of_files: dict[str, Any] = {"evaluate": evaluate, "output": output, "test_data": data}
+    with show_steps() as report:
+        lines = list(distil_files(models, student, sections, **options_of_files, report=report))
     print(*lines, sep="\n")
 
 
@@ -172,10 +173,9 @@ def describe(
     print(
         f"written: {path}\n"
         "Check each line, because the whole file is public. Then fill in [signed_off], and run one "
-        "of these commands. The second one treats all records as those of one owner.\n"
-        f"  fedsynth train --data {folder} --method fedstats --dp-epsilon 8\n"
-        f"  fedsynth synthesize --data {folder} --dp-epsilon 8 --out share"
+        "of these commands:"
     )
+    print(*(f"  {line}" for line in description.commands(path)), sep="\n")
 
 
 @data_app.command("clear-cache")
@@ -309,7 +309,13 @@ def student(
         str | None,
         typer.Option(metavar="FILE.py:NAME", help="The custom feature map of the teacher, if any."),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="The number of training steps.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            help="The number of training steps. Default: 1000, or fewer if the images "
+            "have more than 32×32 pixels."
+        ),
+    ] = None,
     copies: Annotated[int | None, typer.Option(help="Augmented copies of an image.")] = None,
     flip: Annotated[bool, options.flag("--flip", "Mirror copies, not for digits.")] = False,
     dataset: Annotated[str | None, typer.Option(help="The data set of the test images.")] = None,
@@ -323,12 +329,13 @@ def student(
 
     Example: `fedsynth student share --width 32 --steps 5000 --copies 4 --dataset fashion-mnist`.
     """
-    from rich.console import Console
-    from rich.progress import Progress
+    from time import monotonic
 
+    from fedsynth.cli.progress import show_steps
     from fedsynth.data.shared_set import load_synthetic
+    from fedsynth.results.finished import auroc_text, percent
     from fedsynth.simulation.student import network_for, real_images, require_place, student_of_set
-    from fedsynth.synthesizer.condensation.student import StudentSettings
+    from fedsynth.synthesizer.condensation.student import settings_for
 
     keep_large_allocations()
     spec = load_synthetic(share).spec
@@ -339,10 +346,9 @@ def student(
     network = network_for(spec, **options.with_own_code({"model": chosen["model"]})["model"])
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
     changes = {name: value for name, value in numbers.items() if value is not None}
-    settings = StudentSettings(flip=flip, **changes)
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("training", total=None)
+    settings = settings_for(spec.image_shape, flip=flip, **changes)
+    started = monotonic()
+    with show_steps() as report:
         result = student_of_set(
             share,
             network,
@@ -350,17 +356,20 @@ def student(
             labels=labels,
             teacher=expand_home(teacher),
             device=run.get("device", "auto"),
-            report=lambda step, total: progress.update(task, completed=step, total=total),
+            report=lambda step, total: report("training step", step, total),
         )
     result.save(output)
-    print(f"trained on: {len(result.synthetic.labels)} images, {result.labels} labels")
+    count, seconds = len(result.synthetic.labels), monotonic() - started
+    print(f"trained on: {count} images, {result.labels} labels")
+    print(f"training: {settings.steps} steps in {seconds:.1f} s")
     if settings.views:
         labels_from = "a model's" if result.taught else "their image's"
         print(f"augmented copies: {settings.views} of each image, with {labels_from} labels")
     print(f"guarantee: {_guarantee(result)}")
     if test is not None:
-        percent = 100 * result.accuracy_on(test)
-        print(f"accuracy: {percent:.2f} % of {len(test.labels)} real test images")
+        measures = result.measures_on(test)
+        print(f"accuracy: {percent(measures['accuracy'])} of {len(test.labels)} real test images")
+        print(f"AUROC: {auroc_text(measures)}")
         if "test_folder" in data:
             note("the guarantee does not cover this accuracy if these test images are private")
     print(f"student: {output}")
@@ -408,6 +417,7 @@ def fidelity(
     """
     from dataclasses import asdict
 
+    from fedsynth.cli.progress import show_steps
     from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
     from fedsynth.simulation.student import real_images
 
@@ -416,7 +426,8 @@ def fidelity(
     test = real_images(spec, data, dataset, download=download, note=say)
     if test is None:
         raise OptionError("name the real images with --test-data or --dataset")
-    measured = fidelity_of_set(folder, test, features, weights)
+    with show_steps() as report:
+        measured = fidelity_of_set(folder, test, features, weights, report=report)
     if as_json:
         print(json.dumps(asdict(measured), indent=2))
         return

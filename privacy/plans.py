@@ -85,25 +85,28 @@ class ReleasePlan:
         divides = self.groups >= 1 and self.dimension % self.groups == 0
         require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)
 
-    def signal_to_noise(self, sigma: float, records: float, clients: int) -> float | None:
+    def signal_to_noise(self, sigma: float, records: float, clients: int, rounds: int = 1) -> float:
         """Returns the signal-to-noise ratio of the sum over all clients.
 
         The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
         (σ·𝒞·√(K/H)·√D). It divides the norm of the sum by the root mean square of the norm of its
         noise.
 
+        Without `signal`, it is an upper bound for all T releases of the run together: as if the C
+        groups had equally many examples, all with the same vector, of norm 𝒞. The signal is then
+        q·√(T/C).
+
         Args:
             sigma: the run's σ.
             records: n, the public number of examples (or users) of all clients.
             clients: K, the number of clients, each of which adds noise.
-
-        Returns:
-            The ratio. None if the plan has no `signal`.
+            rounds: the number of rounds in which the release is made.
         """
-        if self.signal is None:
-            return None
+        signal = self.signal
+        if signal is None:
+            signal = self.sample_rate * math.sqrt(rounds * self.steps / self.groups)
         noise = sigma * self.relative_noise_multiplier
-        return self.signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
+        return signal * records / (noise * math.sqrt(clients / self.shares * self.dimension))
 
     def grid(self, noise_multiplier: float) -> Grid | None:
         """Returns the grid to which a client rounds its noisy release.

@@ -13,7 +13,6 @@ from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
-    RECORD,
     UNITS,
     USER,
     check_adjacency,
@@ -108,7 +107,8 @@ class PrivacySettings:
         unit: the privacy unit, which is "record" (one example) or "user" (all examples of a person
             at a client). "user" needs data with the user of each record, a partition by user, and
             `nominal_size`. All sizes then count users. A step samples users, and each sampled user
-            contributes the clipped mean of their records' vectors.
+            contributes the clipped mean of their records' vectors. None means "record", and is
+            refused for your own data if their specification states a number of users.
         user_records: the maximum number of records of each user that take part, for unit "user".
             They are chosen by a hash with a public seed. None uses all records.
         adjacency: "add-remove" (default), "zero-out" or "replace-one". "zero-out" costs as much as
@@ -144,7 +144,7 @@ class PrivacySettings:
     max_records: int | None = None
     sample_rate: float | None = None
     nominal_size: float | None = None
-    unit: str = RECORD
+    unit: str | None = None
     user_records: int | None = None
     adjacency: str = ADD_REMOVE
     four_sums: bool = False
@@ -169,7 +169,8 @@ class PrivacySettings:
             self._check_without_guarantee(self.mechanism)
 
     def _check_unit(self) -> None:
-        _require(self.unit in UNITS, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
+        known = self.unit in (None, *UNITS)
+        _require(known, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
                 "requires privacy.nominal_size, the approximate number of users of a client, or "

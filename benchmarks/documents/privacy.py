@@ -7,8 +7,8 @@ import math
 import statistics
 from itertools import product
 
-from library.pages import pivot, sentence, table
-from library.rows import STATISTICS_SEEDS, lines, percents, spread
+from library.pages import markdown, pivot, sentence, table
+from library.rows import STATISTICS_SEEDS, lines, percents, spread, spread_of
 
 DATASETS = {"Fashion-MNIST": "fashion-mnist", "MNIST": "mnist"}
 
@@ -45,6 +45,18 @@ def _accuracy() -> str:
         return spread(_percents(method, *place), seeds, 1)
 
     return pivot("", METHODS, columns, cell)
+
+
+@table("patients")
+def _patients() -> str:
+    body = []
+    for count, classes in ((60, 2), (250, 2), (60, 10), (250, 10), (1400, 10)):
+        for method in ("FedDM", "FedStats"):
+            key = f"{method.lower()} {classes=} patients={count}"
+            keys = [f"{key} eps={epsilon}" for epsilon in (1, 3, 8)]
+            aurocs = [spread_of("patients", key, range(3), "auroc", 0) for key in keys]
+            body.append([f"{count:,}", f"{classes}", method, *aurocs])
+    return markdown(["patients", "classes", "method", "ε = 1", "ε = 3", "ε = 8"], body)
 
 
 @sentence(

@@ -12,7 +12,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.own import refuse_dependence
 from fedsynth.models.registry import is_own_model
@@ -21,6 +21,11 @@ from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
+
+UNIT_IS_UNSET = (
+    "must be set, because the data name the person of each record: 'user' protects all records of "
+    "a person, 'record' only one. All runs on these data must have the same unit"
+)
 
 
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
@@ -38,6 +43,22 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
             "privacy", "mechanism", mechanism, method.dp_mechanisms, f" for {method.name}"
         )
     return mechanism
+
+
+def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool = False) -> None:
+    """Refuses a run on custom data of known users whose privacy unit is not set.
+
+    Args:
+        privacy: the privacy settings of the run.
+        spec: the specification of the data. It may state a number of users.
+        has_users: whether the caller passed the user of each record.
+
+    Raises:
+        PrivacySettingError: if the unit is not set. The unit of the first run is also that of all
+            later runs on these data.
+    """
+    if privacy.unit is None and (spec.groups or has_users) and not is_published(spec):
+        raise PrivacySettingError("privacy", "unit", UNIT_IS_UNSET)
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fedsynth.data.folder_files import LEDGERS, find_files
 from fedsynth.data.folder_settings import FolderSettings, default_declaration, default_name
@@ -19,6 +21,8 @@ from fedsynth.data.medical_files import window_text
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
 from fedsynth.data.record_files import is_record_file, parts_of
+from fedsynth.privacy.releases import USER
+from fedsynth.privacy.settings import PrivacySettings
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,29 @@ class Described:
         toml: the text of the declaration.
         table: a table with the exact number of images at each site in each class. It is private.
         path: the file in which a run looks for the declaration.
+        options: the options of commands that make a private run on these images.
+        by_site: True if the sites can be the clients of a federation.
     """
 
     toml: str
     table: str
     path: Path
+    options: tuple[str, ...]
+    by_site: bool
+
+    def commands(self, declaration: Path) -> list[str]:
+        """Returns the command lines of private runs, for a signed declaration at this path. Each
+        ends with a comment.
+        """
+        options = list(self.options)
+        if declaration.absolute() != self.path.absolute():
+            options += ["--declaration", str(declaration.absolute())]
+        owner = shlex.join(("fedsynth", "synthesize", *options, "--out", "share"))
+        lines = [f"{owner}  # one owner of all records"]
+        if self.by_site:
+            sites = shlex.join(("fedsynth", "train", "--method", "fedstats", *options))
+            lines.append(f"{sites}  # each site is a client")
+        return lines
 
 
 def describe_folder(
@@ -59,11 +81,41 @@ def describe_folder(
     spec = data.train.spec
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
-    lines = (f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}")
-    table = "\n".join((*lines, partition_table(counts)))
-    path = default_declaration(Path(settings.folder))
+    lines = [f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}"]
+    lines.append(partition_table(counts))
+    shared = 0
+    if data.train.groups is not None:
+        homes = [np.unique(data.train.groups[torch.from_numpy(part)]) for part in parts]
+        shared = int((np.unique(np.concatenate(homes), return_counts=True)[1] > 1).sum())
+        users = f"users: {len(data.train.groups.unique())}"
+        lines.append(
+            f"{users}, of whom {shared} have records at several sites" if shared else users
+        )
     text = _proposal(data.train, sites, limits)
-    return Described(text, table, path)
+    return Described(
+        text,
+        "\n".join(lines),
+        default_declaration(Path(settings.folder)),
+        _options(settings, data.train),
+        by_site=len(sites) > 1 and not shared,
+    )
+
+
+def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
+    """Returns the options that a private run on these images needs besides the declaration."""
+    options = ["--data", settings.folder, "--dp-epsilon", "8"]
+    largest = coarse(2 * len(train), up=True)
+    if PrivacySettings.delta * largest > 1:
+        options += ["--dp-delta", f"{10.0 ** -len(str(largest)):g}"]
+    if train.groups is not None:
+        options += ["--dp-unit", USER]
+    for key in ("feature_columns", "label_column", "user_column", "site_column", "revision"):
+        if value := getattr(settings, key):
+            options += [f"--{key.replace('_', '-')}", value]
+    for key in ("skip_corrupt", "skip_other"):
+        if getattr(settings, key):
+            options.append(f"--{key.replace('_', '-')}")
+    return tuple(options)
 
 
 def _described_file(

@@ -10,6 +10,7 @@ import csv
 import errno
 import io
 import os
+import re
 import unicodedata
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,10 +116,29 @@ HEADINGS = {
     **dict.fromkeys(("path", "image", "file", "filename"), "path"),
     **dict.fromkeys(("label", "class"), "label"),
     **dict.fromkeys(("site", "hospital", "client"), "site"),
-    **dict.fromkeys(("user", "patient", "person"), "user"),
+    **dict.fromkeys(("user", "patient", "person", "subject"), "user"),
 }
 
 DELIMITERS = ",;\t|"
+
+
+def without_id(name: str) -> str:
+    """Returns the name of a column in lower case, without "ID" at its end.
+
+    >>> without_id("Patient ID"), without_id("patient_id"), without_id("SiteID"), without_id("Covid")
+    ('patient', 'patient', 'site', 'cov')
+    """
+    return re.sub(r"[\s_-]*id$", "", name.casefold())
+
+
+def column_of(heading: str) -> str:
+    """Returns the column that a heading names (see `HEADINGS`), or an empty text.
+
+    People and sites may be named by their IDs: `patient_id` is the column "user".
+    """
+    heading = heading.strip().casefold()
+    named = HEADINGS.get(without_id(heading), "")
+    return HEADINGS.get(heading) or (named if named in ("site", "user") else "")
 
 
 def same_name(text: str) -> str:
@@ -183,7 +203,7 @@ def _positions(
     """Returns the position of each required or optional column in the header line."""
     positions: dict[str, int] = {}
     for position, cell in enumerate(cells):
-        column = HEADINGS.get(cell.strip().casefold(), "")
+        column = column_of(cell)
         if column in positions:
             raise DataFilesCorruptError(
                 f"{location} has two columns for the {column}. Remove one of these columns"

@@ -239,7 +239,9 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             if other != client:
                 raise PartitionError(
                     f"clients {other} and {client} have records of the same user, so the guarantee "
-                    "for users would not hold. Use partition.kind=natural or domain"
+                    "for users would not hold. Set partition.kind=iid and partition.clients=1, or "
+                    "run `fedsynth synthesize`. Other names for the user at each client would make "
+                    "ε hold at each client separately"
                 )
 
 

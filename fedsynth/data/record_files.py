@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache, partial
 from io import BufferedReader
 from pathlib import Path
@@ -30,7 +31,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib import format as npy_format
 
-from fedsynth.data.files import DELIMITERS, HEADINGS, read_tensors, same_name
+from fedsynth.data.files import DELIMITERS, column_of, read_tensors, same_name, without_id
 from fedsynth.data.folder_files import FolderFiles, Names, refuse_similar_names
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.medical_files import Decoding
@@ -106,11 +107,23 @@ class Part:
                 option = "--feature-columns" if role == "feature" else f"--{role}-column"
                 raise DataError(
                     f"the column {one_line(name)!r} is missing from {self.place}, which has "
-                    f"{one_line(', '.join(self.readers))}. Name another column with {option}"
+                    f"{self.listed(name)}. Name another column with {option}"
                 )
-        folded = dict(zip(map(str.casefold, self.readers), self.readers, strict=True))
+        folded = {name.casefold(): name for name in self.readers}
+        if role in ("user", "site"):
+            folded = {without_id(name): name for name in self.readers} | folded
         usual = list(filter(None, map(folded.get, _USUAL_NAMES[role].split())))
         return names or usual[:1]
+
+    def listed(self, column: str) -> str:
+        """Lists the columns for an error message.
+
+        The first have names like `column`, and then text. The last are numbered, such as e0, e1, ….
+        """
+        similar = get_close_matches(column, self.readers, cutoff=0.5)
+        texts = [name for name in self.readers if name not in (self.numbers or ())]
+        rest = sorted(self.readers, key=lambda name: name[-1:].isdigit())
+        return one_line(", ".join(dict.fromkeys((*similar, *texts, *rest))))
 
     def read(self, name: str) -> Array:
         """Reads one column.
@@ -166,7 +179,7 @@ def is_record_file(path: str | Path) -> bool:
     with file_errors(one_line(path)), BufferedReader(open_regular(path)) as file:
         header = file.readline(2**20).decode("utf-8-sig", errors="replace")
     cells = re.split(f"[{re.escape(DELIMITERS)}]", header.casefold())
-    return "path" not in [HEADINGS.get(cell.strip(' \r\n"')) for cell in cells]
+    return "path" not in [column_of(cell.strip(' \r\n"')) for cell in cells]
 
 
 def parts_of(place: str, revision: str = "") -> dict[str, Part]:
@@ -217,10 +230,10 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
     named = {role: part.names_of(role, columns[role]) for role in ("label", "site", "user")}
     if not named["label"]:
         raise DataError(
-            f"{part.place} has no column of labels, but {one_line(', '.join(part.readers))}. Name "
-            "it with --label-column"
+            f"{part.place} has no column of labels, but {part.listed('label')}. Name it with "
+            "--label-column"
         )
-    values = _features(part, columns["feature"], {*map("".join, named.values())}, note)
+    values = _features(part, columns["feature"], named, note)
     facts = [_facts(part, names, len(values)) for names in named.values()]
     rows = np.arange(len(values))
     files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
@@ -230,8 +243,11 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
     return Records(values, files, part.class_names or files.class_names)
 
 
-def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str], None]) -> Array:
+def _features(
+    part: Part, chosen: str, named: Mapping[str, list[str]], note: Callable[[str], None]
+) -> Array:
     """Reads the features: one array, or columns of numbers side by side."""
+    meanings = {*map("".join, named.values())}
     columns = {}
     for name in part.names_of("feature", chosen):
         if chosen or (name and name not in meanings):  # pandas' index has no name
@@ -239,12 +255,13 @@ def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str],
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
             f"{part.place} needs features that are numbers. Name one of its columns "
-            f"({one_line(', '.join(part.numbers or part.readers))}) with --feature-columns"
+            f"({part.listed('features')}) with --feature-columns"
         )
     if part.numbers is not None:
         unused = sorted(part.readers.keys() - columns.keys() - meanings)
         text = f"{one_line(', '.join(columns))}; not used: {one_line(', '.join(unused) or 'none')}"
-        note(f"features in {part.place}: {text}")
+        others = ", ".join(f"{role}: {''.join(names) or 'none'}" for role, names in named.items())
+        note(f"features in {part.place}: {text}; {one_line(others)}")
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
     if len(columns) == 1:

@@ -188,9 +188,8 @@ def with_proxy(
 def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:
     """Returns a mapping for each kind of release in a round of a planned run.
 
-    A mapping has the `quantity`, σ, clip, q and number of releases in a round. If the method states
-    a public reference case, the mapping also has the signal-to-noise ratio
-    (`ReleasePlan.signal_to_noise`).
+    A mapping has the `quantity`, σ, clip, q, number of releases in a round and signal-to-noise
+    ratio, at most (`PrivacyPlan.signal_to_noise`).
     """
     rows = []
     for release in plan.plans:
@@ -200,10 +199,8 @@ def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:
             "clip": release.clip,
             "sample_rate": release.sample_rate,
             "releases": release.steps,
+            "signal_to_noise": plan.signal_to_noise(release),
         }
-        ratio = plan.signal_to_noise(release)
-        if ratio is not None:
-            row["signal_to_noise"] = ratio
         rows.append(row)
     return rows
 

@@ -56,7 +56,7 @@ from fedsynth.privacy.plans import FIRST, PHASES, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
-from fedsynth.privacy.releases import USER
+from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.seeding import numpy_generator, torch_generator
 
 # The number of records in a trial of this package's code. Its tests examine the code further.
@@ -204,7 +204,7 @@ class StepTrial:
                 self._plans,
                 context.round,
                 self._sigma,
-                BudgetEnforcer(Ledger("public images"), unit=self._privacy.unit),
+                BudgetEnforcer(Ledger("public images"), unit=self._privacy.unit or RECORD),
                 _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
                 phase=phase,
                 make_series=partial(TriedSums, self),

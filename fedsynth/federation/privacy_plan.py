@@ -26,7 +26,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.plans import PHASES, Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
-from fedsynth.privacy.releases import Release, check_delta
+from fedsynth.privacy.releases import RECORD, Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -75,6 +75,7 @@ class PrivacyPlan:
             raise SettingError(None, "privacy", "must be set for a private run")
         checks.check_method(method)
         checks.refuse_own_proxy(method, spec)
+        checks.check_unit(stated, spec)
         mechanism = checks.mechanism_of(method, stated)
         limit = checks.most_records(spec, stated)
         check_delta(stated.delta, limit)
@@ -105,6 +106,8 @@ class PrivacyPlan:
         """
         plan = replace(cls.checked(settings, context), histories=tuple(histories))
         privacy = plan.privacy
+        for history in plan.histories:
+            plan.guard(Ledger(history.client)).check_unit(history.releases)
         reasons = reasons_in_ledgers(plan.histories)
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise errors.UnaccountedReleaseError(
@@ -114,8 +117,6 @@ class PrivacyPlan:
             )
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())
-        for history in plan.histories:
-            plan.guard(Ledger(history.client)).check_unit(history.releases)
         return replace(plan, privacy=privacy)
 
     # -------------------------------------------------------------------------- what is released
@@ -124,6 +125,11 @@ class PrivacyPlan:
     def chief(self) -> ReleasePlan:
         """The most important kind of release in a round, which summaries describe."""
         return self.plans[0]
+
+    @property
+    def unit(self) -> str:
+        """The privacy unit of the run, "record" or "user"."""
+        return self.privacy.unit or RECORD
 
     @property
     def facts(self) -> MechanismFacts:
@@ -141,14 +147,11 @@ class PrivacyPlan:
             raise SettingError("privacy", "noise_multiplier", "is unknown until all clients join")
         return self.privacy.noise_multiplier
 
-    def signal_to_noise(self, release: ReleasePlan) -> float | None:
-        """Returns the signal-to-noise ratio of a release, summed over all clients.
-
-        Returns None if the method does not state the signal of the release
-        (`ReleasePlan.signal_to_noise`).
-        """
+    def signal_to_noise(self, release: ReleasePlan) -> float:
+        """Returns the signal-to-noise ratio of a release, summed over all clients, at most."""
         clients = self.run.partition.clients
-        return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients)
+        rounds = sum(release in self.round_plans(n + 1) for n in range(self.run.rounds))
+        return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients, rounds)
 
     @property
     def releases(self) -> int:
@@ -277,9 +280,7 @@ class PrivacyPlan:
         return rows
 
     def _row(self, plan: ReleasePlan, number: int, sigma: float) -> Release:
-        return plan.release(
-            number, sigma, unit=self.privacy.unit, unaccounted=self.facts.unaccounted
-        )
+        return plan.release(number, sigma, unit=self.unit, unaccounted=self.facts.unaccounted)
 
     # ---------------------------------------------------------------------------- what it costs
 
@@ -336,7 +337,7 @@ class PrivacyPlan:
         caps = list(filter(None, [cap]))
         if privacy.epsilon is not None:
             caps.append(EpsilonCap(privacy.epsilon, privacy.delta))
-        return BudgetEnforcer(ledger, caps, privacy.adjacency, privacy.unit)
+        return BudgetEnforcer(ledger, caps, privacy.adjacency, self.unit)
 
     def check_cap(self) -> None:
         """Checks that the cap allows at least one round with empty ledgers.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from fedsynth.config.checks import check_unit
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.folder_settings import Declaration, FolderSettings, require_signed
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
@@ -96,11 +97,12 @@ def _pixel_hashes(data: ImageData) -> Iterator[bytes]:
 
 
 def note_unprotected_users(settings: RunSettings, train: ImageData, note: Note) -> None:
-    """Warns if custom data name the user of each record, but the privacy unit is a record.
+    """Warns if custom data name the user of each record, but no privacy unit is set.
 
-    The users are not counted, because a private run prints nothing about the data.
+    The users are not counted, because a private run prints nothing about the data. If the
+    declaration has users, the run is refused instead (`check_unit`).
     """
-    if settings.privacy is None or protects_users(settings) or train.groups is None:
+    if settings.privacy is None or settings.privacy.unit is not None or train.groups is None:
         return
     if not is_published(train.spec):
         note(
@@ -201,7 +203,7 @@ def data_of_run(
         check_choice(None, "test", test, (PUBLIC, PRIVATE, NO_TEST))
     if data is None and settings.folder is not None:
         if settings.privacy is not None:
-            declared(settings)  # before any data are read
+            check_unit(settings.privacy, declared(settings).spec)  # before any data are read
         folder = settings.folder
         _, commit = downloaded(folder.folder, folder.revision)
         folder = replace(folder, revision=commit)
@@ -282,11 +284,13 @@ def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunDa
         DataError: the run is private, and no person stated the specification of the data.
     """
     train, test = checked_data(data)
-    if settings.privacy is not None and train.spec.source == DERIVED:
-        raise DataError(
-            "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) to "
-            "from_arrays"
-        )
+    if settings.privacy is not None:
+        if train.spec.source == DERIVED:
+            raise DataError(
+                "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) "
+                "to from_arrays"
+            )
+        check_unit(settings.privacy, train.spec, has_users=train.groups is not None)
     kind = test_kind or (PUBLIC if is_published(train.spec) else PRIVATE)
     return RunData(replace(settings, dataset=train.spec.name), train, test, kind)
 

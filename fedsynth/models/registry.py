@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -306,13 +306,17 @@ def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed:
         return _build(settings, image_shape, classes)
 
 
-def usual_depth(image_shape: Shape) -> int:
-    """Returns the default number of blocks of a ConvNet: three, or two for small images.
+def usual_model(image_shape: Shape) -> dict[str, Any]:
+    """Returns the settings of the default network for these images.
 
-    >>> usual_depth((3, 32, 32)), usual_depth((1, 8, 8))
-    (3, 2)
+    It is a ConvNet of three blocks, of two for small images, or an MLP for vectors and time series.
+
+    >>> usual_model((3, 32, 32)), usual_model((1, 8, 8)), usual_model((2, 1, 16))
+    ({'depth': 3}, {'depth': 2}, {'name': 'mlp'})
     """
-    return 3 if min(image_shape[1:]) >= SMALL else 2
+    side = min(image_shape[1:])
+    depth = 3 if side >= SMALL else 2
+    return {"depth": depth} if side >> depth else {"name": "mlp"}
 
 
 def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:

@@ -72,13 +72,17 @@ def headline(plan: PrivacyPlan, *, simulated: bool = True) -> Iterator[str]:
     spent = plan.epsilon(plan.histories)
     if spent > 0:
         yield f"  earlier runs have already spent ε = {format_epsilon(spent)} of this budget"
-    yield from _noise_warnings(plan)
+    for warning in noise_warnings(plan):
+        yield (
+            f"  warning: {warning}. To see the effect of more records, more clients or a larger ε, "
+            "run `fedsynth privacy plan`"
+        )
     yield from _cap_warnings(plan, plan.planned_epsilon())
 
 
 def privacy_unit(plan: PrivacyPlan) -> str:
     """Describes what a planned run protects, for example "one patient with all examples"."""
-    if plan.privacy.unit == USER:
+    if plan.unit == USER:
         return f"one {plan.run.report.person or 'person'} with all examples"
     return "one example"
 
@@ -90,33 +94,31 @@ def _description(plan: PrivacyPlan) -> list[str]:
     if chief.sample_rate < 1:
         sampling = f"Poisson sampling at q = {chief.sample_rate:.3g}"
     rounds = pluralize(plan.run.rounds, "round")
+    whom = "" if plan.run.partition.clients == 1 else "for each client "
     if plan.run.participation < 1:
         rounds += f" (each client takes part in at most {plan.most_rounds()})"
     noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
     if not plan.run.method.same_releases_every_round:
         noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
     return [
-        f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} for each "
-        f"client over {rounds}, {privacy_unit(plan)} {NEIGHBOURS[privacy.adjacency]}",
+        f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} "
+        f"{whom}over {rounds}, {privacy_unit(plan)} {NEIGHBOURS[privacy.adjacency]}",
         f"  mechanism {chief.mechanism} ({noise}), {sampling}, {schedule(plan)}",
     ]
 
 
-def _noise_warnings(plan: PrivacyPlan) -> Iterator[str]:
-    """Yields a warning if releases cannot be useful, because the noise exceeds the largest possible
-    signal.
+def noise_warnings(plan: PrivacyPlan) -> list[str]:
+    """Returns a warning if the noise exceeds the largest possible signal of a release. It depends
+    only on public sizes.
     """
-    drowned = []
-    for release in plan.plans:
-        ratio = plan.signal_to_noise(release)
-        if ratio is not None and ratio < 1:
-            drowned.append((ratio, release.quantity))
-    if drowned:
-        ratio, quantity = min(drowned)
-        yield (
-            f"  warning: the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}). To see "
-            "the effect of more records, more clients or a larger ε, run `fedsynth privacy plan`"
-        )
+    if not plan.facts.guaranteed:
+        return []
+    ratio, quantity = min((plan.signal_to_noise(row), row.quantity) for row in plan.plans)
+    if ratio >= 1:
+        return []
+    return [
+        f"the noise exceeds the signal of {quantity} (S/N = {ratio:.2g}), so models may be poor"
+    ]
 
 
 def schedule(plan: PrivacyPlan) -> str:
@@ -173,7 +175,7 @@ def start_facts(
         },
         run=began,
         simulated=simulated,
-        warnings=list(warnings),
+        warnings=[*warnings, *noise_warnings(plan)],
     )
 
 
@@ -252,7 +254,7 @@ def report_facts(
         delta=privacy.delta,
         max_records=plan.max_records,
         adjacency=privacy.adjacency,
-        unit=figures.Unit(kind=privacy.unit, person=person, user_records=privacy.user_records),
+        unit=figures.Unit(kind=plan.unit, person=person, user_records=privacy.user_records),
         epsilon_cap=privacy.epsilon,
         planned_rounds=run.rounds,
         rounds_done=rounds_done,
@@ -363,27 +365,29 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
             f"each client fails with probability {run.client_failures:g} in a round, drawn from "
             "the run's seed. The computation is charged even if the upload did not arrive"
         )
-    server = "it computes only with the uploads and public values, which costs no privacy"
-    items["what the server does"] = server
+    if not simulated or run.partition.clients > 1:
+        server = "it computes only with the uploads and public values, which costs no privacy"
+        items["what the server does"] = server
     if proxy := run.method.public_images():
         items["proxy images"] = f"the training images of {proxy}, declared public"
     if plan.facts.guaranteed:
-        items |= _guarantee_items(plan)
+        items |= _guarantee_items(plan, simulated=simulated)
     return items
 
 
-def _guarantee_items(plan: PrivacyPlan) -> dict[str, str]:
+def _guarantee_items(plan: PrivacyPlan, *, simulated: bool) -> dict[str, str]:
     """Returns the public sizes on which a guarantee depends, and the public fields of uploads."""
     items = {}
     run = plan.run
     unit = "record"
-    if plan.privacy.unit == USER:
+    if plan.unit == USER:
         unit = run.report.person or "person"
     source = "declared"
     if not plan.privacy.nominal_size:
         source = "from the declared size of the data set and the settings of the partition"
     items["sample rate q"] = f"{plan.chief.sample_rate:.6g}, from public sizes"
-    items[f"nominal {unit}s of a client"] = (
+    owner = "the data owner" if simulated and run.partition.clients == 1 else "a client"
+    items[f"nominal {unit}s of {owner}"] = (
         f"{plan.nominal_size:g} ({source}). The true number is never used as a divisor"
     )
     for name, (kind, reason) in privacy_of_fields(run.method.upload).items():
@@ -420,7 +424,8 @@ def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
         return f"{spec.name} of the data owners. Its specification is public, its records are not"
     if plan.privacy.ledger_folder is None:
         return f"{spec.name}: the operator's own, declared public by the operator"
-    return f"{spec.name} of the operator. Its specification is public, its records are not"
+    holder = "data owner" if plan.run.partition.clients == 1 else "operator"
+    return f"{spec.name} of the {holder}. Its specification is public, its records are not"
 
 
 COMPARED_RECORDS = (
@@ -446,7 +451,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[fi
     """
     facts = plan.facts
     averaged = ""
-    if plan.privacy.unit == USER:
+    if plan.unit == USER:
         person = plan.run.report.person or "person"
         averaged = f", averaged over each {person}'s examples, and the average is clipped"
     listed = []

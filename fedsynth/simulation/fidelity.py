@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,12 @@ Embed = Callable[[Tensor], Tensor]
 
 
 def fidelity_of_set(
-    folder: str | Path, test: ImageData, network: str | Path | nn.Module, weights: str = PRETRAINED
+    folder: str | Path,
+    test: ImageData,
+    network: str | Path | nn.Module,
+    weights: str = PRETRAINED,
+    *,
+    report: Callable[[str, int, int], None] = lambda phase, completed, total: None,
 ) -> Fidelity:
     """Computes FID and KID between a synthetic set and real test images.
 
@@ -43,6 +49,7 @@ def fidelity_of_set(
             network with `embed`, which maps normalised images to features [N, d].
         weights: for networks of timm and torchvision, a file of weights, or "pretrained" for the
             weights that the library downloads.
+        report: receives the phase, the number of finished images and their total number.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no synthetic set in the folder, or
@@ -68,7 +75,8 @@ def fidelity_of_set(
         raise SettingError(None, "test", reason)
     embed = _embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
-    return fidelity(_features(embed, images), _features(embed, test.images.cpu()))
+    made = _features(embed, images, partial(report, "synthetic images"))
+    return fidelity(made, _features(embed, test.images.cpu(), partial(report, "real images")))
 
 
 def synthetic_set(folder: Path) -> SharedSet:
@@ -103,5 +111,9 @@ def _unit(images_NCHW: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _features(embed: Embed, images_NCHW: Tensor) -> Tensor:
-    return torch.cat(list(map(embed, images_NCHW.split(CHUNK))))
+def _features(embed: Embed, images_NCHW: Tensor, report: Callable[[int, int], None]) -> Tensor:
+    parts = []
+    for chunk in images_NCHW.split(CHUNK):
+        parts.append(embed(chunk))
+        report(sum(map(len, parts)), len(images_NCHW))
+    return torch.cat(parts)

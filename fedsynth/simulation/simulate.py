@@ -27,7 +27,7 @@ from fedsynth.federation import run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
-from fedsynth.models.registry import usual_depth
+from fedsynth.models.registry import usual_model
 from fedsynth.privacy.errors import PrivacySettingError, short_repr
 from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.export import UNPROTECTED, export_run, require_new
@@ -232,10 +232,12 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
     sections["partition"] = {**ONE_OWNER, **sections.get("partition", {})}
     settings = resolve(sections)
     method = settings.method
-    if settings.privacy is None or not method.takes_model or "depth" in sections["model"]:
+    model = sections.get("model", {})
+    chosen = {"name", "depth", "features"} & model.keys()
+    if settings.privacy is None or not method.takes_model or chosen:
         return settings
-    depth = usual_depth(run_data.specification(settings).image_shape)
-    return replace(settings, model=replace(settings.model, depth=depth))
+    usual = usual_model(run_data.specification(settings).image_shape)
+    return resolve({**sections, "model": {**usual, **model}})
 
 
 def synthesize(

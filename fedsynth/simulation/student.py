@@ -20,7 +20,8 @@ from fedsynth.data.load_file import read_test
 from fedsynth.data.registry import DatasetSpec, is_known
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, SettingError
-from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.evaluation.accuracy import accuracy, predict
+from fedsynth.evaluation.classification import classification_measures
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
 from fedsynth.federation.context import public_context, resolve_device
@@ -30,7 +31,11 @@ from fedsynth.models.flat import require_finite
 from fedsynth.privacy.errors import short_repr
 from fedsynth.results import saved_model
 from fedsynth.results.file_names import MODEL
-from fedsynth.synthesizer.condensation.student import StudentSettings, train_student
+from fedsynth.synthesizer.condensation.student import (
+    StudentSettings,
+    settings_for,
+    train_student,
+)
 from fedsynth.validation import check_choice
 
 AUTO, SOFT, HARD = "auto", "soft", "hard"
@@ -91,6 +96,13 @@ class Student:
         """Computes the accuracy on test images, which may be on any device."""
         return accuracy(self.network, test.to(next(self.network.parameters()).device))
 
+    def measures_on(self, test: ImageData) -> dict[str, float | None]:
+        """Computes the `accuracy` on test images, and the `classification_measures`."""
+        test = test.to(next(self.network.parameters()).device)
+        logits = predict(self.network, test)
+        share = float((logits.argmax(dim=1) == test.labels).double().mean())
+        return {"accuracy": share, **classification_measures(logits, test.labels)}
+
 
 def require_place(file: Path) -> Path:
     """Checks that a model may be written to a path, and returns the path.
@@ -123,7 +135,7 @@ def student_of_set(
         model: the network, as settings, or as a custom module or class as in `RunSettings.model`.
             None lets `network_for` choose a network for the images.
         student_settings: the settings of the training. Their seed also initialises the network.
-            None uses `StudentSettings()`.
+            None uses `settings_for` the images.
         labels: "soft" for the labels stored with the images, "hard" for their classes, or "auto"
             for soft labels if there are any.
         teacher: the model that labels augmented copies of the images. It is a model or a path for
@@ -150,8 +162,8 @@ def student_of_set(
     >>> student_of_set(f"{place}/share", ModelSettings("linear"), training).labels
     'hard'
     """
-    student_settings = student_settings or StudentSettings()
     synthetic = load_synthetic(folder)
+    student_settings = student_settings or settings_for(synthetic.spec.image_shape)
     check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
         reason = "must be 'hard' or 'auto', because the set has no soft labels"
@@ -194,7 +206,7 @@ def student_of_set(
 def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     """Returns the settings of a network that suits the images of a synthetic set.
 
-    By default, the network is a ConvNet of width 32, or an MLP for vectors.
+    By default, the network is a ConvNet of width 32, or an MLP for vectors and time series.
 
     Args:
         spec: the specification of the set.
@@ -204,9 +216,9 @@ def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
     >>> network_for(dataset_spec("digits"), width=8).depth
     2
     """
-    defaults: dict[str, Any] = {"width": 32, "depth": registry.usual_depth(spec.image_shape)}
-    if spec.channels == spec.height == 1:
-        defaults = {"name": "mlp"}
+    defaults = registry.usual_model(spec.image_shape)
+    if "name" not in defaults:
+        defaults["width"] = 32
     return registry.ModelSettings(**{**defaults, **settings})
 
 
@@ -358,6 +370,7 @@ def distil_files(
     evaluate: bool,
     output: Path,
     test_data: Mapping[str, Any] | None = None,
+    report: Callable[[str, int, int], None] = lambda phase, completed, total: None,
 ) -> Iterator[str]:
     """Distils several models into one student network, and writes the student to a file.
 
@@ -371,6 +384,7 @@ def distil_files(
         evaluate: True tests the models and the student on the data set.
         output: the file to which the student is written.
         test_data: settings of the user's own test images, as for `real_images`.
+        report: receives the phase, the number of its finished steps and their total number.
 
     Raises:
         SettingError: the method needs data, or the models were trained for different images.
@@ -400,6 +414,7 @@ def distil_files(
     context = replace(
         public_context(settings, spec, device),
         note=notes.append,
+        report=report,
         client_architectures=tuple(network.to(device) for network in networks),
     )
     uploads = {k: ModelParameters(model.state_dict(), 1.0) for k, model in enumerate(networks)}

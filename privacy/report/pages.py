@@ -86,7 +86,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     guarantee = report["guarantee"]
     rows = []
     if guarantee is not None:
-        rows.append(("ε (worst client)", formatting.format_epsilon(guarantee["epsilon"])))
+        rows.append((f"ε{text.worst_client()}", formatting.format_epsilon(guarantee["epsilon"])))
         rows.append(("δ", f"{guarantee['delta']:g}"))
     rows.append(("verdict", text.verdict()))
     if guarantee is None:
@@ -143,7 +143,9 @@ def _arranged(body: str, plots: Mapping[str, str]) -> str:
     body = body.replace("<table>", scroll).replace("</table>", "</table></div>")
     body = body.replace("<h1>Datasheet</h1>", '<h1 class="next">Datasheet</h1>')
     for heading, plot in plots.items():
-        body = body.replace(f"<h2>{heading}</h2>", f"<h2>{heading}</h2>\n{plot}")
+        found = re.search(rf"<h2>{heading}( \(worst client\))?</h2>", body)
+        if found is not None:
+            body = f"{body[: found.end()]}\n{plot}{body[found.end() :]}"
     ledger = re.compile("<h2>Ledger</h2>.*?</table></div>", re.DOTALL)
     return ledger.sub(r'<section class="across">\g<0></section>', body)
 
@@ -160,13 +162,11 @@ def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:
     curve = [(point["delta"], point["epsilon"]) for point in guarantee["epsilon_of_delta"]]
     delta = f"δ = {guarantee['delta']:g}"
     return {
-        "ε after each round (worst client)": _figure(
-            line_plot([Line("worst client", worst)], x="round", y=f"ε at {delta}"),
+        "ε after each round": _figure(
+            line_plot([Line("ε", worst)], x="round", y=f"ε at {delta}"),
             f"ε spent after each round at {delta}",
         ),
-        "ε for other δ (worst client)": _figure(
-            line_plot([Line("worst client", curve)], x="δ", y="ε", log_x=True), "ε(δ)"
-        ),
+        "ε for other δ": _figure(line_plot([Line("ε", curve)], x="δ", y="ε", log_x=True), "ε(δ)"),
     }
 
 

@@ -10,10 +10,13 @@ import signal
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
+import pandas
 import pytest
 import torch
 from safetensors import safe_open
@@ -21,12 +24,14 @@ from safetensors.torch import load_file, save_file
 
 import fedsynth as library
 from fedsynth.cli.application import PACKAGE
+from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.context import choose_speed
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings
 from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.results import run_messages
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.validation import read_sections
 from tests.cli.conftest import Call
@@ -102,7 +107,10 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "share"
 
 
-def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: Path) -> None:
+def test_student_trains_on_exported_set(
+    share: Path, fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_messages, "PRINT_SECONDS", 0)
     model_file = tmp_path / "mine.safetensors"
     options = f"--model linear --steps 20 --copies 1 --dataset digits --output {model_file}"
     run = fedsynth(f"student {share} {options}").ok
@@ -110,7 +118,20 @@ def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: P
     epsilon = format_epsilon(library.load_synthetic(share).epsilon or 0.0)
     assert f"guarantee: ε = {epsilon} at δ = 1e-05, as for the synthetic images" in run.stdout
     assert " % of 359 real test images" in run.stdout
-    assert library.load_model(model_file) is not None
+    assert "training step 5/20, about 0:00:0" in run.stderr
+    assert re.search(r"training: 20 steps in \d+\.\d s\n", run.stdout)
+    _, test = library.load_dataset("digits")
+    with torch.no_grad():
+        x = torch.as_tensor(normalise(test.images, test.spec))
+        scores = library.load_model(model_file)(x).double().softmax(dim=1)
+    pairs = []  # of a positive and a negative example
+    for label in range(10):
+        positive, negative = (
+            scores[test.labels == label, label],
+            scores[test.labels != label, label],
+        )
+        pairs.append((positive[:, None] - negative).sign().mean() / 2 + 0.5)
+    assert f"AUROC: {100 * sum(pairs) / 10:.2f} %" in run.stdout
     for options, text in {
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
@@ -122,10 +143,14 @@ def test_student_trains_on_exported_set(share: Path, fedsynth: Call, tmp_path: P
         fedsynth(f"student {share} {options}").assert_refused(text)
 
 
-def test_fidelity_compares_set_with_real_images(share: Path, fedsynth: Call) -> None:
+def test_fidelity_compares_set_with_real_images(
+    share: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_messages, "PRINT_SECONDS", 0)
     run = fedsynth(f"fidelity {share} --dataset digits --features {share}").ok
     assert re.match(r"FID: [\d.]+\nKID: .* over subsets of 60 images\n", run.stdout)
     assert "compared: 60 synthetic and 359 real images, " in run.stdout
+    assert "real images 359/359, about" in run.stderr
     fedsynth(f"fidelity {share} --features pixels").assert_refused("--test-data or --dataset")
 
 
@@ -141,7 +166,10 @@ def made_model(path: Path, name: str, seed: int, data: str = "digits") -> Path:
     return path
 
 
-def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call) -> None:
+def test_distill_combines_different_architectures(
+    tmp_path: Path, fedsynth: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_messages, "PRINT_SECONDS", 0)
     first = made_model(tmp_path / "a.safetensors", "convnet", 1)
     second = made_model(tmp_path / "b.safetensors", "resnet8", 2)
     model_file = tmp_path / "out" / "student.safetensors"
@@ -150,6 +178,7 @@ def test_distill_combines_different_architectures(tmp_path: Path, fedsynth: Call
         f"--method fedhydra --set stratification_steps=2 --output {model_file}"
     ).ok
     assert run.stdout.count("test accuracy") == 3
+    assert re.search(r" 1/2, about 0:00:0", run.stderr)
     assert "batch-norm loss ignores the models 0, 1" in run.stdout
     again = fedsynth(f"{DISTILL} {model_file} --output {tmp_path}/second.safetensors").ok
     assert "batch-norm" not in again.stdout
@@ -320,6 +349,91 @@ SHORT = (
 )
 
 
+N = 48
+Y = np.arange(N) % 2
+ALICE = [f"p{number // 3}" for number in range(N)]
+SITES = np.where(np.arange(N) < 24, "north", "south")
+VECTORS = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32) + Y[:, None]
+
+
+def write_parquet(path: Path, **columns: Any) -> Path:
+    features = {f"e{column}": VECTORS[:, column] for column in range(4)}
+    pandas.DataFrame({**features, "diagnosis": Y, **columns}).to_parquet(path)
+    return path
+
+
+def write_arrays(path: Path, x: Any, **arrays: Any) -> Path:
+    np.savez(path, x=x, y=Y, **arrays)
+    return path
+
+
+def write_manifest(root: Path) -> Path:
+    images = [path.relative_to(root).as_posix() for path in make_image_folder(root).rglob("*.png")]
+    rows = [f"{path},{path.split('/')[1]},{path.split('/')[0]},{path[:7]}" for path in images]
+    (root / "manifest.csv").write_text("\n".join(("path,label,site,patient_id", *rows)))
+    return root
+
+
+BYTES = np.arange(N * 64).astype(np.uint8).reshape(N, 8, 8)
+# The data, options of `describe`, the number of proposed commands, and whether patients are known.
+DESCRIBED: dict[str, tuple[Callable[[Path], Path], str, int, bool]] = {
+    "sites": (lambda tmp: make_image_folder(tmp / "my scans"), "--image-size 8", 2, False),
+    "one owner": (lambda tmp: make_image_folder(tmp / "scans", ()), "--image-size 8", 1, False),
+    "manifest": (lambda tmp: write_manifest(tmp / "scans"), "--image-size 8", 2, True),
+    "table": (
+        lambda tmp: write_parquet(tmp / "t.parquet", case=ALICE),
+        "--label-column diagnosis --user-column case --bounds=-4,4", 1, True,
+    ),
+    "patients at several sites": (
+        lambda tmp: write_parquet(tmp / "t.parquet", patient_id=ALICE, ward=[*SITES[1:], "north"]),
+        "--label-column diagnosis --site-column ward --feature-columns e0,e1", 1, True,
+    ),
+    "arrays": (
+        lambda tmp: write_arrays(tmp / "a.npz", VECTORS, site=SITES, PatientID=ALICE),
+        "--output other.toml", 2, True,
+    ),
+    "pixels": (lambda tmp: write_arrays(tmp / "a.npz", BYTES), "", 1, False),
+    "series": (lambda tmp: write_arrays(tmp / "a.npz", np.ones((N, 2, 1, 16))), "", 1, False),
+    "many": (lambda tmp: write_many(tmp / "a.npz"), "", 1, False),
+}  # fmt: skip
+
+
+def write_many(path: Path) -> Path:
+    np.savez(path, x=np.zeros((60_000, 1), np.uint8), y=np.arange(60_000) % 2)
+    return path
+
+
+@pytest.mark.parametrize("kind", DESCRIBED)
+def test_proposed_commands_run(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fedsynth: Call
+) -> None:
+    """Each runs as printed, on a copy of the data, because both have other ledgers."""
+    write, options, count, has_patients = DESCRIBED[kind]
+    for number in range(count):
+        place = tmp_path / str(number)
+        place.mkdir()
+        monkeypatch.chdir(place)
+        described = fedsynth(f"data describe '{write(place)}' {options}").ok.stdout
+        lines = re.findall(r"^  fedsynth (.*)$", described, re.MULTILINE)
+        assert len(lines) == count
+        assert all(("--dp-unit user" in line) == has_patients for line in lines)
+        (file,) = (Path(line) for line in re.findall("written: (.*)", described))
+        text = (
+            file.read_text()
+            .replace('by = ""', 'by = "me"')
+            .replace("bounds = []", "bounds = [-4, 4]")
+        )
+        file.write_text(text.replace('date = ""', 'date = "2026-11-23"'))
+        line = lines[number].partition("  #")[0]
+        if kind == "patients at several sites":
+            assert "users: 16, of whom 2 have records at several sites" in described
+            train = line.replace("synthesize", "train --method fedstats").replace("--out share", "")
+            refusal = "partition.kind=iid and partition.clients=1, or run `fedsynth synthesize`"
+            assert refusal in fedsynth(train).stderr
+            assert fedsynth(f"{train} --partition iid --clients 1 --dry-run").ok
+        assert fedsynth(line).ok
+
+
 def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     """The steps of the documentation: describe, sign, synthesize, load."""
     folder = make_image_folder(tmp_path / "scans")
@@ -332,7 +446,6 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert "sites 0: north, 1: south" in described.stdout
     toml = folder / "fedsynth.toml"
     assert f"written: {toml}" in described.stdout
-    assert f"synthesize --data {folder} --dp-epsilon 8 --out share" in described.stdout
     assert fedsynth(f"data describe {folder}").ok  # replaces the unsigned draft
 
     assert "is not signed. " in fedsynth(synthesize).stderr

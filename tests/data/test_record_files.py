@@ -33,7 +33,7 @@ from fedsynth.data.load_file import read_own_data, read_test
 from fedsynth.data.record_files import parts_of, read_part
 from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.run_data import data_of_run
-from fedsynth.privacy.errors import LedgerError
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.simulation.simulate import simulate
 
 N = 60
@@ -262,17 +262,19 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"must be left unset\. Enter `bounds` under \[images\]"):
         load_file(file, bounds="-8,8")
     with pytest.raises(DataError, match="need public bounds"):
-        private(file)
+        private(file, unit="record")
     assert not (tmp_path / "fedsynth-ledger").exists()
     sign(draft.path, "[-8, 8]")
     with pytest.raises(SettingError, match="bounds must be -8,8, as"):
         load_file(file, bounds="0,1")
+    with pytest.raises(PrivacySettingError, match="unit must be set"):
+        private(file)
     private(file, unit="user")
     ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/*.jsonl")}
     assert ledgers == {"north.jsonl", "south.jsonl"}
     draft.path.write_text(draft.path.read_text().replace('"0", "1", "2"', '"0", "1", "3"'))
     with pytest.raises(DataError, match=r"the class '2', but .* declares only"):
-        private(file)
+        private(file, unit="user")
 
 
 def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
@@ -283,9 +285,9 @@ def test_ledgers_recognise_records_in_another_format(tmp_path: Path) -> None:
         draft = describe_folder(FolderSettings(str(tmp_path / name)), print, "scans")
         draft.path.write_text(draft.toml)
         sign(draft.path, "[-8, 8]")
-    private(tmp_path / "scans.npz")
+    private(tmp_path / "scans.npz", unit="record")
     with pytest.raises(LedgerError, match=r"30 records of .* belong to ledger .*north.jsonl"):
-        private(tmp_path / "table.csv")
+        private(tmp_path / "table.csv", unit="record")
 
 
 # ------------------------------------------------------------------------------------------ hub
@@ -395,6 +397,14 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     assert load_file(path, bounds="-9,9").train.spec.width == 2
     with pytest.raises(DataError, match="--label-column must name one column"):
         load_file(path, bounds="-9,9", label_column="label,site")
+    wide = {f"e{column}": X[:, 0] for column in range(99)}
+    for name, wrong in (("patient_id", "patient"), ("Subject ID", "subject"), ("PersonID", "id")):
+        table = {**wide, "remark": ["none"] * N, "label": Y, name: PATIENTS}
+        pandas.DataFrame(table).to_csv(path, index=False)
+        found = load_file(path, bounds="-9,9").train
+        assert (found.spec.width, len(found.groups.unique())) == (99, N // 2)
+        with pytest.raises(DataError, match=rf"has .*{name}.*, e2.* with --user-column"):
+            load_file(path, bounds="-9,9", user_column=wrong)
     monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fedsynth\[tables\]'"):
         load_file(path)

@@ -107,6 +107,7 @@ def sections(method: str, **more: Any) -> dict[str, dict[str, Any]]:
             "noise_multiplier": 5.0,
             "nominal_size": 30,
             **({} if method == "fedstats" else {"sample_rate": 1.0}),
+            "unit": "record",
             **more.get("privacy", {}),
         },
     }

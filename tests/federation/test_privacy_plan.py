@@ -40,7 +40,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.row_products import two_sided
 from fedsynth.results import active_run
-from fedsynth.results.report_facts import headline
+from fedsynth.results.report_facts import headline, noise_warnings
 from fedsynth.results.verification import verify_run
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from tests.digits import CPU, SPEC
@@ -109,6 +109,7 @@ def test_noise_deviations_are_public_by_name() -> None:
     [
         (8.0, (LEAK,), UnaccountedReleaseError, "cannot be guaranteed"),
         (8.0, (replace(SPENT, unit=USER),), LedgerError, r"charged with privacy\.unit=user"),
+        (0.1, (replace(SPENT, unit=USER),) * 3, LedgerError, r"charged with privacy\.unit=user"),
         (0.1, (SPENT,) * 3, BudgetExceededError, "total ε of all runs"),
         (epsilon([SPENT], 1e-5) * (1 + 1e-5), (SPENT,), BudgetExceededError, "total ε of all runs"),
     ],
@@ -229,6 +230,21 @@ def test_headline_warns_of_noise_above_signal() -> None:
     n = float(context(settings()).nominal_size) * 3
     share = (1 - FedStats().centre_share) ** 0.5
     assert f"S/N = {n * 10**-0.5 / (50.0 / share * (3 * 640) ** 0.5):.2g}" in line
+
+
+@pytest.mark.parametrize("name", ["feddm", "fedavg"])
+def test_every_method_warns_of_noise_above_signal(name: str) -> None:
+    """At best, n of 3 clients add n/√C in each of T sums, and noise is added to D coordinates."""
+    warned = []
+    for budget in (0.3, 8.0):
+        plan = plan_of(settings(name, epsilon=budget, nominal_size=60))
+        row = plan.chief
+        sums = row.sample_rate * 180 * (3 * row.steps / row.groups) ** 0.5
+        expected = sums / (plan.sigma * (3 * row.dimension) ** 0.5)
+        assert plan.signal_to_noise(row) == pytest.approx(expected)
+        warned.append(any("warning: the noise" in line for line in headline(plan)))
+        assert warned[-1] == (expected < 1) == bool(noise_warnings(plan))
+    assert warned == [True, False]
 
 
 MESSAGE = "position of an example"

@@ -508,4 +508,7 @@ def test_signal_to_noise_matches_sampled_noise() -> None:
     noise = np.sqrt(np.square(draws).sum(axis=1).mean())
     computed = shared.signal_to_noise(1.5, 100, 8)
     assert computed == pytest.approx(0.5 * 100 * shared.clip / noise, rel=0.02)
-    assert COUNTS.signal_to_noise(1.5, 100, 8) is None
+    # without a stated signal: 8 sums over 2 rounds and 10 groups, at best
+    counts = replace(COUNTS, steps=4)
+    most = 0.5 * 100 * (8 / 10) ** 0.5 / (1.5 * 4 * (8 * 10) ** 0.5)
+    assert counts.signal_to_noise(1.5, 100, 8, rounds=2) == pytest.approx(most)

@@ -22,7 +22,7 @@ from fedsynth.privacy.audit import attack_success, best_guess
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.releases import RECORD, USER, Release
 from fedsynth.privacy.report import figures, formatting
 from fedsynth.privacy.report.build import build_report, group_epsilon, write_report
 from fedsynth.privacy.report.file import read_ledger_rows, read_report, sound_report
@@ -235,7 +235,24 @@ def test_first_page_describes_run() -> None:
     site = figures.RunFacts(sites={"client-000": "Mitte, Nord"})
     solo = render_markdown(page_report(clients=1, run=site))
     assert "a computation of one data owner with method feddm" in solo
+    assert "| sites | Mitte, Nord |" in solo
     assert "a federation" not in solo
+
+
+@pytest.mark.parametrize("unit", [USER, RECORD])
+def test_report_of_one_owner_has_no_words_of_federations(unit: str) -> None:
+    values = {"unit": figures.Unit(kind=unit, person="patient"), "max_records": 9}
+    report = page_report(replace(ROW, unit=unit), clients=1, abandoned=True, **values)
+    page, _, datasheet = render_markdown(report).partition("# Datasheet")
+    summary = str(summary_rows(report))
+    words = r"client(?!-000|s \|)|operator|federation|at (?:one|that|each) site|a site responds"
+    for text in (page, datasheet, summary):
+        assert not re.findall(rf".*(?:{words}).*", text, re.IGNORECASE)
+    assert "client" not in page
+    assert "examples at several sites: all examples count together" in page
+    federated = page_report(replace(ROW, unit=unit), clients=1, simulated=False, **values)
+    assert "the values hold for each site separately" in render_markdown(federated)
+    assert "of one client" in render_markdown(federated)  # an owner's report of a federation
 
 
 def test_user_level_reports_name_persons() -> None:

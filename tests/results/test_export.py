@@ -90,7 +90,7 @@ def test_export_has_only_listed_files(share: Path, site_folder: Path, tmp_path: 
         assert listed == {name: file_hash(folder / name) for name in data}
         text = (folder / "privacy_report.md").read_text()
         assert "These files were exported together with this report" in text
-        assert "| sites | Mitte, Nord (client-000) |" in text
+        assert "| sites | Mitte, Nord |" in text
         assert "## A patient with several examples" in text
         assert all(digest in text for digest in listed.values())
         for name in REPORTS:

@@ -255,12 +255,35 @@ def user_settings(method: str = "feddm", **privacy: Any) -> fs.RunSettings:
     return tiny(method, privacy={**BUDGET, "unit": "user", "nominal_size": 10, **privacy})
 
 
-def test_runs_on_records_of_users_warn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_on_records_of_users_need_a_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is charged without a unit. If users are not declared, the run only warns."""
     by_user = replace(scans(), groups=torch.arange(200) // 8)
-    cases = (("record", by_user, True), ("user", by_user, False), ("record", scans(), False))
-    for unit, data, warned in cases:
-        run(user_settings("fedavg", unit=unit, max_records=1000, ledger=NO_LEDGER), data=data)
-        assert ("set --dp-unit user" in capsys.readouterr().err) == warned
+    kept = {**BUDGET, "max_records": 1000, "ledger": str(tmp_path / "kept")}
+    public = {**kept, "ledger": NO_LEDGER}
+    run(tiny("fedavg", privacy=public), data=scans())
+    for unit in ({"unit": "user", "nominal_size": 10}, {"unit": "record"}):
+        run(tiny("fedavg", privacy={**public, **unit}), data=(by_user, None))
+    with pytest.raises(PrivacySettingError, match=r"unit must be set, .*'user' protects all"):
+        run(tiny("fedavg", privacy=kept), data=(by_user, None))
+    assert not (tmp_path / "kept").exists()
+    folder = make_image_folder(tmp_path / "scans")
+    images = sorted(str(path.relative_to(folder)) for path in folder.glob("*/*/*.png"))
+    rows = [f"{path},p{number // 3}" for number, path in enumerate(images)]
+    (folder / "users.csv").write_text("\n".join(("path,patient", *rows)))
+    for users in (8, 0):
+        write_declaration(folder, users=users)
+        settings = on_folder(folder, privacy=BUDGET)
+        if users:
+            with pytest.raises(PrivacySettingError, match="unit must be set"):
+                plan_of(settings)
+            with pytest.raises(PrivacySettingError, match="unit must be set"):
+                fs.simulate(settings)
+            assert not (folder / "fedsynth-ledger").exists()
+    capsys.readouterr()
+    fs.simulate(settings)
+    assert "set --dp-unit user" in capsys.readouterr().err
 
 
 def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:

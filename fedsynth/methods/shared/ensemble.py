@@ -121,7 +121,7 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
     }
     presets: ClassVar[Presets] = {
         "digits": {
-            "server_epochs": 40,
+            "server_epochs": 20,
             "generator_steps": 10,
             "generator_width": 8,
             "generator_batch": 64,
