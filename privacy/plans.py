@@ -240,8 +240,11 @@ class ReleaseBudget(Generic[S]):
         Raises:
             UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
         """
-        self.check(name)
-        return self._unused.pop(name)
+        try:
+            return self._unused.pop(name)
+        except KeyError:
+            self.check(name)
+            raise
 
 
 def charge_round(

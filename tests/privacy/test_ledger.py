@@ -9,10 +9,8 @@ import json
 import multiprocessing
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -31,7 +29,7 @@ from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, check_names
 from fedsynth.privacy.ledger.ledger import encode, repair_ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.releases import Release
-from tests.privacy.support import guard, release
+from tests.privacy.support import guard, in_threads, release
 
 DELTA = 1e-5
 
@@ -148,16 +146,32 @@ def test_open_ledger_sees_new_records_and_rejects_unknown_entries(path: Path) ->
         read_ledger(path)
 
 
-def test_concurrent_threads_lose_no_charges() -> None:
-    ledger = Ledger("alice")
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(ledger.charge, [row()] * 1200))
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(ledger.releases) == 1200
+@pytest.mark.parametrize("kept", [False, True])
+def test_threads_share_a_budget(path: Path, kept: bool) -> None:
+    """Each thread charges through its own enforcer, and reads in between."""
+    ledger = charged(path) if kept else Ledger("alice")
+    cap = EpsilonCap(epsilon([row()] * 30, DELTA) * 1.0001, DELTA)
+    histories = []
+
+    def charge() -> None:
+        enforcer = BudgetEnforcer(ledger, [cap])
+        for _ in range(10):
+            enforcer.charge(row())
+            histories.append(ledger.history())
+            enforcer.check([])
+
+    assert len(in_threads(charge)) < 4  # 40 charges do not fit
+    assert len(ledger.releases) == 30
+    chains = ledger.lines.chains
+    assert all(h.chain == (chains[len(h.releases)] if kept else None) for h in histories)
+
+
+def test_threads_read_while_another_ledger_writes(path: Path) -> None:
+    """Regression: readers share the lock, and mistook the offsets of each other for damage."""
+    writer, ledger = charged(path), charged(path)
+    for number in range(100):
+        writer.charge(row(number))
+        assert in_threads(lambda: len(ledger.releases)) == [number + 1] * 4
 
 
 def test_guard_rejects_releases_above_cap(path: Path) -> None:
@@ -297,6 +311,15 @@ def spent(folder: Path) -> dict[str, int]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return tmp_path / "ledgers"
+
+
+def test_threads_charge_records_to_one_ledger(folder: Path) -> None:
+    """Each thread opens the folder for the same records, half of them under another name."""
+    for number in range(20):
+        names = iter(["a", "b", "a", "b"])
+        place = folder / str(number)
+        charges = in_threads(lambda p=place, n=names: charge_all(p, "xyz", names=next(n)))
+        assert set(spent(place).values()) in ({len(charges)}, {0, len(charges)})
 
 
 def test_records_keep_ledger_in_any_order(folder: Path) -> None:
