@@ -240,11 +240,8 @@ class ReleaseBudget(Generic[S]):
         Raises:
             UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
         """
-        try:
-            return self._unused.pop(name)
-        except KeyError:
-            self.check(name)
-            raise
+        self.check(name)
+        return self._unused.pop(name)
 
 
 def charge_round(

@@ -464,12 +464,6 @@ def test_series_are_taken_by_name_once() -> None:
     assert first.series("logits")[0].steps_left == 1
 
 
-def test_threads_take_series_once() -> None:
-    for _ in range(300):
-        charged = plans.ReleaseBudget(plans.MAIN, [(IMAGES, "series")])
-        assert in_threads(partial(charged.take, "images")) == ["series"]
-
-
 def test_step_reads_charged_plan() -> None:
     shortened = replace(IMAGES, steps=1)
     clients = group(budget(Ledger("a")), budget(Ledger("b"), planned=(shortened, COUNTS, LOGITS)))
