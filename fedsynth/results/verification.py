@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.models.flat import restore
 from fedsynth.privacy.disclosure import PUBLIC
 from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
@@ -36,9 +37,10 @@ from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, Owner, schema_problems
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
+from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
-from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SUMMARY
+from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS, MODEL, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
@@ -48,11 +50,17 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWNER = "owner.json"  # the name of a file that only the folder of a data owner's report contains
+# The files of a finished run apart from those in `simulation_only/`, as patterns.
+RUN_FILES = (
+    *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
+    *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, run_folder.SERVED),
+    *(OWNER, SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
+)
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
-    "these parts of the report cannot be verified: the run's name and date, the versions of the "
-    "software, the run's warnings, and the counts of an audit"
+    "these parts of the run cannot be verified: its name and date, the versions of the software, "
+    "its warnings, the counts of an audit, the sizes of uploads, and pictures"
 )
 # The maximum sum of a confusion matrix, whose entries could otherwise carry other content.
 MAX_TEST_EXAMPLES = 10**9
@@ -102,6 +110,8 @@ def _verified(
         )
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
+    if folder.resolve().suffix != INCOMPLETE:
+        problems += _unknown_files(folder)
     if CONFIG not in missing and run_folder.PRIVATE_START not in missing:
         check = _owner_problems if (folder / OWNER).exists() else _run_problems
         try:
@@ -114,6 +124,22 @@ def _verified(
     if problems and version != __version__:
         problems.append(f"the run used fedsynth {version}, but this is fedsynth {__version__}")
     return Verification(problems, [*notes, TAKEN_AS_STATED])
+
+
+def _unknown_files(folder: Path) -> list[str]:
+    """Returns a problem for each file that no run writes. Such a file could hold anything."""
+    try:
+        names = plain_files(folder, leave_out=[EXCLUDED])
+    except OSError as error:
+        return [str(error.strerror)]
+    problems = []
+    for name in names:
+        patterns = [p for p in RUN_FILES if p.count("/") == name.count("/")]
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            problems.append(
+                f"{short_repr(name)} is no file of a run. Move it out of the run folder"
+            )
+    return problems
 
 
 # ---------------------------------------------------------------------------- a run's own folder
@@ -253,7 +279,8 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
             yield "has an unknown measure of a domain"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
-    if len(sizes) > len(active) or sum(sizes) != row.get("upload_bytes"):
+    total = row.get("upload_bytes")  # a pixel has one byte, other values have more
+    if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
         yield "has upload sizes that contradict each other"
 
 
