@@ -10,8 +10,9 @@ client's records (`fedsynth.privacy.ledger.folder`). Lines with the key `entry` 
 example that the records have changed.
 
 Each line contains a hash over itself and all lines before it, so that edits are detected. This
-protects against accidents and careless repairs. It does not protect against the owner of the file,
-who can compute all hashes again or remove whole lines at the end.
+protects against accidents and careless repairs. It does not detect that whole lines at the end are
+missing, as in an old copy, or that the owner of the file has computed all hashes again. Reports of
+earlier runs state how many rows the ledger had, and the hash over them.
 
 `fedsynth.privacy.mechanisms` refuses releases that would exceed the budget. `History` is the
 content of a ledger that a client sends to the server when it joins a run, and from which reports

@@ -121,6 +121,25 @@ def test_damaged_ledgers_are_rejected_unchanged(path: Path, damage: str) -> None
         assert os.listdir(path.parent) == [path.name]
 
 
+@pytest.mark.parametrize("kept", range(5))
+def test_lines_cut_from_end_are_found_by_earlier_history_only(path: Path, kept: int) -> None:
+    """A header and three rows are written; docs/threat-model.md states this limit."""
+    earlier, ledger = charged(path, 0).history(), charged(path, 1, 2)
+    assert ledger.lines.chains[len(earlier.releases)] == earlier.chain
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:kept]))
+    if kept == 0:
+        with pytest.raises(LedgerError, match="is empty"):
+            read_ledger(path)
+        return
+    cut = read_ledger(path)
+    assert rounds(cut) == [0, 1, 2][: kept - 1]  # opens, with less spent
+    chains = cut.lines.chains
+    assert (len(chains) > 1 and chains[1] == earlier.chain) == (kept > 1)
+    if kept < 4:
+        with pytest.raises(LedgerError, match="lacks earlier lines"):
+            ledger.charge(row(3))  # which was open
+
+
 def test_open_ledger_detects_damage(path: Path) -> None:
     ledger = charged(path, 0, 1, 2)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:3]))
