@@ -40,7 +40,7 @@ from fedsynth.privacy.report.verify import Verification, differences, page_probl
 from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
-from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS, MODEL, SUMMARY
+from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
@@ -54,7 +54,7 @@ OWNER = "owner.json"  # the name of a file that only the folder of a data owner'
 RUN_FILES = (
     *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
     *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, run_folder.SERVED),
-    *(OWNER, SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
+    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
 )
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
@@ -110,8 +110,6 @@ def _verified(
         )
     page_differences, notes = page_problems(report, folder)
     problems = [f"{name} is missing" for name in missing] + page_differences
-    if folder.resolve().suffix != INCOMPLETE:
-        problems += _unknown_files(folder)
     if CONFIG not in missing and run_folder.PRIVATE_START not in missing:
         check = _owner_problems if (folder / OWNER).exists() else _run_problems
         try:
@@ -124,22 +122,6 @@ def _verified(
     if problems and version != __version__:
         problems.append(f"the run used fedsynth {version}, but this is fedsynth {__version__}")
     return Verification(problems, [*notes, TAKEN_AS_STATED])
-
-
-def _unknown_files(folder: Path) -> list[str]:
-    """Returns a problem for each file that no run writes. Such a file could hold anything."""
-    try:
-        names = plain_files(folder, leave_out=[EXCLUDED])
-    except OSError as error:
-        return [str(error.strerror)]
-    problems = []
-    for name in names:
-        patterns = [p for p in RUN_FILES if p.count("/") == name.count("/")]
-        if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            problems.append(
-                f"{short_repr(name)} is no file of a run. Move it out of the run folder"
-            )
-    return problems
 
 
 # ---------------------------------------------------------------------------- a run's own folder
@@ -176,7 +158,7 @@ def _run_problems(
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     problems += _row_problems(charges) or _summary_problems(charges)
     if not run.abandoned:
-        problems += _file_problems(charges, folder)
+        problems += [*_file_problems(charges, folder), *_unknown_files(folder)]
     return problems, note
 
 
@@ -426,6 +408,22 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
     return problems + differences("sources", expected, sources)
+
+
+def _unknown_files(folder: Path) -> list[str]:
+    """Returns a problem for each file that no run writes. Such a file could hold anything."""
+    try:
+        names = plain_files(folder, leave_out=[EXCLUDED])
+    except OSError as error:
+        return [str(error.strerror)]
+    problems = []
+    for name in names:
+        patterns = [p for p in RUN_FILES if p.count("/") == name.count("/")]
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            problems.append(
+                f"{short_repr(name)} is no file of a run. Move it out of the run folder"
+            )
+    return problems
 
 
 def _model_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:
