@@ -12,7 +12,8 @@ example that the records have changed.
 Each line contains a hash over itself and all lines before it, so that edits are detected. This
 protects against accidents and careless repairs. It does not detect that whole lines at the end are
 missing, as in an old copy, or that the owner of the file has computed all hashes again. Reports of
-earlier runs state how many rows the ledger had, and the hash over them.
+earlier runs state how many rows the ledger had, and the hash over them, which differs if rows were
+cut and charged again.
 
 `fedsynth.privacy.mechanisms` refuses releases that would exceed the budget. `History` is the
 content of a ledger that a client sends to the server when it joins a run, and from which reports
@@ -24,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,6 +147,7 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(f"ledger {path} was edited: a hash is wrong. Restore it from a backup")
+    entry.pop("random", None)
     return entry, expected
 
 
@@ -376,7 +379,8 @@ class Ledger:
 
         The file must be locked, and all its lines must have been read.
         """
-        line, _ = encode(entry, self.lines.chain)
+        # without the random number, a ledger that was cut and charged again would have equal hashes
+        line, _ = encode({**entry, "random": secrets.token_hex(8)}, self.lines.chain)
         complete = False
         try:
             complete = file.write(line) == len(line)

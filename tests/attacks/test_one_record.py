@@ -13,6 +13,7 @@ import torch
 
 from fedsynth import ImageData, resolve, simulate
 from fedsynth.data.load import load_dataset
+from fedsynth.data.partition import hold_out
 from tests.attacks.replay import recorded
 
 pytestmark = pytest.mark.slow
@@ -84,3 +85,11 @@ def test_record_moves_sums_by_at_most_clip_and_nothing_else(name: str) -> None:
                 upload.arrays(), second.uploads[number].arrays(), strict=True
             ):
                 assert torch.equal(x, y), (number, key)
+
+
+def test_record_moves_no_other_into_local_test_split() -> None:
+    """The first record of a thousand is removed, which gives all others another index."""
+    fewer = ImageData(TRAIN.images[1:], TRAIN.labels[1:], TRAIN.spec)
+    (before,), _ = hold_out([np.arange(1000)], 0.2, 0, TRAIN)
+    (after,), _ = hold_out([np.arange(999)], 0.2, 0, fewer)
+    assert set(before.tolist()) - {0} == {index + 1 for index in after.tolist()}

@@ -63,7 +63,9 @@ def contents(folder: Path) -> dict[str, Any]:
         if file.suffix == ".safetensors":  # its entries are in random order
             with safe_open(file, "np") as opened:
                 found[name] = dict(opened.metadata() or {})
-                found[name] |= {key: opened.get_tensor(key).tobytes() for key in list(opened.keys())}
+                found[name] |= {
+                    key: opened.get_tensor(key).tobytes() for key in list(opened.keys())
+                }
         elif file.suffix == ".png":
             found[name] = file.read_bytes()
         else:

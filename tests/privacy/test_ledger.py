@@ -138,6 +138,10 @@ def test_lines_cut_from_end_are_found_by_earlier_history_only(path: Path, kept: 
     if kept < 4:
         with pytest.raises(LedgerError, match="lacks earlier lines"):
             ledger.charge(row(3))  # which was open
+    for number in range(kept - 1, 3):
+        cut.charge(row(number))  # the same rows again
+    assert cut.releases == ledger.lines.releases
+    assert (cut.history() == ledger.history()) == (kept == 4)
 
 
 def test_open_ledger_detects_damage(path: Path) -> None:
