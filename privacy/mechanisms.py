@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, NewType, NoReturn
 
 import torch
@@ -313,6 +314,10 @@ class GaussianSumMechanism:
     `sample`, which draws the records, then `add` any number of times, because a batch may come in
     pieces, and then `release`. Constructing the series charges the ledger.
 
+    A step belongs to the thread that called `sample`. Until this thread calls `release`, every
+    other thread is refused. Therefore threads can neither make more releases than were charged nor
+    add a record twice. Threads that work at the same time need a series each.
+
     Args:
         release: the row that is charged to the ledger. It states σ, the clip (`sensitivity`), q,
             the number of steps, and the dimension, which is groups · D.
@@ -334,7 +339,8 @@ class GaussianSumMechanism:
     Raises:
         BudgetExceededError: the series would exceed the client's cap. Nothing was charged or drawn.
         PrivacyError: dimensions do not match, there are more steps than were charged, methods are
-            called in the wrong order, or the series is used in a forked process.
+            called in the wrong order or by another thread, or the series is used in a forked
+            process.
     """
 
     def __init__(
@@ -357,6 +363,8 @@ class GaussianSumMechanism:
         self._unit = guard.unit
         self._process = this_process()
         self._users = UserSums(groups, self._width, release.sensitivity)
+        self._step = Lock()  # held from `sample` to `release`
+        self._thread: int | None = None  # the thread that holds it
         self._sums: Tensor | None = None
 
     def __reduce__(self) -> NoReturn:
@@ -393,14 +401,17 @@ class GaussianSumMechanism:
             The indices (int64) of the sampled records (or users). There may be none.
         """
         self._refuse_forks()
-        if self._sums is not None:
+        if not self._step.acquire(blocking=False):  # the step of a dead thread would never end
             raise PrivacyError(
-                "the previous step of the mechanism is still open. Call release() before sample()"
+                "the previous step of the mechanism is still open. Call release() in its thread "
+                "before sample(), or charge a mechanism for each thread"
             )
-        if self.steps_left == 0:
+        if self.steps_left < 1:
+            self._step.release()
             raise PrivacyError(
                 f"the mechanism has already made all {self._release.steps} charged steps"
             )
+        self._thread = get_ident()
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
 
@@ -460,11 +471,13 @@ class GaussianSumMechanism:
         """Returns the sums of the current step.
 
         Raises:
-            PrivacyError: no step is open, or users are the units and `sample` does not state the
-                users of its records.
+            PrivacyError: this thread has no open step, or users are the units and `sample` does
+                not state the users of its records.
         """
-        if self._sums is None:
-            raise PrivacyError("no step is open. Call sample() before records are added")
+        if self._thread != get_ident() or self._sums is None:
+            raise PrivacyError(
+                "no step is open in this thread. Call sample() before records are added"
+            )
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
@@ -482,11 +495,13 @@ class GaussianSumMechanism:
         grid, because the grid's steps are equal, while the steps of float32 depend on the sums.
         """
         self._refuse_forks()
-        if self._sums is None:
-            raise PrivacyError("no step is open. Call sample() before release()")
+        if self._thread != get_ident() or self._sums is None:
+            raise PrivacyError("no step is open in this thread. Call sample() before release()")
         self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
+        self._thread = None
+        self._step.release()
         noise = self._secret.normal((self._groups, self._width), self.noise_std, sums.device)
         if self.grid is None:
             return Released((sums + noise).to(torch.float32))

@@ -18,6 +18,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,7 @@ class DataOwner:
         y = torch.zeros(len(x), dtype=torch.int64) if y is None else y
         require(y.shape == (len(x),), "y", "must have one label for each record", list(y.shape))
         require(not y.is_floating_point(), "y", "must hold integers", y.dtype)
+        y = y.to("cpu", torch.int64, copy=True)  # the caller may change its own tensor
         within = bool(((y >= 0) & (y < classes)).all())
         require(within, "y", f"must hold labels from 0 to {classes - 1}", "another label")
         shaped = users is None or (users.shape == y.shape and not users.is_floating_point())
@@ -132,7 +134,7 @@ class DataOwner:
         self.device = x.device
         self.unit = RECORD if users is None else USER
         self._x = x.detach().to(torch.float32, copy=True)
-        self._y = y.to(torch.int64).cpu()
+        self._y = y
         self._units = Units(len(x), None if users is None else users.cpu())
         self._ledger = Ledger(name) if ledger is None else self._open(Path(ledger))
         self._x.clamp_(*bounds)  # after the ledger has identified the records
@@ -190,7 +192,9 @@ class DataOwner:
         sigma = calibrate_noise_multiplier(
             target, self.delta, lambda sigma: [*rows, plan.release(number, sigma, unit=self.unit)]
         )
-        series = charge_round([plan], number, sigma, self._guard, self._secret).take(plan.name)
+        # with the target as the cap, as other threads or processes may have charged meanwhile
+        guard = replace(self._guard, caps=[EpsilonCap(target, self.delta)])
+        series = charge_round([plan], number, sigma, guard, self._secret).take(plan.name)
         self._charged.append(series)
         return series
 
@@ -433,7 +437,8 @@ class DataOwner:
         }
         path = Path(path)
         require(path.suffix in renderers, "path", f"must end in {', '.join(renderers)}", path.name)
-        rows = self._ledger.releases
+        history = self._ledger.history()  # once: a thread may charge in between
+        rows = history.releases
         facts = ReportFacts(
             method="custom pipeline",
             mechanism=", ".join(dict.fromkeys(row.mechanism for row in rows)),
@@ -450,7 +455,7 @@ class DataOwner:
             unit=Unit(kind=self.unit),
             own_code=["functions, networks and losses of the pipeline", *self._not_compared()],
         )
-        report = build_report(facts, [self._ledger.history()])
+        report = build_report(facts, [history])
         write_output(path, renderers[path.suffix](report).encode())
 
     def _not_compared(self) -> list[str]:

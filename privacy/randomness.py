@@ -103,8 +103,8 @@ class SecretGenerator:
         passed as `test_only` is never replaced.
         """
         if self.is_secret and self._process != this_process():
-            self._process = this_process()
             self._current = _fresh_generator()
+            self._process = this_process()  # last: other threads of the child look here first
         return self._current
 
     def normal(

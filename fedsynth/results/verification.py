@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.models.flat import restore
 from fedsynth.privacy.disclosure import PUBLIC
 from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import file_hash
+from fedsynth.privacy.files import file_hash, plain_files
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
@@ -36,6 +37,7 @@ from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import Event, Owner, schema_problems
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
+from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
 from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SUMMARY
@@ -48,11 +50,17 @@ from fedsynth.synthesizer.condensation.sets import SyntheticSet
 from fedsynth.version import __version__
 
 OWNER = "owner.json"  # the name of a file that only the folder of a data owner's report contains
+# The files of a finished run apart from those in `simulation_only/`, as patterns.
+RUN_FILES = (
+    *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
+    *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, run_folder.SERVED),
+    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
+)
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
-    "these parts of the report cannot be verified: the run's name and date, the versions of the "
-    "software, the run's warnings, and the counts of an audit"
+    "these parts of the run cannot be verified: its name and date, the versions of the software, "
+    "its warnings, the counts of an audit, the sizes of uploads, and pictures"
 )
 # The maximum sum of a confusion matrix, whose entries could otherwise carry other content.
 MAX_TEST_EXAMPLES = 10**9
@@ -150,7 +158,7 @@ def _run_problems(
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     problems += _row_problems(charges) or _summary_problems(charges)
     if not run.abandoned:
-        problems += _file_problems(charges, folder)
+        problems += [*_file_problems(charges, folder), *_unknown_files(folder)]
     return problems, note
 
 
@@ -253,7 +261,8 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
             yield "has an unknown measure of a domain"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
-    if len(sizes) > len(active) or sum(sizes) != row.get("upload_bytes"):
+    total = row.get("upload_bytes")  # a pixel has one byte, other values have more
+    if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
         yield "has upload sizes that contradict each other"
 
 
@@ -399,6 +408,22 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
     return problems + differences("sources", expected, sources)
+
+
+def _unknown_files(folder: Path) -> list[str]:
+    """Returns a problem for each file that no run writes. Such a file could hold anything."""
+    try:
+        names = plain_files(folder, leave_out=[EXCLUDED])
+    except OSError as error:
+        return [str(error.strerror)]
+    problems = []
+    for name in names:
+        patterns = [p for p in RUN_FILES if p.count("/") == name.count("/")]
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            problems.append(
+                f"{short_repr(name)} is no file of a run. Move it out of the run folder"
+            )
+    return problems
 
 
 def _model_problems(charges: Charges, tensors: Tensors, metadata: Mapping[str, str]) -> list[str]:

@@ -10,8 +10,10 @@ client's records (`fedsynth.privacy.ledger.folder`). Lines with the key `entry` 
 example that the records have changed.
 
 Each line contains a hash over itself and all lines before it, so that edits are detected. This
-protects against accidents and careless repairs. It does not protect against the owner of the file,
-who can compute all hashes again or remove whole lines at the end.
+protects against accidents and careless repairs. It does not detect that whole lines at the end are
+missing, as in an old copy, or that the owner of the file has computed all hashes again. Reports of
+earlier runs state how many rows the ledger had, and the hash over them, which differs if rows were
+cut and charged again.
 
 `fedsynth.privacy.mechanisms` refuses releases that would exceed the budget. `History` is the
 content of a ledger that a client sends to the server when it joins a run, and from which reports
@@ -23,6 +25,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shlex
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +38,7 @@ from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, short_repr
 from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, decode_json, lock, open_regular
+from fedsynth.privacy.randomness import this_process
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
@@ -143,6 +147,7 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(f"ledger {path} was edited: a hash is wrong. Restore it from a backup")
+    entry.pop("random", None)
     return entry, expected
 
 
@@ -234,7 +239,7 @@ class Ledger:
         self.dataset = dataset or ""
         self.path = None if path is None else Path(path)
         self.confirm: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._process = os.getpid()
+        self._process = this_process()
         self._in_memory = threading.Lock()  # of threads; a file's own lock is for processes, too
         self.lines = Lines()
         if self.path is None:
@@ -274,15 +279,18 @@ class Ledger:
     @property
     def releases(self) -> tuple[Release, ...]:
         """All rows of the ledger, oldest first, including those that other processes have added."""
-        if self.path is not None:
-            with self._locked(self.path, writing=False) as file:
-                self._catch_up(file, self.client)
-        return self.lines.releases
+        return self._read().releases
 
     def history(self) -> History:
         """Returns the current rows of the ledger and the hash that identifies them."""
-        releases, chains = self.releases, self.lines.chains
-        return History(self.client, releases, chains[-1] if chains else None)
+        lines = self._read()  # once: a thread may charge in between
+        return History(self.client, lines.releases, lines.chains[-1] if lines.chains else None)
+
+    def _read(self) -> Lines:
+        if self.path is not None:
+            with self._locked(self.path, writing=False) as file:
+                self._catch_up(file, self.client)
+        return self.lines
 
     def charge(
         self,
@@ -303,7 +311,7 @@ class Ledger:
             LedgerError: the ledger cannot be written.
         """
         if self.path is None:
-            if self._process != os.getpid():
+            if self._process != this_process():
                 raise LedgerError(
                     f"the ledger of client {self.client!r} is in the memory of another process. "
                     "Set privacy.ledger to keep the ledger in a folder"
@@ -371,7 +379,8 @@ class Ledger:
 
         The file must be locked, and all its lines must have been read.
         """
-        line, _ = encode(entry, self.lines.chain)
+        # without the random number, a ledger that was cut and charged again would have equal hashes
+        line, _ = encode({**entry, "random": secrets.token_hex(8)}, self.lines.chain)
         complete = False
         try:
             complete = file.write(line) == len(line)
@@ -422,10 +431,11 @@ class Ledger:
 
     def _catch_up(self, file: FileIO, client: str | None) -> None:
         """Reads and checks the lines that were appended since the last call."""
-        if file.seek(0, os.SEEK_END) < self.lines.size:
+        lines = self.lines  # other threads may read, too: readers share the file's lock
+        if file.seek(0, os.SEEK_END) < lines.size:
             raise LedgerError(f"ledger {self.path} lacks earlier lines. Restore it from a backup")
-        file.seek(self.lines.size)
-        self.lines = read_on(self.lines, file.read(), client, self.path)
+        file.seek(lines.size)
+        self.lines = read_on(lines, file.read(), client, self.path)
 
 
 def read_ledger(path: Path) -> Ledger:

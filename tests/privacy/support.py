@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from threading import Barrier
+from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
 from fedsynth.privacy.audit import epsilon_lower_bound
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import ReleasePlan
@@ -16,6 +22,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import RECORD, Release
 from fedsynth.privacy.report.figures import ReportFacts
 
+T = TypeVar("T")
 HOSTILE = [0.0, 1e-30, 1.0, -3.0, 1e20, 3e38, float("nan"), float("inf"), -float("inf")]
 # Numbers of an unchecked row.
 NUMBERS = st.one_of(st.floats(-1e6, 1e6, width=32), st.sampled_from(HOSTILE))
@@ -50,6 +57,27 @@ def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
 def series(groups: int = 1, unit: str = RECORD, **values: Any) -> GaussianSumMechanism:
     """Returns a charged series of `release(**values)`."""
     return GaussianSumMechanism(release(**values), groups, guard(unit=unit), SecretGenerator())
+
+
+def in_threads(work: Callable[[], T], count: int = 4) -> list[T]:
+    """Returns the results of threads that start together and switch often, without refusals."""
+    together = Barrier(count)
+    results: list[T] = []
+
+    def run() -> None:
+        together.wait()
+        with suppress(PrivacyError):
+            results.append(work())
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            for future in [pool.submit(run) for _ in range(count)]:
+                future.result()
+    finally:
+        sys.setswitchinterval(interval)
+    return results
 
 
 # The public facts of a private run of two rounds.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import normalise
-from fedsynth.privacy import errors, mechanisms, plans
+from fedsynth.privacy import errors, mechanisms, plans, randomness
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap, GaussianSumMechanism
 from fedsynth.privacy.passes import Units
@@ -32,9 +32,10 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from tests.conftest import NO_CUDA
 from tests.digits import digits
-from tests.privacy.support import NUMBERS, guard, plan, release, series
+from tests.privacy.support import NUMBERS, guard, in_threads, plan, release, series
 
 rows = st.lists(NUMBERS, min_size=4, max_size=4)
+TINY = {"noise_multiplier": 1e-12, "sensitivity": 1e6}
 
 
 @given(
@@ -96,6 +97,37 @@ def test_series_is_limited_to_charged_releases() -> None:
         s.sample(5)
 
 
+def test_step_belongs_to_its_thread() -> None:
+    s = series(1, steps=2, dimension=1)
+    rows = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
+    s.sample(1)
+    for use in (partial(s.sample, 1), partial(s.add, *rows), s.release):
+        assert in_threads(use, 1) == []
+    s.add(*rows)
+    s.release()
+    assert len(in_threads(partial(s.sample, 1))) == 1  # and its thread has ended
+    for use in (partial(s.sample, 1), s.release):
+        with pytest.raises(errors.PrivacyError, match=r"thread"):
+            use()
+    assert s.steps_left == 1
+
+
+def test_threads_neither_exceed_charge_nor_add_record_twice() -> None:
+    for _ in range(300):
+        s = series(1, steps=2, dimension=1, **TINY)
+        released: list[float] = []
+
+        def steps(s: GaussianSumMechanism = s, released: list[float] = released) -> None:
+            for _ in range(3):
+                s.sample(1)
+                s.add(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64))
+                released.append(float(s.release()))
+
+        in_threads(steps)
+        assert released == pytest.approx([1.0] * (2 - s.steps_left), abs=1e-4)
+        assert s.steps_left in (0, 1)  # a thread stops when it is refused
+
+
 def test_cap_rejects_before_charge_and_draw() -> None:
     ledger = Ledger("c")
     secret = SecretGenerator(test_only=np.random.default_rng(0))
@@ -135,9 +167,6 @@ def test_halved_sum_of_four_gaussians_keeps_deviation() -> None:
     expected = 3.0 * sum(reference_generator.standard_normal((50, 400)) for _ in range(4)) / 2
     np.testing.assert_allclose(noise.numpy(), expected)
     assert float(noise.std()) == pytest.approx(3.0, rel=0.02)
-
-
-TINY = {"noise_multiplier": 1e-12, "sensitivity": 1e6}
 
 
 def test_class_sums_equal_loop_over_clients_and_classes() -> None:
@@ -217,6 +246,24 @@ def test_forks_draw_different_noise_and_masks(getpid: Any, monkeypatch: pytest.M
 
     drawn = [in_fork(draw), in_fork(lambda: in_fork(draw)), in_fork(draw), draw(), draw()]
     assert len({data[:32] for data in drawn}) == len({data[32:] for data in drawn}) == 5
+
+
+def test_threads_of_fork_do_not_draw_with_old_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second thread draws while the first is taking the new key."""
+    secret, fresh = SecretGenerator(), randomness._fresh_generator
+    drawn: list[Tensor] = []
+
+    def slowly() -> np.random.Generator:
+        monkeypatch.undo()
+        drawn.extend(in_threads(partial(secret.normal, (2,), 1.0), 1))
+        return fresh()
+
+    def draw() -> bytes:
+        monkeypatch.setattr(randomness, "_fresh_generator", slowly)
+        secret.normal((2,), 1.0)
+        return drawn[0].numpy().tobytes()
+
+    assert in_fork(draw) != secret.normal((2,), 1.0).numpy().tobytes()
 
 
 def test_forked_series_and_memory_ledgers_are_rejected() -> None:

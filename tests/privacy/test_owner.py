@@ -30,9 +30,11 @@ from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_
 from fedsynth.privacy.batch_independence import StepInputs, dependence_on_batch
 from fedsynth.privacy.dpsgd import cross_entropies as losses
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
 from tests.digits import CPU, SPEC
-from tests.privacy.support import plan
+from tests.privacy.support import in_threads, plan
 from tests.quick_runs import quick_settings
 
 
@@ -104,6 +106,26 @@ def test_budget_covers_all_releases() -> None:
     assert data_owner._ledger.releases == releases
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_threads_share_a_budget(tmp_path: Path, kept: bool, training: bool) -> None:
+    """Regression: two threads that calibrated before either was charged exceeded `total_epsilon`.
+
+    The owners of a folder are different objects.
+    """
+    owners = [owner(ledger=tmp_path) for _ in range(4)] if kept else [owner()] * 4
+    remaining = iter(owners)
+
+    def work() -> Any:
+        mine, options = next(remaining), {"clip": 1.0, "total_epsilon": 0.5}
+        if training:
+            return mine.fit(nn.Linear(6, 3), sgd, steps=2, batch_size=30, **options)
+        return mine.noisy_mean(**options)
+
+    assert len(in_threads(work)) == len(owners[0]._ledger.releases) == 1
+    assert 0.49 < owners[0].spent() <= 0.5
+
+
 def test_users_are_clipped_as_a_whole(without_noise: None) -> None:
     """With clipping per record, the user with 99 records would outweigh the other."""
     users = torch.tensor([0] * 99 + [1])
@@ -141,6 +163,34 @@ def test_report_matches_ledger(tmp_path: Path) -> None:
     assert report["guarantee"]["epsilon"] == pytest.approx(data_owner.spent())
     with pytest.raises(PrivacySettingError, match="must end in"):
         data_owner.report(tmp_path / "report.pdf")
+
+
+def test_report_while_charging_states_one_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread charges between two looks at the ledger."""
+    data_owner, history = owner(), Ledger.history
+    data_owner.noisy_mean(clip=1.0, total_epsilon=1.0)
+
+    def charged_first(ledger: Ledger) -> History:
+        data_owner.noisy_mean(clip=1.0)
+        return history(ledger)
+
+    monkeypatch.setattr(Ledger, "history", charged_first)
+    data_owner.report(tmp_path / "report.json")
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["rounds_done"] == sum(row["steps"] for row in report["ledger"]) == 2
+
+
+def test_records_are_copied(without_noise: None) -> None:
+    """Regression: labels were those of the caller's tensor, out of range after a change."""
+    x, y, users = torch.ones(4, 1), torch.tensor([0, 0, 1, 1]), torch.arange(4)
+    data_owner = unlabelled(x, y=y, users=users, classes=2)
+    expected = data_owner.noisy_mean(clip=9.0, total_epsilon=1.0)
+    for tensor in (x, y, users):
+        tensor.fill_(7)
+    assert torch.equal(data_owner.noisy_mean(clip=9.0), expected)
+    assert expected.flatten().tolist() == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
 @pytest.mark.parametrize(
