@@ -40,7 +40,7 @@ from fedsynth.privacy.report.verify import Verification, differences, page_probl
 from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import disclosed, private_run, run_folder
 from fedsynth.results.disclosed import COMMON, CONFUSION, LOST, MODELS, NOT_COUNTED, REJECTED
-from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SUMMARY
+from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SERVED, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.private_run import Charges, PrivateRun
 from fedsynth.results.report_facts import exported_files, owner_facts, privacy_section, report_facts
@@ -53,7 +53,7 @@ OWNER = "owner.json"  # the name of a file that only the folder of a data owner'
 # The files of a finished run apart from those in `simulation_only/`, as patterns.
 RUN_FILES = (
     *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
-    *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, run_folder.SERVED),
+    *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, SERVED),
     *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
 )
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
