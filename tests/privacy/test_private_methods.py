@@ -45,7 +45,7 @@ from fedsynth.methods.fedstats import FedStats
 from fedsynth.methods.statistics.class_moments import step_rows
 from fedsynth.models.on_features import OnFeatures, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
-from fedsynth.privacy.dpsgd import example_gradients
+from fedsynth.privacy.dpsgd import ExampleGradients, example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
@@ -107,8 +107,9 @@ def unnoised(monkeypatch: pytest.MonkeyPatch) -> Sums:
         self._users.close(self._sums)
         sums.append((self._sums.clone().cpu(), self.sensitivity))
         released = torch.zeros_like(self._sums, dtype=torch.float32)
-        self._sums = None
+        self._sums = self._thread = None
         self.steps_left -= 1
+        self._step.release()
         return Released(released)
 
     monkeypatch.setattr(GaussianSumMechanism, "release", release_zeros)
@@ -121,6 +122,7 @@ def private_step(
     """Runs a charged step of a client with these records, from the server's weights."""
     unit, parts = RECORD if users is None else USER, None if part is None else [part]
     view = {"nominal_size": context.nominal_size, "users": users, "network": context.architecture}
+    view["isolated"] = context.isolated
     clients = private_clients(method, context, data, parts, unit=unit, **view)
     client_uploads(method, context, clients, state=method.initial_state(weights))
 
@@ -304,6 +306,49 @@ def test_influence_under_hostile_weights_is_at_most_clip(
     context = round_context(privacy, network=network, device=device, nominal=287.6)
     removed = 0 if position == "first" else records
     assert influence(unnoised, method, network.state_dict(), context, data, removed) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("mechanism", ["residual", "gradient", "dp-sgd"])
+def test_isolated_records_have_no_influence_on_moving_kernels(
+    mechanism: str, unnoised: Sums, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imitates a processor that sums every other row differently, as an AMD EPYC did in products of
+    1,233 numbers. With full passes a record then has an influence of several clips."""
+
+    def moving(compute: Any) -> Any:
+        def computed(*args: Any, **kwargs: Any) -> Tensor:
+            rows = compute(*args, **kwargs)
+            rows[1::2] *= -1.0
+            return rows
+
+        return computed
+
+    monkeypatch.setattr(ExampleGradients, "__call__", moving(ExampleGradients.__call__))
+    monkeypatch.setattr(NetworkFeatures, "real", moving(NetworkFeatures.real))
+    method: Method = FedDM(ipc=1, iterations=1, radius=0.0)
+    mechanism_settings = {"mechanism": mechanism}
+    if mechanism == "dp-sgd":
+        method, mechanism_settings = FedAvg(local_steps=1), {}
+    privacy = PrivacySettings(noise_multiplier=3.0, sample_rate=1.0, clip=1.0, **mechanism_settings)
+    data = digits(np.arange(65) % 10)
+    context = round_context(privacy, network=cancelling_network(3), nominal=60.0)
+    weights, influences = context.architecture.state_dict(), []
+    for isolated in (False, True):
+        ctx = replace(context, isolated=isolated)
+        influences.append(influence(unnoised, method, weights, ctx, data, 0))
+    assert influences[0] > 2
+    assert influences[1] <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("case", METHODS, ids=str)
+def test_isolated_steps_release_the_same_sums(case: Case, unnoised: Sums) -> None:
+    sums = []
+    for isolated in (False, True):
+        unnoised.clear()
+        step_of(case, 30.0, isolated=isolated)(digits(np.arange(30) % 10), torch.arange(30))
+        sums.append(list(unnoised))
+    for (full, clip), (single, _) in zip(*sums, strict=True):
+        assert float((full - single).norm()) < 1e-3 * clip
 
 
 FEDAVG = FedAvg(local_steps=1, lr=1.0, momentum=0.0)
