@@ -18,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from io import BufferedReader
 from pathlib import Path
@@ -30,8 +30,18 @@ import numpy.typing as npt
 import torch
 from numpy.lib import format as npy_format
 
-from fedsynth.data.files import DELIMITERS, HEADINGS, read_tensors, same_name
-from fedsynth.data.folder_files import FolderFiles, Names, refuse_similar_names
+from fedsynth.data.files import (
+    HEADINGS,
+    SPLITS,
+    TRAIN,
+    column_of,
+    csv_form,
+    folded_name,
+    read_tensors,
+    same_name,
+    words_of,
+)
+from fedsynth.data.folder_files import FolderFiles, Names, check_names, refuse_splits
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.medical_files import Decoding
 from fedsynth.errors import (
@@ -41,7 +51,7 @@ from fedsynth.errors import (
     FedsynthError,
     one_line,
 )
-from fedsynth.privacy.files import open_regular, read_regular
+from fedsynth.privacy.files import decode_json, open_regular, read_regular
 
 Array = npt.NDArray[Any]
 # The columns of a file by name. Each function reads one column, [N, …].
@@ -54,15 +64,23 @@ MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
 MAX_EXPANDED_BYTES = 2**31
 
-TRAIN, TEST = "train", "test"
-_SPLIT = re.compile(r"(?:(train|val|test)_(.+)|(.+)_(train|val|test))", re.IGNORECASE)
-_SPLIT_OF_PATH = re.compile(r"(?<![a-z])(train|val|test)")
-_USUAL_NAMES = {
-    "feature": "x images image features embeddings embedding data",
-    "label": "label labels y target targets class",
-    "user": "user users patient patients subject subjects person group groups",
-    "site": "site sites hospital hospitals client clients",
+_WORDS = "|".join(SPLITS)
+_SPLIT = re.compile(rf"({_WORDS})[_./-](.+)|(.+)[_./-]({_WORDS})", re.IGNORECASE)
+_FEATURES = ("x", "images", "image", "features", "embeddings", "embedding", "data")
+# The headings of columns with a meaning, each with the name of its role.
+_ROLES: dict[str, str] = {
+    name: role for name, role in HEADINGS.items() if role in ("user", "site")
+} | {
+    **dict.fromkeys(("label", "labels", "y", "target", "targets", "class"), "label"),
+    **dict.fromkeys(("group", "groups"), "user"),
 }
+# The names of columns that number the rows or name them, as pandas and R write them.
+_IDENTIFIER = re.compile(
+    r"(?i:|index|level_[0-9]+|__index_level_[0-9]+__|unnamed: ?[0-9]+|rownames?"
+    r"|row[\W_]?nr|(.*[\W_])?(id|ids|idx|uid|uuid))|.*[a-z]ID"
+)
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+_NUMBER_WITH_UNIT = re.compile(r"[<>~]?[+-]?[0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?[\s%]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -72,15 +90,18 @@ class Part:
     Attributes:
         place: the name of the file, for messages.
         readers: the columns of the part.
-        numbers: the columns of numbers in a table. They are the features, except those with
-            another meaning. None for an array file, whose features are one array.
-        class_names: the names of the classes 0, 1, …, if the file states them.
+        numbers: the columns of numbers in a table that are its features, unless the user chooses
+            others. None for an array file, whose features are one array.
+        stated: the names of the values 0, 1, … of a column, if the file states them.
+        faults: for columns that are no numbers, functions that return why they may be a damaged
+            column of numbers, or an empty text.
     """
 
     place: str
     readers: Readers
     numbers: tuple[str, ...] | None = None
-    class_names: tuple[str, ...] = ()
+    stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
 
     def names_of(self, role: str, chosen: str) -> list[str]:
         """Returns the names of the columns with the features, labels, users or sites.
@@ -92,7 +113,7 @@ class Part:
 
         Raises:
             DataError: a chosen column does not exist, or several are chosen for another role than
-                the features.
+                the features, or several columns have usual names of this role.
         """
         names = list(filter(None, map(str.strip, chosen.split(","))))
         if role != "feature" and len(names) > 1:
@@ -108,9 +129,18 @@ class Part:
                     f"the column {one_line(name)!r} is missing from {self.place}, which has "
                     f"{one_line(', '.join(self.readers))}. Name another column with {option}"
                 )
-        folded = dict(zip(map(str.casefold, self.readers), self.readers, strict=True))
-        usual = list(filter(None, map(folded.get, _USUAL_NAMES[role].split())))
-        return names or usual[:1]
+        if names:
+            return names
+        if role == "feature":
+            folded = {name.casefold(): name for name in self.readers}
+            return list(filter(None, map(folded.get, _FEATURES)))[:1]
+        usual = [name for name in self.readers if column_of(name, _ROLES) == role]
+        if len(usual) > 1:
+            raise DataError(
+                f"{self.place} has several columns that may be the {role}: "
+                f"{one_line(', '.join(usual))}. Choose one with --{role}-column={usual[0]}"
+            )
+        return usual
 
     def read(self, name: str) -> Array:
         """Reads one column.
@@ -122,6 +152,8 @@ class Part:
             array = self.readers[name]()
             if array.dtype.kind not in "biufUO":
                 raise ValueError(f"it must have numbers or text, not the type {array.dtype}")
+            if not array.ndim:
+                raise ValueError("it must have a value for each record, got a single value")
             return array
 
 
@@ -142,7 +174,8 @@ class Records(NamedTuple):
 def with_classes(files: FolderFiles, class_names: tuple[str, ...]) -> FolderFiles:
     """Replaces labels 0, 1, … with the names of the classes at these positions.
 
-    Labels that are names, or other numbers, are not changed.
+    Labels that are names, or other numbers, are not changed. If some names are numbers, all labels
+    are names.
     """
     numbers = set(map(str, range(len(class_names))))
     if numbers & set(class_names) or not set(files.labels) <= numbers:
@@ -164,9 +197,10 @@ def is_record_file(path: str | Path) -> bool:
     if not path.is_file():
         return False
     with file_errors(one_line(path)), BufferedReader(open_regular(path)) as file:
-        header = file.readline(2**20).decode("utf-8-sig", errors="replace")
-    cells = re.split(f"[{re.escape(DELIMITERS)}]", header.casefold())
-    return "path" not in [HEADINGS.get(cell.strip(' \r\n"')) for cell in cells]
+        text = file.read(2**20).decode("utf-8-sig", errors="replace")
+    delimiter, start = csv_form(text)
+    header = text[start:].lstrip().partition("\n")[0]
+    return "path" not in map(column_of, header.split(delimiter))
 
 
 def parts_of(place: str, revision: str = "") -> dict[str, Part]:
@@ -191,7 +225,9 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
             return {TRAIN: _table_part(one_line(place), _parquet_schema(path), read)}
         if kind == ".csv":
             table = _read_csv(path)
-            return {TRAIN: _table_part(one_line(place), table.schema, table.select)}
+            part = _table_part(one_line(place), table.schema, table.select)
+            faults = {name: partial(_fault_of_numbers, table[name]) for name in part.readers}
+            return {TRAIN: replace(part, faults=faults)}
         if kind == ".npy":
             return {TRAIN: Part(one_line(place), _npy_readers(path))}
         readers = {".npz": _npz_readers, ".safetensors": _tensor_readers}[kind](path)
@@ -220,31 +256,54 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             f"{part.place} has no column of labels, but {one_line(', '.join(part.readers))}. Name "
             "it with --label-column"
         )
-    values = _features(part, columns["feature"], {*map("".join, named.values())}, note)
+    meanings = {role: "".join(names) for role, names in named.items()}
+    _refuse_mixed_splits(part, meanings)
+    values = _features(part, columns["feature"], meanings, note)
     facts = [_facts(part, names, len(values)) for names in named.values()]
     rows = np.arange(len(values))
     files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
-    files = with_classes(files, part.class_names)
-    refuse_similar_names("classes", files.class_names)
-    refuse_similar_names("sites", files.site_names)
-    return Records(values, files, part.class_names or files.class_names)
+    files = replace(files, users=np.array(list(map(folded_name, files.users)), object))
+    check_names("classes", files.class_names)
+    check_names("sites", files.site_names)
+    return Records(values, files, part.stated.get(meanings["label"]) or files.class_names)
 
 
-def _features(part: Part, chosen: str, meanings: set[str], note: Callable[[str], None]) -> Array:
+def _refuse_mixed_splits(part: Part, meanings: Mapping[str, str]) -> None:
+    """Refuses a part in which a column separates training records from test records."""
+    for name in part.readers.keys() - set(meanings.values()):
+        if column_of(name) == "split":
+            splits = np.unique(part.read(name)).astype(str)
+            if len(splits) > 1:
+                names = one_line(", ".join(splits))
+                refuse_splits(
+                    f"the splits {names} in the column {one_line(name)!r} of {part.place}"
+                )
+
+
+def _features(
+    part: Part, chosen: str, meanings: Mapping[str, str], note: Callable[[str], None]
+) -> Array:
     """Reads the features: one array, or columns of numbers side by side."""
-    columns = {}
-    for name in part.names_of("feature", chosen):
-        if chosen or (name and name not in meanings):  # pandas' index has no name
-            columns[name] = part.read(name)
+    roles = set(meanings.values())
+    names = [name for name in part.names_of("feature", chosen) if chosen or name not in roles]
+    columns = {name: part.read(name) for name in names}
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
             f"{part.place} needs features that are numbers. Name one of its columns "
             f"({one_line(', '.join(part.readers))}) with --feature-columns"
         )
     if part.numbers is not None:
-        unused = sorted(part.readers.keys() - columns.keys() - meanings)
-        text = f"{one_line(', '.join(columns))}; not used: {one_line(', '.join(unused) or 'none')}"
-        note(f"features in {part.place}: {text}")
+        unused = sorted(part.readers.keys() - columns.keys() - roles)
+        for name in unused:
+            fault = "" if chosen or _has_meaning(name) else part.faults.get(name, str)()
+            if fault:
+                raise DataError(
+                    f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, "
+                    "or name the features with --feature-columns"
+                )
+        used = "".join(f"; {role}: {one_line(name)}" for role, name in meanings.items() if name)
+        text = f"{one_line(', '.join(columns))}{used}"
+        note(f"features in {part.place}: {text}; not used: {one_line(', '.join(unused) or 'none')}")
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
     if len(columns) == 1:
@@ -261,7 +320,7 @@ def _facts(part: Part, names: list[str], count: int) -> Names:
     facts = np.full(count, "", object)
     for name in names:
         what = f"{one_line(name)!r} in {part.place}"
-        facts = _names_in(part.read(name), what)
+        facts = _names_in(part.read(name), what, part.stated.get(name, ()))
         if len(facts) != count:
             raise DataError(
                 f"{what} must have a value for each of the {count} records, got {len(facts)}"
@@ -269,8 +328,11 @@ def _facts(part: Part, names: list[str], count: int) -> Names:
     return facts
 
 
-def _names_in(array: Array, what: str) -> Names:
-    """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1"."""
+def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
+    """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1".
+
+    If the file states names, whole numbers are positions in them.
+    """
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
@@ -279,6 +341,14 @@ def _names_in(array: Array, what: str) -> Names:
         if not (np.isfinite(array) & (array == np.rint(array))).all():
             raise DataError(f"{what} must have a whole number or text in every row")
         array = array.astype(np.int64)
+    if stated and array.dtype.kind in "iu":
+        wrong = array[(array < 0) | (array >= len(stated))]
+        if len(wrong):
+            raise DataError(
+                f"{what} must have the numbers from 0 to {len(stated) - 1} of the names that the "
+                f"file states, got {wrong[0]}. Remove rows without a name"
+            )
+        return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
         raise DataError(f"{what} must have a number or text in every row, not several values")
     distinct, positions = np.unique(array, return_inverse=True)
@@ -314,7 +384,7 @@ def _split_of(name: str) -> tuple[str, str]:
     match = _SPLIT.fullmatch(name)
     if match is None:
         return TRAIN, name
-    return (match[1] or match[4]).casefold(), match[2] or match[3]
+    return SPLITS[(match[1] or match[4]).casefold()], match[2] or match[3]
 
 
 # ------------------------------------------------------------------------------------ array files
@@ -360,7 +430,7 @@ def _read_array(path: Path, member: str = "") -> Array:
 def _npy_readers(path: Path) -> Readers:
     """Returns the readers of a file, under the name "x", and of those next to it with its prefix."""
     prefix = path.stem[: path.stem.rfind("_") + 1]
-    if path.stem.removeprefix(prefix).casefold() not in _USUAL_NAMES["feature"].split():
+    if path.stem.removeprefix(prefix).casefold() not in _FEATURES:
         prefix = ""
     readers: Readers = {"x": partial(_read_array, path)}
     for other in sorted(path.parent.glob("*.npy")):
@@ -428,37 +498,99 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
 def _read_csv(path: Path) -> Any:
     csv = _optional("pyarrow.csv", "tables")
     content = read_regular(path, MAX_ARRAY_BYTES)
-    header = content[: 2**16].partition(b"\n")[0].decode("utf-8", "replace")
-    options = csv.ParseOptions(delimiter=max(DELIMITERS, key=header.count))
+    delimiter, start = csv_form(content[: 2**16].decode("utf-8-sig", "replace"))
+    read = csv.ReadOptions(use_threads=False, skip_rows=int(start > 0))
     buffer = _optional("pyarrow", "tables").BufferReader(content)
     # without threads, which may go on after an error and crash the process
-    return csv.read_csv(buffer, csv.ReadOptions(use_threads=False), options)
+    return csv.read_csv(buffer, read, csv.ParseOptions(delimiter=delimiter))
+
+
+def _fault_of_numbers(column: Any) -> str:
+    """Returns why a column seems to be a damaged column of numbers, or an empty text."""
+    types = _optional("pyarrow", "tables").types
+    if column.null_count == len(column):
+        return "has no value"
+    if not types.is_string(column.type):
+        return ""
+    cells = column.drop_null().to_pylist()
+    texts = [cell for cell in cells if not _NUMBER.fullmatch(cell)] or cells
+    if 2 * sum(map(bool, map(_NUMBER_WITH_UNIT.fullmatch, cells))) <= len(cells):
+        return ""
+    return f"seems to have numbers, but also {one_line(texts[0])!r}"
+
+
+def _stated_features(schema: Any) -> dict[str, Any]:
+    """Returns the types of columns that the package `datasets` stores in a Parquet file."""
+    content = (schema.metadata or {}).get(b"huggingface", b"{}")
+    features = decode_json(content).get("info", {}).get("features", {})
+    return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
 
 
 def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
     types = _optional("pyarrow", "tables").types
-    numbers = []
-    for field in schema:
-        kind = getattr(field.type, "value_type", field.type)  # of the items of lists
-        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-            numbers.append(field.name)
+    features = _stated_features(schema)
+    stated = {
+        name: tuple(same_name(str(value)) for value in feature["names"])
+        for name, feature in features.items()
+        if feature.get("_type") == "ClassLabel"
+    }
+    is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
+    numbers = [name for name, kind in kinds.items() if any(check(kind) for check in is_number)]
     readers: Readers = {
         name: partial(_column, partial(read, [name]), name) for name in schema.names
     }
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
-    return Part(place, readers, tuple(numbers))
+    images = [name for name in schema.names if features.get(name, {}).get("_type") == "Image"]
+    for name in images:
+        readers[name] = partial(_decoded, partial(read, [name]), name)
+    index = (schema.pandas_metadata or {}).get("index_columns", [])
+    usable = tuple(
+        name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
+    )
+    faults = {n: partial(str, "has no value") for n, kind in kinds.items() if types.is_null(kind)}
+    return Part(place, readers, None if images else usable, stated, faults)
+
+
+def _has_meaning(name: str) -> bool:
+    """Returns True if a column of numbers is no feature by its name, such as `patient_id`."""
+    return bool(column_of(name, _ROLES) or _IDENTIFIER.fullmatch(name))
+
+
+def _item_type(kind: Any) -> Any:
+    """Returns the type of the items of nested lists, or the type itself."""
+    while hasattr(kind, "value_type") or hasattr(kind, "storage_type"):
+        kind = getattr(kind, "storage_type", None) or kind.value_type
+    return kind
 
 
 def _column(read: Callable[[], Any], name: str) -> Array:
-    """Reads a column as an array [N], or [N, D] if the cells are lists of the same length."""
-    column = read()[name]
-    if column.null_count:
-        raise ValueError(f"it has {column.null_count} empty cells. Fill in or remove these rows")
-    array = column.to_numpy()
-    if len(array) and isinstance(array[0], np.ndarray):
-        array = np.stack(list(array))
-    return np.asarray(array)
+    """Reads a column as an array [N], or [N, D, …] if the cells are lists of the same lengths."""
+    arrays = list(map(_cells, read()[name].chunks))
+    shapes = {array.shape[1:] for array in arrays}
+    if len(shapes) > 1:
+        raise ValueError("its lists must have the same length in every row")
+    return np.concatenate(arrays or [np.empty(0)])
+
+
+def _cells(array: Any) -> Array:
+    pyarrow = _optional("pyarrow", "tables")
+    shape = [len(array)]
+    while True:
+        array = getattr(array, "storage", array)  # of the types that `datasets` defines
+        if array.null_count:
+            raise ValueError(f"it has {array.null_count} empty cells. Fill in or remove these rows")
+        if not hasattr(array, "value_lengths") or pyarrow.types.is_map(array.type):
+            break
+        lengths = array.value_lengths().unique().to_pylist()
+        if len(lengths) > 1:
+            raise ValueError("its lists must have the same length in every row")
+        shape.append(*(lengths or [0]))
+        array = array.flatten()
+    if pyarrow.types.is_decimal(array.type):
+        array = array.cast(pyarrow.float64())
+    return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
 def downloaded(place: str, revision: str) -> tuple[str, str]:
@@ -498,10 +630,9 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
     files: dict[str, list[Path]] = {}
     places = set()
     for path in sorted(folder.rglob("*.parquet")):
-        head, *splits = _SPLIT_OF_PATH.split(path.relative_to(folder).as_posix())
-        split = next(iter(splits), TRAIN)
+        split, place = _split_of_path(path.relative_to(folder))
         files.setdefault(split, []).append(path)
-        places.add(head.rpartition("/")[0])
+        places.add(place)
     if len(places) > 1:
         raise DataError(
             f"{one_line(folder)} has several data sets, in {one_line(', '.join(sorted(places)))}. "
@@ -509,20 +640,23 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
         )
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
-    return {split: _hub_part(paths, one_line(folder)) for split, paths in files.items()}
+    return {
+        split: _table_part(
+            one_line(folder), _parquet_schema(paths[0]), partial(_read_parquet, paths)
+        )
+        for split, paths in files.items()
+    }
 
 
-def _hub_part(paths: list[Path], place: str) -> Part:
-    schema, read = _parquet_schema(paths[0]), partial(_read_parquet, paths)
-    features = _optional("datasets", "hub").Features.from_arrow_schema(schema)
-    part = _table_part(place, schema, read)
-    for name, feature in features.items():
-        if type(feature).__name__ == "Image":
-            part.readers[name] = partial(_decoded, partial(read, [name]), name)
-            part = replace(part, numbers=None)
-    labels = part.names_of("label", "")
-    names = getattr(features.get("".join(labels)), "names", ())
-    return replace(part, class_names=tuple(map(same_name, names)))
+def _split_of_path(path: Path) -> tuple[str, str]:
+    """Returns the split that the name of a file or of one of its folders states, and the folder of
+    the data set.
+    """
+    for place in (path, *path.parents):
+        for word in words_of(place.name):
+            if word in SPLITS:
+                return SPLITS[word], place.parent.as_posix()
+    return TRAIN, path.parent.as_posix()
 
 
 def _decoded(read: Callable[[], Any], name: str) -> Array:
@@ -530,8 +664,15 @@ def _decoded(read: Callable[[], Any], name: str) -> Array:
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, cell in enumerate(read()[name]):
+            stored = cell.as_py() or {}
+            if stored.get("bytes") is None:
+                place = stored.get("path")
+                has = "no image" if place is None else f"only the path {one_line(place)}, no image"
+                raise ValueError(
+                    f"row {number + 1} has {has}. Remove the row, or store the image's bytes in it"
+                )
             path = Path(folder, str(number))
-            path.write_bytes(cell["bytes"].as_py())
+            path.write_bytes(stored["bytes"])
             paths.append(path)
         headers, header_faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}
