@@ -14,7 +14,7 @@ from fedsynth.data.folder_files import LEDGERS, find_files
 from fedsynth.data.folder_settings import FolderSettings, default_declaration, default_name
 from fedsynth.data.images import ImageData
 from fedsynth.data.load_file import as_data, spec_of, training_records
-from fedsynth.data.load_folder import FolderData, by_site, read_folder
+from fedsynth.data.load_folder import FolderData, by_site, read_folder, site_names
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
@@ -55,7 +55,9 @@ def describe_folder(
         data, sites, limits = _described_file(settings, note, name)
     else:
         data = read_folder(settings, note, name or "", declaration=None)
-        sites = find_files(Path(settings.folder)).site_names
+        names = find_files(Path(settings.folder)).site_names
+        kept = zip(names, site_names(names), strict=True)
+        sites = tuple(name for name, short in kept if short in (data.names or ()))
     spec = data.train.spec
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
