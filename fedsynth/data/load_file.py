@@ -124,6 +124,8 @@ def training_records(parts: Mapping[str, Part], settings: FolderSettings, note: 
         DataError: the records cannot be read.
     """
     split, part = _part_of(parts, TRAIN)
+    if split != TRAIN:
+        note(f"{one_line(settings.folder)} has only {split} records, which a run trains on")
     for unused in sorted(parts.keys() - {split, TEST}):
         note(f"the {unused} records in {one_line(settings.folder)} are not used")
     return read_part(part, settings.columns, note)

@@ -286,6 +286,14 @@ def _features(
     """Reads the features: one array, or columns of numbers side by side."""
     roles = set(meanings.values())
     names = [name for name in part.names_of("feature", chosen) if chosen or name not in roles]
+    unused = sorted(part.readers.keys() - roles.union(names))
+    for name in unused:
+        fault = "" if chosen or _has_meaning(name) else part.faults.get(name, str)()
+        if fault:
+            raise DataError(
+                f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
+                "name the features with --feature-columns"
+            )
     columns = {name: part.read(name) for name in names}
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
@@ -293,14 +301,6 @@ def _features(
             f"({one_line(', '.join(part.readers))}) with --feature-columns"
         )
     if part.numbers is not None:
-        unused = sorted(part.readers.keys() - columns.keys() - roles)
-        for name in unused:
-            fault = "" if chosen or _has_meaning(name) else part.faults.get(name, str)()
-            if fault:
-                raise DataError(
-                    f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, "
-                    "or name the features with --feature-columns"
-                )
         used = "".join(f"; {role}: {one_line(name)}" for role, name in meanings.items() if name)
         text = f"{one_line(', '.join(columns))}{used}"
         note(f"features in {part.place}: {text}; not used: {one_line(', '.join(unused) or 'none')}")
@@ -519,21 +519,27 @@ def _fault_of_numbers(column: Any) -> str:
     return f"seems to have numbers, but also {one_line(texts[0])!r}"
 
 
-def _stated_features(schema: Any) -> dict[str, Any]:
-    """Returns the types of columns that the package `datasets` stores in a Parquet file."""
-    content = (schema.metadata or {}).get(b"huggingface", b"{}")
-    features = decode_json(content).get("info", {}).get("features", {})
-    return {name: feature for name, feature in features.items() if isinstance(feature, dict)}
+def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Returns the names that the package `datasets` states for the positions in columns of classes,
+    and the columns of images.
+    """
+    stated, images = {}, []
+    try:
+        content = decode_json((schema.metadata or {}).get(b"huggingface", b"{}"))
+        for name, feature in content.get("info", {}).get("features", {}).items():
+            kind = isinstance(feature, dict) and feature.get("_type")
+            if kind == "ClassLabel":
+                stated[name] = tuple(same_name(str(value)) for value in feature["names"])
+            elif kind == "Image":
+                images.append(name)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise ValueError("the types of its columns are damaged. Write the file again") from None
+    return stated, images
 
 
 def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
     types = _optional("pyarrow", "tables").types
-    features = _stated_features(schema)
-    stated = {
-        name: tuple(same_name(str(value)) for value in feature["names"])
-        for name, feature in features.items()
-        if feature.get("_type") == "ClassLabel"
-    }
+    stated, images = _stated_features(schema)
     is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
     kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
     numbers = [name for name, kind in kinds.items() if any(check(kind) for check in is_number)]
@@ -542,7 +548,6 @@ def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Pa
     }
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
-    images = [name for name in schema.names if features.get(name, {}).get("_type") == "Image"]
     for name in images:
         readers[name] = partial(_decoded, partial(read, [name]), name)
     index = (schema.pandas_metadata or {}).get("index_columns", [])
@@ -640,12 +645,19 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
         )
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
-    return {
-        split: _table_part(
-            one_line(folder), _parquet_schema(paths[0]), partial(_read_parquet, paths)
-        )
-        for split, paths in files.items()
-    }
+    return {split: _hub_part(paths, one_line(folder)) for split, paths in files.items()}
+
+
+def _hub_part(paths: list[Path], place: str) -> Part:
+    read = partial(_read_parquet, paths)
+    parts = [_table_part(place, _parquet_schema(path), read) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if part.stated != parts[0].stated:
+            raise DataError(
+                f"{one_line(paths[0])} and {one_line(path)} state different names of classes. Write "
+                "both files from one data set"
+            )
+    return parts[0]
 
 
 def _split_of_path(path: Path) -> tuple[str, str]:

@@ -187,6 +187,9 @@ def test_patient_ids_group_images_and_are_not_kept(
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
         assert load_folder(tmp_path).train.groups is None
+    (tmp_path / "well/4.dcm").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match=r"skipped in .*\n.*well/4.dcm"):
+        assert len(load_folder(tmp_path, skip_corrupt=True).train.groups.unique()) == 2
     monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
     with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):
         load_folder(tmp_path, image_size=8)
