@@ -64,7 +64,10 @@ def describe_folder(
     lines = (f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}")
     table = "\n".join((*lines, partition_table(counts)))
     path = default_declaration(Path(settings.folder))
-    text = _proposal(data.train, sites, settings.decoding(), limits)
+    ledger = LEDGERS
+    if is_record_file(settings.folder):  # other data sets may lie in the same folder
+        ledger = f"{LEDGERS}/{site_names((spec.name,))[0]}"
+    text = _proposal(data.train, sites, settings.decoding(), limits, ledger)
     return Described(text, table, path)
 
 
@@ -105,7 +108,11 @@ def coarse(count: float, *, up: bool = False) -> int:
 
 
 def _proposal(
-    train: ImageData, sites: Sequence[str], decoding: Decoding, limits: Sequence[float] | None
+    train: ImageData,
+    sites: Sequence[str],
+    decoding: Decoding,
+    limits: Sequence[float] | None,
+    ledger: str,
 ) -> str:
     """Returns the TOML text of a proposed declaration, which a person must check.
 
@@ -115,6 +122,7 @@ def _proposal(
         decoding: how the values in image files become pixels.
         limits: the bounds of values that are not bytes. Empty if a person must fill them in, and
             None for bytes.
+        ledger: the folder of the ledgers, relative to the declaration.
     """
     spec, images = train.spec, len(train)
     users = 0
@@ -161,8 +169,9 @@ users = {coarse(users) * (users > 0)}
 
 [privacy]
 # The folder of the ledgers, which record the ε spent on these images over all runs. Do not delete
-# it, and give no one access to its folder `private`. Relative to this file.
-ledger = {toml(LEDGERS)}
+# it, and give no one access to its folder `private`. Relative to this file. Name one folder for all
+# files that have some of the same records.
+ledger = {toml(ledger)}
 
 [signed_off]
 by = ""  # the person who checked all of the above

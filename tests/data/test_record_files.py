@@ -259,8 +259,11 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="bounds must be"):
         load_file(file, bounds="0,1")
     private(file, unit="user")
-    ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/*.jsonl")}
+    ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/scans/*.jsonl")}
     assert ledgers == {"north.jsonl", "south.jsonl"}
+    shutil.copy(file, tmp_path / "other.npz")
+    other = describe_folder(FolderSettings(str(tmp_path / "other.npz")), print)
+    assert 'ledger = "fedsynth-ledger/other"' in other.toml  # with the same names of sites
     draft.path.write_text(draft.path.read_text().replace('"0", "1", "2"', '"0", "1", "3"'))
     with pytest.raises(DataError, match=r"the class '2', but .* declares only"):
         private(file)
