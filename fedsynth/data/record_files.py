@@ -59,6 +59,7 @@ Readers = dict[str, Callable[[], Array]]
 
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
+_NO_RECORDS = "it has no records"
 # The size limit of an array in memory.
 MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
@@ -77,7 +78,7 @@ _ROLES: dict[str, str] = {
 # The names of columns that number the rows or name them, as pandas and R write them.
 _IDENTIFIER = re.compile(
     r"(?i:|index|level_[0-9]+|__index_level_[0-9]+__|unnamed: ?[0-9]+|rownames?"
-    r"|row[\W_]?nr|(.*[\W_])?(id|ids|idx|uid|uuid))|.*[a-z]ID"
+    r"|row[\W_]?nr|mrn|pid|eid|(.*[\W_])?(id|ids|idx|uid|uuid))|.*[a-z]ID"
 )
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _NUMBER_WITH_UNIT = re.compile(r"[<>~]?[+-]?[0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?[\s%]*", re.IGNORECASE)
@@ -138,7 +139,7 @@ class Part:
         if len(usual) > 1:
             raise DataError(
                 f"{self.place} has several columns that may be the {role}: "
-                f"{one_line(', '.join(usual))}. Choose one with --{role}-column={usual[0]}"
+                f"{one_line(', '.join(usual))}. Choose one with --{role}-column"
             )
         return usual
 
@@ -154,6 +155,8 @@ class Part:
                 raise ValueError(f"it must have numbers or text, not the type {array.dtype}")
             if not array.ndim:
                 raise ValueError("it must have a value for each record, got a single value")
+            if not len(array):
+                raise ValueError(_NO_RECORDS)
             return array
 
 
@@ -287,8 +290,8 @@ def _features(
     roles = set(meanings.values())
     names = [name for name in part.names_of("feature", chosen) if chosen or name not in roles]
     unused = sorted(part.readers.keys() - roles.union(names))
-    for name in unused:
-        fault = "" if chosen or _has_meaning(name) else part.faults.get(name, str)()
+    for name in unused if part.numbers is not None and not chosen else ():
+        fault = "" if _has_meaning(name) else part.faults.get(name, str)()
         if fault:
             raise DataError(
                 f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
@@ -308,6 +311,12 @@ def _features(
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
     if len(columns) == 1:
         return next(iter(columns.values()))
+    shapes = {name: list(array.shape) for name, array in columns.items()}
+    if len({shape[0] for shape in shapes.values()}) > 1 or max(map(len, shapes.values())) > 2:
+        raise DataError(
+            f"the features of {part.place} must be one array, or columns of the same length, got "
+            f"{one_line(shapes)}. Name some of them with --feature-columns"
+        )
     return np.column_stack(list(columns.values()))
 
 
@@ -492,6 +501,8 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
                 size += batch.nbytes
                 _check_expanded(size, path)
                 batches.append(batch)
+    if not batches:
+        raise ValueError(_NO_RECORDS)
     return _optional("pyarrow", "tables").Table.from_batches(batches)
 
 
@@ -502,7 +513,10 @@ def _read_csv(path: Path) -> Any:
     read = csv.ReadOptions(use_threads=False, skip_rows=int(start > 0))
     buffer = _optional("pyarrow", "tables").BufferReader(content)
     # without threads, which may go on after an error and crash the process
-    return csv.read_csv(buffer, read, csv.ParseOptions(delimiter=delimiter))
+    table = csv.read_csv(buffer, read, csv.ParseOptions(delimiter=delimiter))
+    if not table.num_rows:
+        raise ValueError(_NO_RECORDS)
+    return table
 
 
 def _fault_of_numbers(column: Any) -> str:
@@ -576,7 +590,7 @@ def _column(read: Callable[[], Any], name: str) -> Array:
     shapes = {array.shape[1:] for array in arrays}
     if len(shapes) > 1:
         raise ValueError("its lists must have the same length in every row")
-    return np.concatenate(arrays or [np.empty(0)])
+    return np.concatenate(arrays)
 
 
 def _cells(array: Any) -> Array:

@@ -146,6 +146,8 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
         ("a.npz", {"x": np.float32(1)}, {}, "'x' .* a value for each record, got a single value"),
         ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
+        ("a.npz", {"x": X[:0]}, {}, "'x' .* has no records"),
+        ("a.npz", {"z": Y[:3]}, {"feature_columns": "x,z"}, "columns of the same length, got"),
         ("a.npz", {"split": np.where(Y, "train", "val")}, {}, r"splits train, val .*test_folder"),
         (
             "a.npz",
@@ -154,7 +156,7 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
             "sites Test set, train are parts",
         ),
         ("a.csv", {"fold": Y}, {}, r"splits 0, 1, 2 in the column 'fold'"),
-        ("a.csv", {"subject_id": Y}, {}, "several .* user: patient, subject_id.*user-column=pat"),
+        ("a.csv", {"subject_id": Y}, {}, "several .* user: patient, subject_id.*--user-column"),
         ("a.csv", {"f1": ["x", *map(str, X[1:, 1])]}, {}, "'f1' .* also 'x'.*--feature-columns"),
         ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
         ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* has no value"),
