@@ -16,7 +16,7 @@ from fedsynth.data.folder_files import LEDGERS, find_files
 from fedsynth.data.folder_settings import FolderSettings, default_declaration, default_name
 from fedsynth.data.images import ImageData
 from fedsynth.data.load_file import as_data, spec_of, training_records
-from fedsynth.data.load_folder import FolderData, by_site, read_folder
+from fedsynth.data.load_folder import FolderData, by_site, read_folder, site_names
 from fedsynth.data.medical_files import window_text
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
@@ -77,7 +77,9 @@ def describe_folder(
         data, sites, limits = _described_file(settings, note, name)
     else:
         data = read_folder(settings, note, name or "", declaration=None)
-        sites = find_files(Path(settings.folder)).site_names
+        names = find_files(Path(settings.folder)).site_names
+        kept = zip(names, site_names(names), strict=True)
+        sites = tuple(name for name, short in kept if short in (data.names or ()))
     spec = data.train.spec
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
@@ -91,7 +93,10 @@ def describe_folder(
         lines.append(
             f"{users}, of whom {shared} have records at several sites" if shared else users
         )
-    text = _proposal(data.train, sites, limits)
+    ledger = LEDGERS
+    if is_record_file(settings.folder):  # other data sets may lie in the same folder
+        ledger = f"{LEDGERS}/{site_names((spec.name,))[0]}"
+    text = _proposal(data.train, sites, limits, ledger)
     return Described(
         text,
         "\n".join(lines),
@@ -154,7 +159,9 @@ def coarse(count: float, *, up: bool = False) -> int:
     return int(steps[np.abs(np.log(steps / max(count, 1))).argmin()])
 
 
-def _proposal(train: ImageData, sites: Sequence[str], limits: Sequence[float] | None) -> str:
+def _proposal(
+    train: ImageData, sites: Sequence[str], limits: Sequence[float] | None, ledger: str
+) -> str:
     """Returns the TOML text of a proposed declaration, which a person must check.
 
     Args:
@@ -162,6 +169,7 @@ def _proposal(train: ImageData, sites: Sequence[str], limits: Sequence[float] | 
         sites: the names of the sites.
         limits: the bounds of values that are not bytes. Empty if a person must fill them in, and
             None for bytes.
+        ledger: the folder of the ledgers, relative to the declaration.
     """
     spec, images = train.spec, len(train)
     users = 0
@@ -207,8 +215,9 @@ users = {coarse(users) * (users > 0)}
 
 [privacy]
 # The folder of the ledgers, which record the ε spent on these images over all runs. Do not delete
-# it, and give no one access to its folder `private`. Relative to this file.
-ledger = {toml(LEDGERS)}
+# it, and give no one access to its folder `private`. Relative to this file. Name one folder for all
+# files that have some of the same records.
+ledger = {toml(ledger)}
 
 [signed_off]
 by = ""  # the person who checked all of the above

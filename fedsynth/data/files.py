@@ -12,7 +12,7 @@ import io
 import os
 import re
 import unicodedata
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -111,34 +111,61 @@ class Split:
 
 
 USERS_FILE = "users.csv"
-# The accepted headings, each with the name of its column. Case is ignored.
+_USERS = "user users patient patients person persons subject subjects participant participants"
+_SITES = "site sites hospital hospitals client clients center centre"
+# The accepted headings of lists, each with the name of its column.
 HEADINGS = {
     **dict.fromkeys(("path", "image", "file", "filename"), "path"),
     **dict.fromkeys(("label", "class"), "label"),
-    **dict.fromkeys(("site", "hospital", "client"), "site"),
-    **dict.fromkeys(("user", "patient", "person", "subject"), "user"),
+    **dict.fromkeys(_SITES.split(), "site"),
+    **dict.fromkeys(_USERS.split(), "user"),
+}
+_NUMBERED = re.compile(r"(ids?|uid|no|nr|number|code|key)$")
+_SPLIT_HEADING = re.compile(r"(.*[\W_])?(splits?|folds?)|subset|is[\W_]?(train|test)\w*")
+# The names of the parts of a data set, as files, folders and columns spell them.
+TRAIN, TEST, VALIDATION = "train", "test", "val"
+SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout"), TEST),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), VALIDATION),
 }
 
 DELIMITERS = ",;\t|"
+_SEPARATOR_LINE = re.compile(r'\ufeff?"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
-def without_id(name: str) -> str:
-    """Returns the name of a column in lower case, without "ID" at its end.
+def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
+    """Returns the column that a heading names, or an empty text.
 
-    >>> without_id("Patient ID"), without_id("patient_id"), without_id("SiteID"), without_id("Covid")
-    ('patient', 'patient', 'site', 'cov')
+    Case, spaces and punctuation are ignored. A user or site may be named by a number.
+
+    >>> column_of("PatientID"), column_of("patient no."), column_of("image_id"), column_of("fold")
+    ('user', 'user', '', 'split')
     """
-    return re.sub(r"[\s_-]*id$", "", name.casefold())
+    if _SPLIT_HEADING.fullmatch(heading.strip().casefold()):
+        return "split"
+    plain = re.sub(r"[\W_]", "", heading.casefold())
+    stem = headings.get(_NUMBERED.sub("", plain), "")
+    return headings.get(plain) or (stem if stem in ("user", "site") else "")
 
 
-def column_of(heading: str) -> str:
-    """Returns the column that a heading names (see `HEADINGS`), or an empty text.
+def words_of(name: str) -> list[str]:
+    """Returns the words in a name, without digits and in lower case."""
+    return re.findall(r"[^\W\d_]+", name.casefold())
 
-    People and sites may be named by their IDs: `patient_id` is the column "user".
+
+def csv_form(text: str) -> tuple[str, int]:
+    """Returns the delimiter of a CSV file, and the length of its first line if that is `sep=;`,
+    which a spreadsheet program may write.
+
+    Args:
+        text: the start of the file.
     """
-    heading = heading.strip().casefold()
-    named = HEADINGS.get(without_id(heading), "")
-    return HEADINGS.get(heading) or (named if named in ("site", "user") else "")
+    stated = _SEPARATOR_LINE.match(text)
+    if stated is not None:
+        return stated[1], stated.end()
+    header = text.lstrip().partition("\n")[0]
+    return max(DELIMITERS, key=header.count), 0
 
 
 def same_name(text: str) -> str:
@@ -149,23 +176,33 @@ def same_name(text: str) -> str:
     return unicodedata.normalize("NFC", text).strip()
 
 
+def folded_name(text: str) -> str:
+    """Returns a text that is equal for all spellings of a name, such as "T-shirt" and "t_shirt", or
+    "1", "01", "+1" and "1.0", which spreadsheets and programs write.
+    """
+    folded = unicodedata.normalize("NFKC", text).casefold().replace("\N{MINUS SIGN}", "-")
+    folded = re.sub(r"^\+?(-?)0*(\d+)([.,]0*)?$", r"\1\2", folded)
+    return re.sub(r"[\s_-]+", " ", folded)
+
+
 def read_table(
     file: Path, required: Collection[str], optional: Collection[str] = ()
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Reads a CSV file that lists images, row by row.
+) -> tuple[list[tuple[str, dict[str, str]]], list[str]]:
+    """Reads a CSV file that lists images.
 
-    The file may start with a byte-order mark. Its columns may be separated by commas, semicolons,
-    tabs or vertical bars. Blank lines are skipped.
+    The file may start with a byte-order mark and a line such as `sep=;`. Its columns may be
+    separated by commas, semicolons, tabs or vertical bars. Blank lines are skipped.
 
     Args:
         file: the CSV file.
         required: the required columns, from the values of `HEADINGS`.
         optional: the optional columns.
 
-    Yields:
-        A text with the file and line, for error messages, and a dictionary from the column to its
-        cell. Cells are normalised by `same_name`, except paths, which are spelled as in the file.
-        Paths are relative, with `/`.
+    Returns:
+        For each row, a text with the file and line, for error messages, and a dictionary from the
+        column to its cell. Cells are normalised by `same_name`, users by `folded_name`, and paths are spelled as
+        in the file. Paths are relative, with `/`. The second result lists the headings of all
+        other columns.
 
     Raises:
         DataFilesCorruptError: the file cannot be read, lacks a required column, has an empty cell,
@@ -177,24 +214,28 @@ def read_table(
         raise DataFilesCorruptError(f"{file} is not UTF-8 text. Save it as CSV UTF-8") from None
     except OSError as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
-    header = text.lstrip().partition("\n")[0]
-    delimiter = max(DELIMITERS, key=header.count)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    delimiter, start = csv_form(text)
+    reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=delimiter)
     positions: dict[str, int] = {}
+    unused: list[str] = []
+    rows = []
     try:
         for cells in reader:
-            location = f"line {reader.line_num} of {file}"
+            location = f"line {reader.line_num + (start > 0)} of {file}"
             if not "".join(cells).strip():
                 continue
             if positions:
-                yield location, _row(cells, positions, location)
+                rows.append((location, _row(cells, positions, location)))
             else:
                 positions = _positions(cells, required, optional, location)
+                used = positions.values()
+                unused = [cell for number, cell in enumerate(cells) if number not in used]
     except csv.Error as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     if not positions:
         columns = " and ".join(required)
         raise DataFilesCorruptError(f"{file} is empty. It must have the columns {columns}")
+    return rows, list(filter(str.strip, unused))
 
 
 def _positions(
@@ -224,6 +265,8 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
         row[column] = same_name("".join(cells[position : position + 1]))
         if not row[column]:
             raise DataFilesCorruptError(f"{location} has an empty cell in the column {column}")
+    if "user" in row:
+        row["user"] = folded_name(row["user"])
     path = PurePosixPath(cells[positions["path"]].strip())
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise DataFilesCorruptError(
@@ -251,7 +294,7 @@ def read_users(file: Path) -> dict[str, str]:
             image, or has an empty cell.
     """
     users: dict[str, str] = {}
-    for location, row in read_table(file, ("path", "user")):
+    for location, row in read_table(file, ("path", "user"))[0]:
         path = same_name(row["path"])
         if users.setdefault(path, row["user"]) != row["user"]:
             raise DataFilesCorruptError(

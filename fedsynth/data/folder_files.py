@@ -10,17 +10,25 @@ report can name them.
 from __future__ import annotations
 
 import os
-import re
-import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.data.files import USERS_FILE, read_table, read_users, same_name, users_of_images
+from fedsynth.data.files import (
+    SPLITS,
+    USERS_FILE,
+    folded_name,
+    read_table,
+    read_users,
+    same_name,
+    users_of_images,
+    words_of,
+)
 from fedsynth.data.image_files import EXTENSIONS, is_image, read_patients
 from fedsynth.data.medical_files import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
 from fedsynth.data.registry import in_order
@@ -40,7 +48,7 @@ NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
 _LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a manifest.csv"
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
-_SPLITS = {"train", "training", "test", "testing", "val", "valid", "validation"}
+_WORDS_OF_SPLITS = ("set", "data", "image", "images", "split")
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
 
@@ -75,6 +83,7 @@ class FolderFiles:
             setting skips them.
         ignored: the hidden files, and the empty folders of classes that have images elsewhere. They
             are always skipped.
+        unused: the headings of the columns in the manifest that have no meaning.
     """
 
     root: Path
@@ -84,6 +93,7 @@ class FolderFiles:
     users: Names
     excluded: tuple[Entry, ...] = ()
     ignored: tuple[Entry, ...] = ()
+    unused: tuple[str, ...] = ()
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -128,8 +138,8 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
     Raises:
         DataFilesMissingError: the folder does not exist, or contains no image.
         DataFilesCorruptError: a list cannot be read, or the folder layout is unknown.
-        DataError: two names of classes or sites are spellings of one name, or the sites are named
-            like splits ("train" and "test").
+        DataError: two names of classes or sites are spellings of one name, or are names of splits
+            ("train" and "test").
     """
     if not folder.exists():
         raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
@@ -143,8 +153,8 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
     users_file = files.root / USERS_FILE
     if not files.users.any() and users_file.exists():
         files = replace(files, users=_names(users_of_images(users_file, list(files.paths))))
-    refuse_similar_names("classes", files.class_names)
-    refuse_similar_names("sites", files.site_names)
+    check_names("classes", files.class_names)
+    check_names("sites", files.site_names)
     return files
 
 
@@ -215,19 +225,40 @@ def _names(values: Iterable[str]) -> Names:
     return np.array(list(values), dtype=object)
 
 
-def refuse_similar_names(kind: str, names: Sequence[str]) -> None:
-    """Raises an error if two names are spellings of one name, such as "T-shirt" and "t_shirt", or
-    "0" and "0.0", which a spreadsheet writes.
+def check_names(kind: str, names: Sequence[str]) -> None:
+    """Checks that no two names of classes or sites are spellings of one name, such as "T-shirt" and
+    "t_shirt", and that the names are not those of splits.
+
+    Raises:
+        DataError: two names are spellings of one name, or two names are such as "train" and "test".
     """
     spellings: dict[str, str] = {}
+    splits: dict[str, str] = {}
     for name in names:
-        folded = re.sub(r"[.,]0+$", "", unicodedata.normalize("NFKC", name).casefold())
-        other = spellings.setdefault(re.sub(r"[\s_-]+", " ", folded), name)
+        other = spellings.setdefault(folded_name(name), name)
         if other != name:
             raise DataError(
                 f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
                 "label of one of them"
             )
+        words = words_of(name)
+        split = next(filter(None, map(SPLITS.get, words)), None)
+        if split and set(words) <= {*SPLITS, *_WORDS_OF_SPLITS}:
+            splits.setdefault(split, name)
+    if len(splits) > 1:
+        refuse_splits(f"the {kind} {one_line(', '.join(splits.values()))}")
+
+
+def refuse_splits(what: str) -> NoReturn:
+    """Raises an error because a run would train on the test records.
+
+    Args:
+        what: the names that the data have for their splits.
+    """
+    raise DataError(
+        f"{what} are parts of a data set, and a run would train on all of them. Pass the training "
+        "records alone as data.folder, and the test records as data.test_folder"
+    )
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -313,11 +344,6 @@ def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
     sites = files.sites
     if depth == 3:
         sites = _names(same_name(path.partition("/")[0]) for path in files.paths)
-        if _SPLITS.issuperset(map(str.casefold, sites)):  # a run would train on the test images
-            raise DataError(
-                f"{one_line(root)} has the folders {', '.join(in_order(sites))}, which would become "
-                "sites. Use one of them as data.folder and another as data.test_folder"
-            )
     classes = set(files.labels)
     ignored = []
     excluded = []
@@ -351,21 +377,35 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
 
 def _files_in_manifest(file: Path) -> FolderFiles:
     root = file.parent
-    rows: dict[str, tuple[str, str, str]] = {}  # label, site, user
-    for location, row in read_table(file, ("path", "label"), ("site", "user")):
-        path = _existing(root, row["path"])
-        if path in rows:
+    facts: dict[str, tuple[str, str, str]] = {}  # label, site, user
+    rows, unused = read_table(file, ("path", "label"), ("site", "user", "split"))
+    splits = in_order(row.get("split", "") for _, row in rows)
+    if len(splits) > 1:
+        refuse_splits(f"the splits {one_line(', '.join(splits))} in {one_line(file)}")
+    spellings = cache(_spellings)
+    for location, row in rows:
+        path = _existing(root, row["path"], spellings)
+        if path in facts:
             raise DataFilesCorruptError(f"{location} repeats the path {one_line(path)}")
-        rows[path] = (row["label"], row.get("site", ""), row.get("user", ""))
-    paths = sorted(rows)
-    facts = np.array(list(map(rows.__getitem__, paths)), dtype=object).reshape(-1, 3)
-    return FolderFiles(root, _names(paths), *facts.T)
+        facts[path] = (row["label"], row.get("site", ""), row.get("user", ""))
+    paths = sorted(facts)
+    columns = np.array(list(map(facts.__getitem__, paths)), dtype=object).reshape(-1, 3)
+    return replace(FolderFiles(root, _names(paths), *columns.T), unused=tuple(unused))
 
 
-def _existing(root: Path, path: str) -> str:
-    """Returns the spelling of a path that exists: accents may be composed or not."""
-    for form in ("NFC", "NFD"):
-        spelling = unicodedata.normalize(form, path)
-        if (root / spelling).exists():
-            return spelling
-    return path
+def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:
+    """Returns the spelling of a path that exists: each accent may be composed or not."""
+    if (root / path).exists():
+        return path
+    found = PurePosixPath()
+    for name in PurePosixPath(path).parts:
+        found /= spellings(root / found).get(same_name(name), name)
+    return found.as_posix()
+
+
+def _spellings(folder: Path) -> dict[str, str]:
+    """Returns the real name of each file in a folder by its normalised name."""
+    try:
+        return {same_name(name): name for name in os.listdir(folder)}
+    except OSError:
+        return {}

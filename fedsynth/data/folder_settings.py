@@ -279,7 +279,8 @@ class FolderSettings:
         slice: the slice of NIfTI volumes and the frame of DICOM files with several frames, counted
             from 0. The default, -1, is the declared slice or the middle one.
         feature_columns: the array of features in a file, or the columns, separated by commas
-            (default: `x`, `images` and similar names, or all columns of numbers in a table).
+            (default: `x`, `images` and similar names, or all columns of numbers in a table that are
+            not IDs).
         label_column: the array or column of labels in a file (default: `y`, `label` and similar).
         user_column: the array or column that names the person of each record in a file (default:
             `user`, `patient`, `group` and similar).

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedsynth.data.files import TEST, TRAIN
 from fedsynth.data.folder_settings import (
     Declaration,
     FolderSettings,
@@ -34,8 +35,6 @@ from fedsynth.data.load_folder import (
     read_folder,
 )
 from fedsynth.data.record_files import (
-    TEST,
-    TRAIN,
     Part,
     Records,
     is_record_file,
@@ -126,9 +125,27 @@ def training_records(parts: Mapping[str, Part], settings: FolderSettings, note: 
     Raises:
         DataError: the records cannot be read.
     """
-    for split in sorted(parts.keys() - {TRAIN, TEST}):
-        note(f"the {split} records in {one_line(settings.folder)} are not used")
-    return read_part(parts.get(TRAIN, parts[min(parts)]), settings.columns, note)
+    split, part = _part_of(parts, TRAIN)
+    if split != TRAIN:
+        note(f"{one_line(settings.folder)} has only {split} records, which a run trains on")
+    for unused in sorted(parts.keys() - {split, TEST}):
+        note(f"the {unused} records in {one_line(settings.folder)} are not used")
+    return read_part(part, settings.columns, note)
+
+
+def _part_of(parts: Mapping[str, Part], split: str) -> tuple[str, Part]:
+    """Returns the part of a split, or the only part.
+
+    Raises:
+        DataError: there are several parts, and none of this split.
+    """
+    if split not in parts and len(parts) > 1:
+        raise DataError(
+            f"{next(iter(parts.values())).place} has {' and '.join(sorted(parts))} records, but no "
+            f"{split} records. Save these records in a file of their own"
+        )
+    split = split if split in parts else min(parts)
+    return split, parts[split]
 
 
 def read_test(
@@ -158,7 +175,7 @@ def read_test(
     if not is_record_file(place):
         return read_as(Path(place), spec, note, **skip)
     parts = parts or parts_of(place)
-    records = read_part(parts.get(TEST, parts[min(parts)]), columns, note)
+    records = read_part(_part_of(parts, TEST)[1], columns, note)
     if train is not None:
         note_shared_users(train.names.users, records.names.users, note)
     return replace(as_data(records, spec), groups=None)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from fedsynth.data.folder_files import (
     counted,
     find_declared_files,
     find_files,
+    manifest_of,
     with_patients,
 )
 from fedsynth.data.folder_settings import (
@@ -29,7 +30,7 @@ from fedsynth.data.folder_settings import (
     require_declared_counts,
 )
 from fedsynth.data.image_files import file_hashes, read_headers, read_pixels
-from fedsynth.data.images import ImageData, IntArray
+from fedsynth.data.images import Bytes, ImageData, IntArray
 from fedsynth.data.medical_files import Decoding
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
@@ -118,31 +119,31 @@ def read_folder(
             the folder's name is used.
         declaration: the declaration of the training images, or None.
     """
-    files = _find(Path(settings.folder), note, settings.skip_other, declaration)
+    decoding = settings.decoding()
+    if declaration is not None:
+        decoding = Decoding(declaration.spec.window, declaration.spec.slice)
+    skip = {"skip_other": settings.skip_other, "skip_corrupt": settings.skip_corrupt}
+    ledger = getattr(declaration, "ledger", None)
+    files, skipped = _find(Path(settings.folder), note, decoding, ledger, **skip)
     kind = settings.test or ("private" if settings.test_folder else "none")
     test_files = None
     if kind != "none":
-        test_files = _find(Path(settings.test_folder), note, settings.skip_other)
+        test_files, skipped_tests = _find(Path(settings.test_folder), note, decoding, None, **skip)
+        skipped += skipped_tests
         _check_disjoint(files, test_files, note)
     if declaration is None:
         spec = _derived_spec(settings, files, name or default_name(settings.folder))
     else:
         require_declared(files, declaration)
         spec = declared_spec(settings, declaration)
-    train, files, skipped = _read(files, spec, note, skip_corrupt=settings.skip_corrupt)
-    if declaration is None:
-        train = replace(train, spec=replace(spec, train_size=len(train)))
-    else:
-        require_declared(files, declaration)  # now without the skipped files
+    train, files = _read(files, spec, note)
+    if declaration is not None:
         require_declared_counts(train, declaration)
     test = None
     excluded = files.excluded
     if test_files is not None:
-        test, _, skipped_tests = _read(
-            test_files, train.spec, note, skip_corrupt=settings.skip_corrupt
-        )
+        test, _ = _read(test_files, train.spec, note)
         test = replace(test, groups=None)
-        skipped += skipped_tests
         excluded += test_files.excluded
     left_out = []
     if skipped:
@@ -154,15 +155,29 @@ def read_folder(
 
 
 def _find(
-    folder: Path, note: Note, skip_other: bool, declaration: Declaration | None = None
-) -> FolderFiles:
+    folder: Path,
+    note: Note,
+    decoding: Decoding,
+    ledger: Path | None,
+    *,
+    skip_other: bool,
+    skip_corrupt: bool,
+) -> tuple[FolderFiles, tuple[str, ...]]:
     """Finds the images of a folder, and reports how many files are not images.
+
+    If `skip_corrupt` is true, all files are decoded first: what a folder is said to contain must
+    not depend on a file that is then skipped.
+
+    Returns:
+        The images with their users, and the names of skipped images.
 
     Raises:
         DataError: the folder contains files that are not images and `skip_other` is false, or
             `find_files` refuses the folder.
+        DataFilesCorruptError: no file can be read.
     """
-    files = find_files(folder, getattr(declaration, "ledger", None))
+    files = find_files(folder, ledger)
+    _note_unused(files, folder, note)
     if files.ignored:
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
     if files.excluded:
@@ -175,19 +190,32 @@ def _find(
                 "--skip-other (data.skip_other=True)"
             )
         note(f"{problem}. These files are skipped")
+    skipped: tuple[str, ...] = ()
+    if skip_corrupt:
+        _, faults, _ = read_pixels(files.full_paths, 1, 1, 1, decoding)
+        if len(faults) == len(files.paths):
+            _refuse_faults(files, faults)
+        skipped = tuple(files.paths[list(faults)])
+        files = _without(files, faults, note)
     if files.users.any():
-        return files
+        return files, skipped
     by_patient = with_patients(files)
     unknown = int((by_patient.users == "").sum())
     if not unknown:
         note_one_person(by_patient, note)
-        return by_patient
+        return by_patient, skipped
     if unknown < len(files.users):
         note(
             f"warning: {unknown} of {len(files.users)} images in {one_line(folder)} have no patient "
             "ID, so no patients are known. List them in users.csv"
         )
-    return files
+    return files, skipped
+
+
+def _note_unused(files: FolderFiles, folder: Path, note: Note) -> None:
+    if files.unused:
+        columns = one_line(", ".join(files.unused))
+        note(f"columns of {one_line(manifest_of(folder))} that are not used: {columns}")
 
 
 def note_one_person(files: FolderFiles, note: Note) -> None:
@@ -278,14 +306,15 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
     if they are not set, from the headers of the files.
 
     Raises:
-        DataFilesCorruptError: a file cannot be read and may not be skipped, or no file can be read.
+        DataFilesCorruptError: a file cannot be read.
         DataError: the images have several sizes, and `image_size` is not set.
     """
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
         headers, faults = read_headers(files.full_paths)
-        _check_faults(files, faults, skip_corrupt=settings.skip_corrupt)
+        if faults:
+            _refuse_faults(files, faults)
         heights, widths, are_grey = zip(*headers, strict=True)
         sizes = Counter(zip(heights, widths, strict=True))
         if size is None and len(sizes) > 1:
@@ -315,12 +344,11 @@ def _read(
     spec: DatasetSpec,
     note: Note,
     *,
-    skip_corrupt: bool,
-    may_be_empty: bool = False,
-) -> tuple[ImageData, FolderFiles, tuple[str, ...]]:
-    """Reads the images of `files`.
+    private: bool = False,
+) -> tuple[ImageData, FolderFiles]:
+    """Reads the images of `files`, and returns them with the files that could be read.
 
-    Returns the images as `ImageData`, the files that could be read, and the names of skipped files.
+    Only private data may have files that cannot be read, or no file.
     """
     undefined = sorted(set(files.class_names).difference(spec.class_names))
     if undefined:
@@ -335,37 +363,52 @@ def _read(
         )
     decoding = Decoding(spec.window, spec.slice)
     images, faults, losses = read_pixels(files.full_paths, *spec.image_shape, decoding)
-    if not may_be_empty:
-        _check_faults(files, faults, skip_corrupt=skip_corrupt)
+    if faults and not private:
+        _refuse_faults(files, faults)
     if losses:
         lost = ", ".join(f"{count} {loss}" for loss, count in sorted(losses.items()))
         note(f"converted in {one_line(files.root)}: {lost}")
-    skipped: tuple[str, ...] = ()
-    if faults:
-        # Lists every skipped file, one a line, because a user who skips files wants to know which.
-        note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))
-        skipped = tuple(files.paths[list(faults)])
-        readable = np.delete(np.arange(len(images)), list(faults))
-        images = images[readable]
-        files = files.select(readable)
+    images = np.delete(images, list(faults), axis=0)
+    files = _without(files, faults, note)
     numbers = list(map(spec.class_names.index, files.labels))
     labels = torch.tensor(numbers, dtype=torch.int64)
     groups = None
     if files.users.any():
         groups = torch.from_numpy(np.unique(files.users, return_inverse=True)[1])
+    hashes = file_hashes(files.full_paths)
+    _note_copies(files, hashes, note)
     pixels = torch.from_numpy(images)
-    hashes = torch.from_numpy(file_hashes(files.full_paths))
-    data = ImageData(pixels, labels, spec, None, groups, may_be_empty, hashes)
-    return data, files, skipped
+    data = ImageData(pixels, labels, spec, None, groups, private, torch.from_numpy(hashes))
+    return data, files
 
 
-def _check_faults(files: FolderFiles, faults: dict[int, str], *, skip_corrupt: bool) -> None:
-    """Raises an error if files cannot be read and may not be skipped, or if no file can be read.
+def _note_copies(files: FolderFiles, hashes: Bytes, note: Note) -> None:
+    """Warns the user of images that are links to others, or have the same content."""
+    first: dict[bytes, str] = {}
+    pairs = [
+        (path, first.setdefault(digest.tobytes(), path))
+        for path, digest in zip(files.paths, hashes, strict=True)
+    ]
+    copies = [pair for pair in pairs if pair[0] != pair[1]]
+    if copies:
+        copy, original = map(one_line, copies[0])
+        note(
+            f"warning: {len(copies)} of {len(pairs)} images in {one_line(files.root)} are links to or "
+            f"copies of others, such as {copy} of {original}, and count as records. Remove them"
+        )
 
-    Unreadable files may be skipped if `skip_corrupt` is true.
+
+def _without(files: FolderFiles, faults: dict[int, str], note: Note) -> FolderFiles:
+    """Returns the files without faults. A note lists the others, because a user who skips files
+    wants to know which.
     """
-    if not faults or (skip_corrupt and len(faults) < len(files.paths)):
-        return
+    if not faults:
+        return files
+    note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))
+    return files.select(np.delete(np.arange(len(files.paths)), list(faults)))
+
+
+def _refuse_faults(files: FolderFiles, faults: dict[int, str]) -> NoReturn:
     raise DataFilesCorruptError(
         f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read, such as "
         f"{', '.join(_descriptions(files, faults)[:5])}. Repair or remove these files, or skip "
@@ -399,8 +442,9 @@ def read_as(
         DataError: the folder has a class that the specification does not have, or the folder cannot
             be read for a reason that `load_folder` lists.
     """
-    files = _find(folder, note, skip_other)
-    return _read(files, spec, note, skip_corrupt=skip_corrupt)[0]
+    decoding = Decoding(spec.window, spec.slice)
+    skip = {"skip_other": skip_other, "skip_corrupt": skip_corrupt}
+    return _read(_find(folder, note, decoding, None, **skip)[0], spec, note)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:
@@ -418,9 +462,10 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
         DataFilesCorruptError: a list or a folder cannot be read.
     """
     files = find_declared_files(folder, spec.class_names, by_user=by_user)
+    _note_unused(files, folder, note)
     if files.excluded:
         note(f"skipped in {one_line(folder)}: {counted(files.excluded)}")
-    data, _, _ = _read(files, spec, note, skip_corrupt=True, may_be_empty=True)
+    data, _ = _read(files, spec, note, private=True)
     if not len(data):
         note(
             f"{one_line(folder)} has no image of the run's classes. The client contributes only "

@@ -18,7 +18,7 @@ import re
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cache, partial
 from io import BufferedReader
@@ -31,8 +31,18 @@ import numpy.typing as npt
 import torch
 from numpy.lib import format as npy_format
 
-from fedsynth.data.files import DELIMITERS, column_of, read_tensors, same_name, without_id
-from fedsynth.data.folder_files import FolderFiles, Names, refuse_similar_names
+from fedsynth.data.files import (
+    HEADINGS,
+    SPLITS,
+    TRAIN,
+    column_of,
+    csv_form,
+    folded_name,
+    read_tensors,
+    same_name,
+    words_of,
+)
+from fedsynth.data.folder_files import FolderFiles, Names, check_names, refuse_splits
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.medical_files import Decoding
 from fedsynth.errors import (
@@ -42,7 +52,7 @@ from fedsynth.errors import (
     FedsynthError,
     one_line,
 )
-from fedsynth.privacy.files import open_regular, read_regular
+from fedsynth.privacy.files import decode_json, open_regular, read_regular
 
 Array = npt.NDArray[Any]
 # The columns of a file by name. Each function reads one column, [N, …].
@@ -50,20 +60,29 @@ Readers = dict[str, Callable[[], Array]]
 
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
+_NO_RECORDS = "it has no records"
 # The size limit of an array in memory.
 MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
 MAX_EXPANDED_BYTES = 2**31
 
-TRAIN, TEST = "train", "test"
-_SPLIT = re.compile(r"(?:(train|val|test)_(.+)|(.+)_(train|val|test))", re.IGNORECASE)
-_SPLIT_OF_PATH = re.compile(r"(?<![a-z])(train|val|test)")
-_USUAL_NAMES = {
-    "feature": "x images image features embeddings embedding data",
-    "label": "label labels y target targets class",
-    "user": "user users patient patients subject subjects person group groups",
-    "site": "site sites hospital hospitals client clients",
+_WORDS = "|".join(SPLITS)
+_SPLIT = re.compile(rf"({_WORDS})[_./-](.+)|(.+)[_./-]({_WORDS})", re.IGNORECASE)
+_FEATURES = ("x", "images", "image", "features", "embeddings", "embedding", "data")
+# The headings of columns with a meaning, each with the name of its role.
+_ROLES: dict[str, str] = {
+    name: role for name, role in HEADINGS.items() if role in ("user", "site")
+} | {
+    **dict.fromkeys(("label", "labels", "y", "target", "targets", "class"), "label"),
+    **dict.fromkeys(("group", "groups"), "user"),
 }
+# The names of columns that number the rows or name them, as pandas and R write them.
+_IDENTIFIER = re.compile(
+    r"(?i:|index|level_[0-9]+|__index_level_[0-9]+__|unnamed: ?[0-9]+|rownames?"
+    r"|row[\W_]?nr|mrn|pid|eid|(.*[\W_])?(id|ids|idx|uid|uuid))|.*[a-z]ID"
+)
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
+_NUMBER_WITH_UNIT = re.compile(r"[<>~]?[+-]?[0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?[\s%]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -73,15 +92,18 @@ class Part:
     Attributes:
         place: the name of the file, for messages.
         readers: the columns of the part.
-        numbers: the columns of numbers in a table. They are the features, except those with
-            another meaning. None for an array file, whose features are one array.
-        class_names: the names of the classes 0, 1, …, if the file states them.
+        numbers: the columns of numbers in a table that are its features, unless the user chooses
+            others. None for an array file, whose features are one array.
+        stated: the names of the values 0, 1, … of a column, if the file states them.
+        faults: for columns that are no numbers, functions that return why they may be a damaged
+            column of numbers, or an empty text.
     """
 
     place: str
     readers: Readers
     numbers: tuple[str, ...] | None = None
-    class_names: tuple[str, ...] = ()
+    stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
 
     def names_of(self, role: str, chosen: str) -> list[str]:
         """Returns the names of the columns with the features, labels, users or sites.
@@ -93,7 +115,7 @@ class Part:
 
         Raises:
             DataError: a chosen column does not exist, or several are chosen for another role than
-                the features.
+                the features, or several columns have usual names of this role.
         """
         names = list(filter(None, map(str.strip, chosen.split(","))))
         if role != "feature" and len(names) > 1:
@@ -109,11 +131,18 @@ class Part:
                     f"the column {one_line(name)!r} is missing from {self.place}, which has "
                     f"{self.listed(name)}. Name another column with {option}"
                 )
-        folded = {name.casefold(): name for name in self.readers}
-        if role in ("user", "site"):
-            folded = {without_id(name): name for name in self.readers} | folded
-        usual = list(filter(None, map(folded.get, _USUAL_NAMES[role].split())))
-        return names or usual[:1]
+        if names:
+            return names
+        if role == "feature":
+            folded = {name.casefold(): name for name in self.readers}
+            return list(filter(None, map(folded.get, _FEATURES)))[:1]
+        usual = [name for name in self.readers if column_of(name, _ROLES) == role]
+        if len(usual) > 1:
+            raise DataError(
+                f"{self.place} has several columns that may be the {role}: "
+                f"{one_line(', '.join(usual))}. Choose one with --{role}-column"
+            )
+        return usual
 
     def listed(self, column: str) -> str:
         """Lists the columns for an error message.
@@ -135,6 +164,10 @@ class Part:
             array = self.readers[name]()
             if array.dtype.kind not in "biufUO":
                 raise ValueError(f"it must have numbers or text, not the type {array.dtype}")
+            if not array.ndim:
+                raise ValueError("it must have a value for each record, got a single value")
+            if not len(array):
+                raise ValueError(_NO_RECORDS)
             return array
 
 
@@ -155,7 +188,8 @@ class Records(NamedTuple):
 def with_classes(files: FolderFiles, class_names: tuple[str, ...]) -> FolderFiles:
     """Replaces labels 0, 1, … with the names of the classes at these positions.
 
-    Labels that are names, or other numbers, are not changed.
+    Labels that are names, or other numbers, are not changed. If some names are numbers, all labels
+    are names.
     """
     numbers = set(map(str, range(len(class_names))))
     if numbers & set(class_names) or not set(files.labels) <= numbers:
@@ -177,9 +211,10 @@ def is_record_file(path: str | Path) -> bool:
     if not path.is_file():
         return False
     with file_errors(one_line(path)), BufferedReader(open_regular(path)) as file:
-        header = file.readline(2**20).decode("utf-8-sig", errors="replace")
-    cells = re.split(f"[{re.escape(DELIMITERS)}]", header.casefold())
-    return "path" not in [column_of(cell.strip(' \r\n"')) for cell in cells]
+        text = file.read(2**20).decode("utf-8-sig", errors="replace")
+    delimiter, start = csv_form(text)
+    header = text[start:].lstrip().partition("\n")[0]
+    return "path" not in map(column_of, header.split(delimiter))
 
 
 def parts_of(place: str, revision: str = "") -> dict[str, Part]:
@@ -204,7 +239,9 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
             return {TRAIN: _table_part(one_line(place), _parquet_schema(path), read)}
         if kind == ".csv":
             table = _read_csv(path)
-            return {TRAIN: _table_part(one_line(place), table.schema, table.select)}
+            part = _table_part(one_line(place), table.schema, table.select)
+            faults = {name: partial(_fault_of_numbers, table[name]) for name in part.readers}
+            return {TRAIN: replace(part, faults=faults)}
         if kind == ".npy":
             return {TRAIN: Part(one_line(place), _npy_readers(path))}
         readers = {".npz": _npz_readers, ".safetensors": _tensor_readers}[kind](path)
@@ -233,39 +270,64 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             f"{part.place} has no column of labels, but {part.listed('label')}. Name it with "
             "--label-column"
         )
-    values = _features(part, columns["feature"], named, note)
+    meanings = {role: "".join(names) for role, names in named.items()}
+    _refuse_mixed_splits(part, meanings)
+    values = _features(part, columns["feature"], meanings, note)
     facts = [_facts(part, names, len(values)) for names in named.values()]
     rows = np.arange(len(values))
     files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
-    files = with_classes(files, part.class_names)
-    refuse_similar_names("classes", files.class_names)
-    refuse_similar_names("sites", files.site_names)
-    return Records(values, files, part.class_names or files.class_names)
+    files = replace(files, users=np.array(list(map(folded_name, files.users)), object))
+    check_names("classes", files.class_names)
+    check_names("sites", files.site_names)
+    return Records(values, files, part.stated.get(meanings["label"]) or files.class_names)
+
+
+def _refuse_mixed_splits(part: Part, meanings: Mapping[str, str]) -> None:
+    """Refuses a part in which a column separates training records from test records."""
+    for name in part.readers.keys() - set(meanings.values()):
+        if column_of(name) == "split":
+            splits = np.unique(part.read(name)).astype(str)
+            if len(splits) > 1:
+                names = one_line(", ".join(splits))
+                refuse_splits(
+                    f"the splits {names} in the column {one_line(name)!r} of {part.place}"
+                )
 
 
 def _features(
-    part: Part, chosen: str, named: Mapping[str, list[str]], note: Callable[[str], None]
+    part: Part, chosen: str, meanings: Mapping[str, str], note: Callable[[str], None]
 ) -> Array:
     """Reads the features: one array, or columns of numbers side by side."""
-    meanings = {*map("".join, named.values())}
-    columns = {}
-    for name in part.names_of("feature", chosen):
-        if chosen or (name and name not in meanings):  # pandas' index has no name
-            columns[name] = part.read(name)
+    roles = set(meanings.values())
+    names = [name for name in part.names_of("feature", chosen) if chosen or name not in roles]
+    unused = sorted(part.readers.keys() - roles.union(names))
+    for name in unused if part.numbers is not None and not chosen else ():
+        fault = "" if _has_meaning(name) else part.faults.get(name, str)()
+        if fault:
+            raise DataError(
+                f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
+                "name the features with --feature-columns"
+            )
+    columns = {name: part.read(name) for name in names}
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
             f"{part.place} needs features that are numbers. Name one of its columns "
             f"({part.listed('features')}) with --feature-columns"
         )
     if part.numbers is not None:
-        unused = sorted(part.readers.keys() - columns.keys() - meanings)
-        text = f"{one_line(', '.join(columns))}; not used: {one_line(', '.join(unused) or 'none')}"
-        others = ", ".join(f"{role}: {''.join(names) or 'none'}" for role, names in named.items())
-        note(f"features in {part.place}: {text}; {one_line(others)}")
+        used = "".join(f"; {role}: {one_line(name or 'none')}" for role, name in meanings.items())
+        text = f"{one_line(', '.join(columns))}{used}"
+        note(f"features in {part.place}: {text}; not used: {one_line(', '.join(unused) or 'none')}")
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
     if len(columns) == 1:
         return next(iter(columns.values()))
+    shapes = {name: list(array.shape) for name, array in columns.items()}
+    if len({shape[0] for shape in shapes.values()}) > 1 or max(map(len, shapes.values())) > 2:
+        raise DataError(
+            f"the features of {part.place} must be one array, or columns of the same length, got "
+            f"{one_line(shapes)}. Name some of them with --feature-columns"
+        )
     return np.column_stack(list(columns.values()))
 
 
@@ -278,7 +340,7 @@ def _facts(part: Part, names: list[str], count: int) -> Names:
     facts = np.full(count, "", object)
     for name in names:
         what = f"{one_line(name)!r} in {part.place}"
-        facts = _names_in(part.read(name), what)
+        facts = _names_in(part.read(name), what, part.stated.get(name, ()))
         if len(facts) != count:
             raise DataError(
                 f"{what} must have a value for each of the {count} records, got {len(facts)}"
@@ -286,8 +348,11 @@ def _facts(part: Part, names: list[str], count: int) -> Names:
     return facts
 
 
-def _names_in(array: Array, what: str) -> Names:
-    """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1"."""
+def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
+    """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1".
+
+    If the file states names, whole numbers are positions in them.
+    """
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
@@ -296,6 +361,14 @@ def _names_in(array: Array, what: str) -> Names:
         if not (np.isfinite(array) & (array == np.rint(array))).all():
             raise DataError(f"{what} must have a whole number or text in every row")
         array = array.astype(np.int64)
+    if stated and array.dtype.kind in "iu":
+        wrong = array[(array < 0) | (array >= len(stated))]
+        if len(wrong):
+            raise DataError(
+                f"{what} must have the numbers from 0 to {len(stated) - 1} of the names that the "
+                f"file states, got {wrong[0]}. Remove rows without a name"
+            )
+        return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
         raise DataError(f"{what} must have a number or text in every row, not several values")
     distinct, positions = np.unique(array, return_inverse=True)
@@ -331,7 +404,7 @@ def _split_of(name: str) -> tuple[str, str]:
     match = _SPLIT.fullmatch(name)
     if match is None:
         return TRAIN, name
-    return (match[1] or match[4]).casefold(), match[2] or match[3]
+    return SPLITS[(match[1] or match[4]).casefold()], match[2] or match[3]
 
 
 # ------------------------------------------------------------------------------------ array files
@@ -377,7 +450,7 @@ def _read_array(path: Path, member: str = "") -> Array:
 def _npy_readers(path: Path) -> Readers:
     """Returns the readers of a file, under the name "x", and of those next to it with its prefix."""
     prefix = path.stem[: path.stem.rfind("_") + 1]
-    if path.stem.removeprefix(prefix).casefold() not in _USUAL_NAMES["feature"].split():
+    if path.stem.removeprefix(prefix).casefold() not in _FEATURES:
         prefix = ""
     readers: Readers = {"x": partial(_read_array, path)}
     for other in sorted(path.parent.glob("*.npy")):
@@ -439,43 +512,115 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
                 size += batch.nbytes
                 _check_expanded(size, path)
                 batches.append(batch)
+    if not batches:
+        raise ValueError(_NO_RECORDS)
     return _optional("pyarrow", "tables").Table.from_batches(batches)
 
 
 def _read_csv(path: Path) -> Any:
     csv = _optional("pyarrow.csv", "tables")
     content = read_regular(path, MAX_ARRAY_BYTES)
-    header = content[: 2**16].partition(b"\n")[0].decode("utf-8", "replace")
-    options = csv.ParseOptions(delimiter=max(DELIMITERS, key=header.count))
+    delimiter, start = csv_form(content[: 2**16].decode("utf-8-sig", "replace"))
+    read = csv.ReadOptions(use_threads=False, skip_rows=int(start > 0))
     buffer = _optional("pyarrow", "tables").BufferReader(content)
     # without threads, which may go on after an error and crash the process
-    return csv.read_csv(buffer, csv.ReadOptions(use_threads=False), options)
+    table = csv.read_csv(buffer, read, csv.ParseOptions(delimiter=delimiter))
+    if not table.num_rows:
+        raise ValueError(_NO_RECORDS)
+    return table
+
+
+def _fault_of_numbers(column: Any) -> str:
+    """Returns why a column seems to be a damaged column of numbers, or an empty text."""
+    types = _optional("pyarrow", "tables").types
+    if column.null_count == len(column):
+        return "has no value"
+    if not types.is_string(column.type):
+        return ""
+    cells = column.drop_null().to_pylist()
+    texts = [cell for cell in cells if not _NUMBER.fullmatch(cell)] or cells
+    if 2 * sum(map(bool, map(_NUMBER_WITH_UNIT.fullmatch, cells))) <= len(cells):
+        return ""
+    return f"seems to have numbers, but also {one_line(texts[0])!r}"
+
+
+def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Returns the names that the package `datasets` states for the positions in columns of classes,
+    and the columns of images.
+    """
+    stated, images = {}, []
+    try:
+        content = decode_json((schema.metadata or {}).get(b"huggingface", b"{}"))
+        for name, feature in content.get("info", {}).get("features", {}).items():
+            kind = isinstance(feature, dict) and feature.get("_type")
+            if kind == "ClassLabel":
+                stated[name] = tuple(same_name(str(value)) for value in feature["names"])
+            elif kind == "Image":
+                images.append(name)
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise ValueError("the types of its columns are damaged. Write the file again") from None
+    return stated, images
 
 
 def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
     types = _optional("pyarrow", "tables").types
-    numbers = []
-    for field in schema:
-        kind = getattr(field.type, "value_type", field.type)  # of the items of lists
-        if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
-            numbers.append(field.name)
+    stated, images = _stated_features(schema)
+    is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
+    kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
+    numbers = [name for name, kind in kinds.items() if any(check(kind) for check in is_number)]
     readers: Readers = {
         name: partial(_column, partial(read, [name]), name) for name in schema.names
     }
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
-    return Part(place, readers, tuple(numbers))
+    for name in images:
+        readers[name] = partial(_decoded, partial(read, [name]), name)
+    index = (schema.pandas_metadata or {}).get("index_columns", [])
+    usable = tuple(
+        name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
+    )
+    faults = {n: partial(str, "has no value") for n, kind in kinds.items() if types.is_null(kind)}
+    return Part(place, readers, None if images else usable, stated, faults)
+
+
+def _has_meaning(name: str) -> bool:
+    """Returns True if a column of numbers is no feature by its name, such as `patient_id`."""
+    return bool(column_of(name, _ROLES) or _IDENTIFIER.fullmatch(name))
+
+
+def _item_type(kind: Any) -> Any:
+    """Returns the type of the items of nested lists, or the type itself."""
+    while hasattr(kind, "value_type") or hasattr(kind, "storage_type"):
+        kind = getattr(kind, "storage_type", None) or kind.value_type
+    return kind
 
 
 def _column(read: Callable[[], Any], name: str) -> Array:
-    """Reads a column as an array [N], or [N, D] if the cells are lists of the same length."""
-    column = read()[name]
-    if column.null_count:
-        raise ValueError(f"it has {column.null_count} empty cells. Fill in or remove these rows")
-    array = column.to_numpy()
-    if len(array) and isinstance(array[0], np.ndarray):
-        array = np.stack(list(array))
-    return np.asarray(array)
+    """Reads a column as an array [N], or [N, D, …] if the cells are lists of the same lengths."""
+    arrays = list(map(_cells, read()[name].chunks))
+    shapes = {array.shape[1:] for array in arrays}
+    if len(shapes) > 1:
+        raise ValueError("its lists must have the same length in every row")
+    return np.concatenate(arrays)
+
+
+def _cells(array: Any) -> Array:
+    pyarrow = _optional("pyarrow", "tables")
+    shape = [len(array)]
+    while True:
+        array = getattr(array, "storage", array)  # of the types that `datasets` defines
+        if array.null_count:
+            raise ValueError(f"it has {array.null_count} empty cells. Fill in or remove these rows")
+        if not hasattr(array, "value_lengths") or pyarrow.types.is_map(array.type):
+            break
+        lengths = array.value_lengths().unique().to_pylist()
+        if len(lengths) > 1:
+            raise ValueError("its lists must have the same length in every row")
+        shape.append(*(lengths or [0]))
+        array = array.flatten()
+    if pyarrow.types.is_decimal(array.type):
+        array = array.cast(pyarrow.float64())
+    return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(shape)
 
 
 def downloaded(place: str, revision: str) -> tuple[str, str]:
@@ -515,10 +660,9 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
     files: dict[str, list[Path]] = {}
     places = set()
     for path in sorted(folder.rglob("*.parquet")):
-        head, *splits = _SPLIT_OF_PATH.split(path.relative_to(folder).as_posix())
-        split = next(iter(splits), TRAIN)
+        split, place = _split_of_path(path.relative_to(folder))
         files.setdefault(split, []).append(path)
-        places.add(head.rpartition("/")[0])
+        places.add(place)
     if len(places) > 1:
         raise DataError(
             f"{one_line(folder)} has several data sets, in {one_line(', '.join(sorted(places)))}. "
@@ -530,16 +674,26 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
 
 
 def _hub_part(paths: list[Path], place: str) -> Part:
-    schema, read = _parquet_schema(paths[0]), partial(_read_parquet, paths)
-    features = _optional("datasets", "hub").Features.from_arrow_schema(schema)
-    part = _table_part(place, schema, read)
-    for name, feature in features.items():
-        if type(feature).__name__ == "Image":
-            part.readers[name] = partial(_decoded, partial(read, [name]), name)
-            part = replace(part, numbers=None)
-    labels = part.names_of("label", "")
-    names = getattr(features.get("".join(labels)), "names", ())
-    return replace(part, class_names=tuple(map(same_name, names)))
+    read = partial(_read_parquet, paths)
+    parts = [_table_part(place, _parquet_schema(path), read) for path in paths]
+    for path, part in zip(paths, parts, strict=True):
+        if part.stated != parts[0].stated:
+            raise DataError(
+                f"{one_line(paths[0])} and {one_line(path)} state different names of classes. Write "
+                "both files from one data set"
+            )
+    return parts[0]
+
+
+def _split_of_path(path: Path) -> tuple[str, str]:
+    """Returns the split that the name of a file or of one of its folders states, and the folder of
+    the data set.
+    """
+    for place in (path, *path.parents):
+        for word in words_of(place.name):
+            if word in SPLITS:
+                return SPLITS[word], place.parent.as_posix()
+    return TRAIN, path.parent.as_posix()
 
 
 def _decoded(read: Callable[[], Any], name: str) -> Array:
@@ -547,8 +701,15 @@ def _decoded(read: Callable[[], Any], name: str) -> Array:
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, cell in enumerate(read()[name]):
+            stored = cell.as_py() or {}
+            if stored.get("bytes") is None:
+                place = stored.get("path")
+                has = "no image" if place is None else f"only the path {one_line(place)}, no image"
+                raise ValueError(
+                    f"row {number + 1} has {has}. Remove the row, or store the image's bytes in it"
+                )
             path = Path(folder, str(number))
-            path.write_bytes(cell["bytes"].as_py())
+            path.write_bytes(stored["bytes"])
             paths.append(path)
         headers, header_faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}

@@ -74,6 +74,20 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         load_folder(tmp_path, image_size=8, skip_corrupt=True)
 
 
+def test_skipped_files_determine_nothing(tmp_path: Path) -> None:
+    """A damaged colour file is the only one of its site and class, and has another size."""
+    make_image_folder(tmp_path)
+    damaged = tmp_path / "west/unsure/1.png"
+    write_image(damaged, 1, (40, 40), mode="RGB")
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    with pytest.warns(UserWarning, match="west/unsure/1.png"):
+        loaded = load_folder(tmp_path, skip_corrupt=True)
+    toml = describe_folder(FolderSettings(str(tmp_path), skip_corrupt=True), print).toml
+    assert loaded.train.spec.image_shape == (1, 16, 16)
+    assert (loaded.train.spec.class_names, loaded.names) == (("ill", "well"), ("north", "south"))
+    assert tomllib.loads(toml)["images"]["sites"] == ["north", "south"]
+
+
 @pytest.mark.parametrize(
     ("files", "text"),
     [
@@ -83,7 +97,18 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
         (("ill/1.png", "Ill/2.png"), "two classes have the similar names 'Ill' and 'ill'"),
         (("a/T-shirt/1.png", "b/t_shirt/1.png", "b/x/1.png"), "two classes have the similar names"),
         (("a/½/1.png", "b/1⁄2/1.png", "b/x/1.png"), "two classes have the similar names"),
-        (("a/0/1.png", "b/0.0/1.png", "b/x/1.png"), "two classes have the similar names"),
+        *(
+            ((f"a/{number}/1.png", f"b/{other}/1.png", "b/x/1.png"), "two classes have the similar")
+            for number, other in (
+                ("0", "0.0"),
+                ("1", "01"),
+                ("1", "+1"),
+                ("10", "10."),
+                ("-1", "−1"),
+            )
+        ),
+        (("a/train/1.png", "a/test/2.png"), "the classes test, train are parts of a data set"),
+        (("Test_set/x/1.png", "Train_set/x/2.png", "z/x/1.png"), "the sites Test_set, Train_set"),
         (("a/1.mha", "b/2.mha"), r"no image .*\.mha: 2 \(a/1.mha …\)"),
     ],
 )
@@ -139,6 +164,10 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
     loaded = load_folder(tmp_path / "scans")
     assert (loaded.names, len(loaded.train)) == (("north", "south"), 25)
+    (tmp_path / "scans/north/ill/98.png").hardlink_to(tmp_path / "scans/north/ill/00.png")
+    message = r"14 of 26 images .* links to or copies .* as north/ill/98.png of north/ill/00.png"
+    with pytest.warns(UserWarning, match=message):
+        load_folder(tmp_path / "scans")
     link = tmp_path / "scans" / "west"
     for target in ("disk/south", "scans"):  # a site twice, a loop
         link.symlink_to(tmp_path / target)
@@ -163,7 +192,7 @@ def test_ledgers_and_hidden_files_are_not_images(tmp_path: Path) -> None:
 def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
     """`--data N5`, where N5 contains train/ and test/, would train on the test images."""
     folder = make_image_folder(tmp_path, ("train", "test"))
-    with pytest.raises(DataError, match="folders test, train, which would become sites"):
+    with pytest.raises(DataError, match=r"sites test, train are .*data\.test_folder"):
         load_folder(folder, test_folder=folder / "test")
     assert len(load_folder(folder / "train", test_folder=folder / "test").test) == 12
     (tmp_path / "scans").mkdir()
@@ -190,6 +219,10 @@ def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
         ("path,label\n", "lists no image"),
         ("path,label\nnorth\\a.png,ill\n", r"\(the file does not exist\)"),
         ("path,label\na.png,ill\nempty.png,ill\n", r"1 of 2 files .*\(the file is empty\)"),
+        ("path,label,split\na.png,ill,train\nb.png,ill,test\n", "splits test, train in .*manifest"),
+        ("path,label,site\na.png,ill,train\nb.png,ill,test\n", "sites test, train are parts"),
+        ("path,label,patient,PatientID\na.png,ill,1,2\n", "two columns for the user"),
+        ("sep=;\npath;label\na.png;\n", "line 3 of .* empty cell in the column label"),
         ("path,image,label\na.png,a.png,ill\n", "line 1 of .* two columns for the path"),
         ("\n\npath;label\n\na.png;\n", "line 5 of .* empty cell in the column label"),
     ],
@@ -208,6 +241,7 @@ def test_invalid_tables_raise_one_line_errors(tmp_path: Path, text: str, error: 
 
 FORMS: list[Callable[[str], bytes]] = [
     lambda text: text.replace(",", ";").encode("utf-8-sig"),  # Excel, in German
+    lambda text: f"sep=;\r\n{text.replace(',', ';')}".encode(),
     lambda text: text.replace(",", "\t").replace("\n", "\r\n").encode(),
     lambda text: text.upper().replace(".PNG", ".png").encode(),
     lambda text: "".join(f'"{cell}"\n' for cell in text.replace(",", '","').split()).encode(),
@@ -228,6 +262,19 @@ def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], n
     assert loaded.train.groups.tolist() == [0, 0, 1, 1]
     assert loaded.train.labels.tolist() == [0, 0, 1, 1]
     assert name == "users.csv" or loaded.names == ("S1", "S2")
+
+
+@pytest.mark.parametrize("heading", ["patient_id", "PatientID", "subject", "Patient No."])
+def test_people_are_known_and_other_columns_are_noted(tmp_path: Path, heading: str) -> None:
+    """A spreadsheet removes zeros: 1 and 01 are one person, so that neither counts as two."""
+    rows = [f"path,label,{heading},age,split"]
+    for number, user in enumerate(("1", "01", "2")):
+        write_image(tmp_path / "é" / f"{number}ü.png", number)
+        name = f"{unicodedata.normalize('NFD', 'é')}/{number}ü.png"  # letters in both forms
+        rows.append(f"{name},{number},{user},70,train")
+    (tmp_path / "manifest.csv").write_text("\n".join(rows))
+    with pytest.warns(UserWarning, match=r"columns of .*manifest.csv that are not used: age$"):
+        assert load_folder(tmp_path).train.groups.tolist() == [0, 0, 1]
 
 
 # -------------------------------------------------------------------------------- declarations

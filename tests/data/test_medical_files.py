@@ -343,11 +343,15 @@ def test_patient_ids_group_images_and_are_not_kept(
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
         assert load_folder(tmp_path).train.groups is None
+    (tmp_path / "well/4.dcm").write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match=r"skipped in .*\n.*well/4.dcm"):
+        assert len(load_folder(tmp_path, skip_corrupt=True).train.groups.unique()) == 2
+    (tmp_path / "well/4.dcm").unlink()
     for path in tmp_path.rglob("*.dcm"):
         write_ct(tmp_path / "north" / path.relative_to(tmp_path), "anonymous")
         path.unlink()
     write_ct(tmp_path / "south/ill/5.dcm", "C3")
-    with pytest.warns(UserWarning, match="all 4 images in site north of .* have one patient ID"):
+    with pytest.warns(UserWarning, match="all 3 images in site north of .* have one patient ID"):
         assert len(load_folder(tmp_path).train.groups.unique()) == 2
     monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
     with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):

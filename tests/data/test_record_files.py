@@ -167,6 +167,24 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "number or text in every"),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
+        ("a.npz", {"x": np.float32(1)}, {}, "'x' .* a value for each record, got a single value"),
+        ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
+        ("a.npz", {"x": X[:0]}, {}, "'x' .* has no records"),
+        ("a.npz", {"z": Y[:3]}, {"feature_columns": "x,z"}, "columns of the same length, got"),
+        ("a.npz", {"split": np.where(Y, "train", "val")}, {}, r"splits train, val .*test_folder"),
+        (
+            "a.npz",
+            {"site": np.where(Y, "Test set", "train")},
+            {},
+            "sites Test set, train are parts",
+        ),
+        ("a.csv", {"fold": Y}, {}, r"splits 0, 1, 2 in the column 'fold'"),
+        ("a.csv", {"subject_id": Y}, {}, "several .* user: patient, subject_id.*--user-column"),
+        ("a.csv", {"f1": ["x", *map(str, X[1:, 1])]}, {}, "'f1' .* also 'x'.*--feature-columns"),
+        ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
+        ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* has no value"),
+        ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* has no value"),
+        ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "the same length in every row"),
     ],
 )
 def test_unusable_files_raise_one_line_errors(
@@ -270,8 +288,11 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
     with pytest.raises(PrivacySettingError, match="unit must be set"):
         private(file)
     private(file, unit="user")
-    ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/*.jsonl")}
+    ledgers = {path.name for path in tmp_path.glob("fedsynth-ledger/scans/*.jsonl")}
     assert ledgers == {"north.jsonl", "south.jsonl"}
+    shutil.copy(file, tmp_path / "other.npz")
+    other = describe_folder(FolderSettings(str(tmp_path / "other.npz")), print)
+    assert 'ledger = "fedsynth-ledger/other"' in other.toml  # with the same names of sites
     draft.path.write_text(draft.path.read_text().replace('"0", "1", "2"', '"0", "1", "3"'))
     with pytest.raises(DataError, match=r"the class '2', but .* declares only"):
         private(file, unit="user")
@@ -328,6 +349,88 @@ def test_hubs_keep_class_names_splits_and_commits(
     with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
         parts_of("hf:clinic/scans")
     assert len(parts_of("hf:clinic/scans/data")) == 2
+
+
+@pytest.mark.filterwarnings("ignore:features in")
+@pytest.mark.parametrize("names", [("1", "0"), ("1", "2"), tuple(sorted(map(str, range(12))))])
+@pytest.mark.parametrize("place", ["hf:{}", "{}/a.parquet"])
+def test_stated_names_are_those_of_the_stored_positions(
+    names: tuple[str, ...], place: str, tmp_path: Path
+) -> None:
+    """The folders 0 to 11 are the classes 0, 1, 10, 11, 2, … of a hub's data set."""
+    label, sex = (datasets.ClassLabel(names=list(given)) for given in (names, ("female", "male")))
+    rows = np.arange(24) % len(names)
+    columns = {"f": X[:24, 0], "label": rows, "sex": rows % 2, "site": rows % 2}
+    features = datasets.Features({"f": datasets.Value("float32"), "label": label, "sex": sex})
+    data = datasets.Dataset.from_dict(columns, features=datasets.Features(**features, site=sex))
+    data.to_parquet(tmp_path / "a.parquet")
+    file = place.format(tmp_path)
+    train = load_file(file, bounds="-8,8").train
+    assert (train.spec.class_names, train.spec.width) == (names, 1)
+    assert train.labels.tolist() == rows.tolist()
+    for changed in (data, data.remove_columns("label")):
+        changed.to_parquet(tmp_path / "a.parquet")
+        loaded = load_file(file, bounds="-8,8", label_column="sex")
+        assert loaded.train.spec.class_names == loaded.names == ("female", "male")
+        assert loaded.train.labels.tolist() == (rows % 2).tolist()
+    other = data.cast_column("label", datasets.ClassLabel(names=list(names[::-1])))
+    other.to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet state different names"):
+        load_file(f"hf:{tmp_path}")
+    table = pa.table(
+        {"f": [0.5, 1], "label": [0, -1]}, data.select_columns(["f", "label"])._data.schema
+    )
+    pa.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"numbers from 0 to [0-9]+ of the names .* got -1"):
+        load_file(tmp_path / "a.parquet", bounds="-8,8")
+
+
+def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path) -> None:
+    Image.new("L", (2, 2)).save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+    only_path = {"bytes": None, "path": "b.png"}
+    for cell, message in ((None, "row 2 has no image"), (only_path, "only the path b.png")):
+        cells: list[Any] = [{"bytes": content, "path": None}, cell]
+        table = pa.table({"image": cells, "label": [0, 1]}, features.arrow_schema)
+        pa.parquet.write_table(table, tmp_path / "images.parquet")
+        with pytest.raises(DataError, match=rf"{message}.*store the image's bytes"):
+            load_file(tmp_path / "images.parquet")
+    features = datasets.Features(
+        {"x": datasets.Array2D((4, 5), "uint8"), "y": datasets.Value("int8")}
+    )
+    pixels = np.arange(120, dtype=np.uint8).reshape(6, 4, 5)
+    data = datasets.Dataset.from_dict({"x": pixels.tolist(), "y": Y[:6]}, features=features)
+    data.to_parquet(tmp_path / "arrays.parquet")
+    with pytest.warns(UserWarning, match="features in .*: x; label: y; .*not used: none"):
+        images = load_file(tmp_path / "arrays.parquet").train.images
+    assert np.array_equal(images[:, 0].numpy(), pixels)
+
+
+@pytest.mark.parametrize(
+    ("files", "tested", "message"),
+    [
+        ("validation", 0, "only val records, which a run trains on"),
+        ("test dev", 0, "has test and val records, but no train records. Save"),
+        ("train patient_testimony trainee", 0, ""),
+        ("Train TEST validation", 1, "the val records .* are not used"),
+        ("validation-study/training_0 validation-study/eval_1", 1, ""),
+    ],
+)
+def test_splits_are_whole_words(files: str, tested: int, message: str, tmp_path: Path) -> None:
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        table = pa.table({"x": np.zeros(2, np.uint8), "y": [0, 1]})
+        pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
+    notes: list[str] = []
+    try:
+        folder = FolderSettings(f"hf:{tmp_path}")
+        loaded = read_own_data(folder, notes.append, declaration=None)
+        assert (loaded.test is not None) == tested
+        assert len(loaded.train) == 2 * (len(files.split()) - tested - ("not used" in message))
+    except DataError as error:
+        notes.append(str(error))
+    assert re.search(message, "\n".join(notes))
 
 
 def test_hub_file_names_are_not_patterns(tmp_path: Path) -> None:
@@ -395,6 +498,8 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     columns = {"label": Y, "patient": PATIENTS, "site": SITES, "f0": X[:, 0], "f1": X[:, 1]}
     pandas.DataFrame(columns).to_csv(path)  # its first column has no name
     assert load_file(path, bounds="-9,9").train.spec.width == 2
+    path.write_text(f"sep=,\n{path.read_text()}")
+    assert load_file(path, bounds="-9,9").train.spec.width == 2
     with pytest.raises(DataError, match="--label-column must name one column"):
         load_file(path, bounds="-9,9", label_column="label,site")
     wide = {f"e{column}": X[:, 0] for column in range(99)}
@@ -408,3 +513,25 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fedsynth\[tables\]'"):
         load_file(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda frame: frame.sample(frac=1, random_state=0),  # stored as __index_level_0__
+        lambda frame: frame.set_index(1000 - np.arange(N)).rename_axis("age"),
+        lambda frame: frame.sample(frac=1, random_state=0).reset_index(),
+        lambda frame: frame.assign(**{"Unnamed: 0": range(N), "rowname": range(N)}),
+        lambda frame: frame.assign(StudyID=range(N), image_id=range(N), uid=range(N)),
+        lambda frame: frame.assign(label_id=Y, fold=3, is_test=False, site_id=Y),
+    ],
+)
+def test_identifiers_and_other_facts_are_no_features(
+    change: Callable[[Any], Any], tmp_path: Path
+) -> None:
+    """Noise has an accuracy of 1 if the position in a sorted file is a feature."""
+    frame = pandas.DataFrame({"f0": X[:, 0], "acid": X[:, 1], "label": Y, "patient_id": PATIENTS})
+    change(frame).to_parquet(tmp_path / "a.parquet")
+    with pytest.warns(match=r": f0, acid; label: label; .*user: patient_id; not used: "):
+        loaded = load_file(tmp_path / "a.parquet", bounds="-9,9")
+    assert (loaded.train.spec.width, len(loaded.train.groups.unique())) == (2, 30)

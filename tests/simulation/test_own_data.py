@@ -313,6 +313,7 @@ def test_one_more_user_moves_sums_by_at_most_the_clip(
         self._users.close(self._sums)
         sums.append(self._sums / self._release.sensitivity)
         self._sums, self.steps_left = None, self.steps_left - 1
+        self._step.release()
         return Released(torch.zeros(self._groups, self._width))
 
     monkeypatch.setattr(GaussianSumMechanism, "release", release)
