@@ -427,9 +427,12 @@ class _FewRecords:
         for replaced in (half, ~half):
             images = self._images.clone()
             images[replaced] = self._replacements[replaced]
-            labels = torch.where(replaced.cpu(), self._other_labels, self._labels)
             watch = OperationWatch(1.0, record=True)
-            if _differ(first[~replaced], self._run(images, watch, labels)[~replaced]):
+            if _differ(first[~replaced], self._run(images, watch)[~replaced]):
+                return MIXES
+            # apart, since code may choose its operations by the labels
+            labels = torch.where(replaced.cpu(), self._other_labels, self._labels)
+            if _differ(first[~replaced], self._run(images, labels=labels)[~replaced]):
                 return MIXES
             watches.append(watch.values)
         for (name, a), (name_b, b), (name_c, c) in zip(base.values, *watches, strict=False):

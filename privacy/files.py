@@ -48,6 +48,23 @@ PARTIAL = ".partial"  # the end of the name of a file that is being written
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
+_forks = [0]  # forks since the program started: process numbers are reused, so they do not suffice
+
+
+def _after_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def this_process() -> tuple[int, int]:
+    """Returns an identifier of the current process.
+
+    The identifier differs between any two processes, including a process and its forks.
+    """
+    return os.getpid(), _forks[0]
+
 
 def expand_home(path: str | Path) -> Path:
     """Replaces `~` or `~name` at the beginning of a path with the home folder of that user.

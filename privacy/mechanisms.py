@@ -31,8 +31,9 @@ from torch import Tensor
 
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacyError
+from fedsynth.privacy.files import this_process
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.randomness import Grid, SecretGenerator, this_process
+from fedsynth.privacy.randomness import Grid, SecretGenerator
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     RECORD,

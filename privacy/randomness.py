@@ -31,7 +31,6 @@ more frequent for larger values.
 from __future__ import annotations
 
 import math
-import os
 import secrets
 from dataclasses import dataclass
 from typing import NoReturn
@@ -41,29 +40,13 @@ import torch
 from torch import Tensor
 
 from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.privacy.files import this_process
 
 DESCRIPTION = (
     "noise and sampling masks: NumPy Generator over randomgen's ChaCha (20 rounds), a 256-bit key "
     "for each client from the "
     "operating system, never derived from the run's seed, logged or saved"
 )
-
-_forks = [0]  # forks since the program started: process numbers are reused, so they do not suffice
-
-
-def _after_fork() -> None:
-    _forks[0] += 1
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def this_process() -> tuple[int, int]:
-    """Returns an identifier of the current process.
-
-    The identifier differs between any two processes, including a process and its forks.
-    """
-    return os.getpid(), _forks[0]
 
 
 def _fresh_generator() -> np.random.Generator:

@@ -37,8 +37,14 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, short_repr
-from fedsynth.privacy.files import MAX_TEXT_BYTES, create_once, decode_json, lock, open_regular
-from fedsynth.privacy.randomness import this_process
+from fedsynth.privacy.files import (
+    MAX_TEXT_BYTES,
+    create_once,
+    decode_json,
+    lock,
+    open_regular,
+    this_process,
+)
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2

@@ -245,7 +245,7 @@ def test_runs_store_the_vectors_of_their_feature_map(tmp_path: Path) -> None:
         ({"encoder": "timm:hf-hub:someone/model"}, "must be timm: and the name"),
         ({"encoder": "pixels", "encoder_weights": "w.safetensors"}, "applies only to an encoder"),
         ({"encoder": "pixel"}, "did you mean pixels"),
-        ({"encoder": "net.py:f@0123456789ab"}, "from a custom file that is not loaded"),
+        ({"encoder": "net.py:f@0123456789ab"}, "which is not loaded, or has changed"),
     ],
 )
 def test_invalid_settings_raise_one_line_errors(settings: dict[str, str], message: str) -> None:

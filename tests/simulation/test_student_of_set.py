@@ -125,7 +125,7 @@ def test_changed_encoders_are_detected(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(errors.OutputError, match=r"outputs .* for public .*enc.py:encoder@"):
         fs.load_model(share)
     del registry._CUSTOM[name]
-    with pytest.raises(errors.OutputError, match="from a custom file that is not loaded"):
+    with pytest.raises(errors.OutputError, match="which is not loaded, or has changed"):
         fs.load_model(share)
 
 
