@@ -26,6 +26,7 @@ from fedsynth.privacy.passes import values_of_each
 from fedsynth.privacy.reachable_state import ReachableState
 
 ROWS = 8  # of which every operation is watched
+TINY = 1e-30  # below every value whose rounding matters
 TRIAL_LENGTH = 32  # of a pass, where the real length is not known
 # The tolerances for differences, relative to the largest value. They are needed because another
 # batch may use another kernel, which rounds differently.
@@ -343,8 +344,8 @@ class _Passes:
         if torch.equal(expected, actual):
             return
         sizes = expected.abs().amax(dim=1)
-        changes = (expected - actual).abs().amax(dim=1) / torch.maximum(sizes, sizes.median())
-        largest = float(changes.nan_to_num(math.inf).max())
+        scales = torch.maximum(sizes, sizes.median()).clamp_min(TINY)
+        largest = float(((expected - actual).abs().amax(dim=1) / scales).max())
         self._moved = max(self._moved, largest)
         if largest > rounding(moved.device):
             self._fault = fault

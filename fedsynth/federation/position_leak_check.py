@@ -437,16 +437,12 @@ def check_private_steps(
         return StepCheck()
     own_model = settings.method.model_sees_data and is_own_model(settings.model)
     if own_model:
-        trained = any(item.mechanism == "dp-sgd" for item in plan.plans)
-        refuse_dependence(
-            settings.model.name,
-            context.architecture,
-            context.spec.image_shape,
-            context.device,
-            training=trained,
-        )
-        if trained:
-            _check_gradients(settings, context)
+        if any(item.mechanism == "dp-sgd" for item in plan.plans):
+            _check_gradients(settings, context)  # the plan has tried its forward passes
+        else:
+            shape, device = context.spec.image_shape, context.device
+            name = settings.model.name
+            refuse_dependence(name, context.architecture, shape, device, training=False)
     clients = _clients_of_each_architecture(context) if client is None else [client]
     try:
         trials = _trials(plan, context, clients)
