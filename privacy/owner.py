@@ -64,6 +64,9 @@ ROUNDING_OF_SUM = 1e-3
 class DataOwner:
     """A data owner with private records, a ledger and a privacy budget.
 
+    Threads and processes may share the ledger. A charge is refused if another one has spent its
+    budget in the meantime.
+
     Args:
         name: the owner's name, as it appears in the ledger and the report (see `check_names`).
         x: the private records, a tensor [N, ...], which is converted to float32.

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError, short_repr
 from fedsynth.privacy.files import (
@@ -258,6 +258,9 @@ class Ledger:
         if dataset is not None:
             self.check_dataset(dataset)
         self.dataset = self.lines.dataset
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a ledger cannot be copied, because a copy would not see later charges")
 
     def check_dataset(self, dataset: str) -> None:
         """Checks that the ledger belongs to this data set and partition.
