@@ -52,7 +52,7 @@ def other_data() -> ImageData:
 def public_text(text: str, folder: Path) -> str:
     """Replaces times, places, random chains, and hashes of files whose contents are compared."""
     text = re.sub(r"\d{8}-\d{6}|\b[\d.]+ s\b", "TIME", text.replace(str(folder), "FOLDER"))
-    text = re.sub(r'"created": "[^"]*"|\b[0-9a-f]{64}\b|\b[0-9a-f]{32}\b', "RANDOM", text)
+    text = re.sub(r'"(created|random)": "[^"]*"|\b[0-9a-f]{64}\b|\b[0-9a-f]{32}\b', "RANDOM", text)
     return text
 
 
