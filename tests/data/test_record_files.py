@@ -184,6 +184,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
         ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* has no value"),
         ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* has no value"),
+        ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* has no value"),
         ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "the same length in every row"),
     ],
 )
@@ -345,8 +346,11 @@ def test_hubs_keep_class_names_splits_and_commits(
     assert snapshot.call_args.kwargs["revision"] == "c0ffee"
     assert snapshot.call_args.kwargs["allow_patterns"] == ["*.parquet", "*.safetensors"]
     (hub / "other").mkdir()
-    shutil.copy(next((hub / "data").iterdir()), hub / "other")
+    shutil.copy(hub / "data" / "train-00000-of-00001.parquet", hub / "other")
     with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
+        parts_of("hf:clinic/scans")
+    shutil.move(hub / "other" / "train-00000-of-00001.parquet", hub)
+    with pytest.raises(DataError, match=r"several data sets, in \., data. .*hf:NAME/data"):
         parts_of("hf:clinic/scans")
     assert len(parts_of("hf:clinic/scans/data")) == 2
 
@@ -500,7 +504,7 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     assert load_file(path, bounds="-9,9").train.spec.width == 2
     path.write_text(f"sep=,\n{path.read_text()}")
     assert load_file(path, bounds="-9,9").train.spec.width == 2
-    with pytest.raises(DataError, match="--label-column must name one column"):
+    with pytest.raises(DataError, match=r"'label,site' is missing .*another .* --label-column"):
         load_file(path, bounds="-9,9", label_column="label,site")
     wide = {f"e{column}": X[:, 0] for column in range(99)}
     for name, wrong in (("patient_id", "patient"), ("Subject ID", "subject"), ("PersonID", "id")):
