@@ -421,8 +421,8 @@ def _files_in_manifest(file: Path) -> FolderFiles:
             raise DataFilesCorruptError(f"{location} repeats the path {one_line(path)}")
         facts[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(facts)
-    columns = np.array(list(map(facts.__getitem__, paths)), dtype=object).reshape(-1, 3)
-    return FolderFiles(root, _names(paths), *columns.T, notes=notes)
+    labels, sites, users = (_names(facts[path][fact] for path in paths) for fact in range(3))
+    return FolderFiles(root, _names(paths), labels, sites, users, notes=notes)
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:

@@ -118,9 +118,7 @@ def read_folder(
             the folder's name is used.
         declaration: the declaration of the training images, or None.
     """
-    decoding = settings.decoding()
-    if declaration is not None:
-        decoding = Decoding(declaration.spec.window, declaration.spec.slice)
+    decoding = settings.decoding(declaration)
     skip = {"skip_other": settings.skip_other, "skip_corrupt": settings.skip_corrupt}
     ledger = getattr(declaration, "ledger", None)
     files, skipped = _find(Path(settings.folder), note, decoding, ledger, **skip)

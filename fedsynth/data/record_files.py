@@ -61,6 +61,7 @@ Readers = dict[str, Callable[[], Array]]
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
 _NO_RECORDS = "it has no records"
+_PLAIN = Decoding()
 # The size limit of an array in memory.
 MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
@@ -223,12 +224,13 @@ def is_record_file(path: str | Path) -> bool:
     return "path" not in map(column_of, header.split(delimiter))
 
 
-def parts_of(place: str, revision: str = "") -> dict[str, Part]:
+def parts_of(place: str, revision: str = "", decoding: Decoding = _PLAIN) -> dict[str, Part]:
     """Finds the parts of a file: "train" and, if the file has them, "val" and "test".
 
     Args:
         place: the path of a file, or `hf:` with the path of a folder or the name of a data set.
         revision: the revision of a data set of the hub (see `downloaded`).
+        decoding: how the values in a column of image files become pixels.
 
     Raises:
         DataFilesMissingError: the file does not exist.
@@ -239,10 +241,9 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
     kind = path.suffix.lower()
     with file_errors(one_line(place)):
         if place.startswith(HUB):
-            return _hub_parts(path)
+            return _hub_parts(path, decoding)
         if kind == ".parquet":
-            read = partial(_read_parquet, [path])
-            return {TRAIN: _table_part(one_line(place), _parquet_schema(path), read)}
+            return {TRAIN: _parquet_part([path], one_line(place), decoding)}
         if kind == ".csv":
             table = _read_csv(path)
             part = _table_part(one_line(place), table.schema, table.select)
@@ -553,12 +554,14 @@ def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]
     return stated, images
 
 
-def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
+def _table_part(
+    place: str, schema: Any, read: Callable[[list[str]], Any], decoding: Decoding = _PLAIN
+) -> Part:
     types = _optional("pyarrow", "tables").types
     stated, images = _stated_features(schema)
-    checks = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
-    checks = (*checks, types.is_null)  # a column without values may be a damaged feature
     kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
+    checks = [types.is_integer, types.is_floating, types.is_boolean, types.is_decimal]
+    checks.append(types.is_null)  # a column without values may be a damaged feature
     numbers = [name for name, kind in kinds.items() if any(check(kind) for check in checks)]
     readers: Readers = {
         name: partial(_column, partial(read, [name]), name) for name in schema.names
@@ -566,7 +569,7 @@ def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Pa
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
     for name in images:
-        readers[name] = partial(_decoded, partial(read, [name]), name)
+        readers[name] = partial(_decoded, partial(read, [name]), name, decoding)
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
         name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
@@ -642,7 +645,7 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     return f"{HUB}{Path(folder, *names[2:])}", commit
 
 
-def _hub_parts(folder: Path) -> dict[str, Part]:
+def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
     """Finds the parts of a data set in a folder of Parquet files, or of one safetensors file."""
     files: dict[str, list[Path]] = {}
     places = set()
@@ -657,12 +660,13 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
         )
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
-    return {split: _hub_part(paths, one_line(folder)) for split, paths in files.items()}
+    place = one_line(folder)
+    return {split: _parquet_part(paths, place, decoding) for split, paths in files.items()}
 
 
-def _hub_part(paths: list[Path], place: str) -> Part:
+def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
     read = partial(_read_parquet, paths)
-    parts = [_table_part(place, _parquet_schema(path), read) for path in paths]
+    parts = [_table_part(place, _parquet_schema(path), read, decoding) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if part.stated != parts[0].stated:
             raise DataError(
@@ -683,7 +687,7 @@ def _split_of_path(path: Path) -> tuple[str, str]:
     return TRAIN, path.parent.as_posix()
 
 
-def _decoded(read: Callable[[], Any], name: str) -> Array:
+def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
     """Decodes a column of image files that have one size: uint8 [N, C, H, W]."""
     with tempfile.TemporaryDirectory() as folder:
         paths = []
@@ -704,7 +708,7 @@ def _decoded(read: Callable[[], Any], name: str) -> Array:
             raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
         channels = 1 if all(header.grey for header in headers) else 3
         height, width = sizes.pop()
-        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, Decoding())
+        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, decoding)
     for fault in (*header_faults.values(), *pixel_faults.values()):
         raise ValueError(fault)
     return pixels

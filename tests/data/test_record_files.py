@@ -400,6 +400,20 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
         pa.parquet.write_table(table, tmp_path / "images.parquet")
         with pytest.raises(DataError, match=rf"{message}.*store the image's bytes"):
             load_file(tmp_path / "images.parquet")
+    levels = np.array([[2000, 2040], [2080, 2255]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "wide.png")
+    content = (tmp_path / "wide.png").read_bytes()
+    cells = [{"bytes": content, "path": None}] * 2
+    table = pa.table({"image": cells, "label": [0, 1]}, features.arrow_schema)
+    pa.parquet.write_table(table, tmp_path / "images.parquet")
+    described = describe_folder(
+        FolderSettings(str(tmp_path / "images.parquet"), window="2127.5,255"), print
+    )
+    described.path.write_text(described.toml)
+    for settings in ({}, {"window": "2127.5,255"}, {"test_folder": tmp_path / "images.parquet"}):
+        loaded = load_file(tmp_path / "images.parquet", **settings)
+        for data in filter(None, (loaded.train, loaded.test)):
+            assert data.images[1, 0].tolist() == [[0, 40], [80, 255]]
     features = datasets.Features(
         {"x": datasets.Array2D((4, 5), "uint8"), "y": datasets.Value("int8")}
     )
