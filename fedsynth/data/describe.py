@@ -77,9 +77,8 @@ def describe_folder(
         data, sites, limits = _described_file(settings, note, name)
     else:
         data = read_folder(settings, note, name or "", declaration=None)
-        names = find_files(Path(settings.folder)).site_names
-        kept = zip(names, site_names(names), strict=True)
-        sites = tuple(name for name, short in kept if short in (data.names or ()))
+        files = find_files(Path(settings.folder))
+        sites = files.select(~np.isin(files.paths, data.skipped)).site_names
     spec = data.train.spec
     parts = data.sites or (np.arange(len(data.train)),)
     counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
@@ -130,7 +129,8 @@ def _described_file(
 
     The bounds are empty if the settings have none. They are never computed from the values.
     """
-    records = training_records(parts_of(settings.folder, settings.revision), settings, note)
+    parts = parts_of(settings.folder, settings.revision, settings.decoding())
+    records = training_records(parts, settings, note)
     limits: tuple[float, ...] | None = settings.limits()
     if limits is None and records.values.dtype != np.uint8:
         limits = ()

@@ -131,7 +131,7 @@ SPLITS = {
 }
 
 DELIMITERS = ",;\t|"
-_SEPARATOR_LINE = re.compile(r'\ufeff?"?sep=(.)"?\r?\n', re.IGNORECASE)
+_SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
@@ -179,6 +179,9 @@ def same_name(text: str) -> str:
 def folded_name(text: str) -> str:
     """Returns a text that is equal for all spellings of a name, such as "T-shirt" and "t_shirt", or
     "1", "01", "+1" and "1.0", which spreadsheets and programs write.
+
+    >>> [folded_name(name) for name in ("1", "01", "+1", "1.", "1.0", "−1", "1.5", "T-shirt")]
+    ['1', '1', '1', '1', '1', '-1', '1.5', 't shirt']
     """
     folded = unicodedata.normalize("NFKC", text).casefold().replace("\N{MINUS SIGN}", "-")
     folded = re.sub(r"^\+?(-?)0*(\d+)([.,]0*)?$", r"\1\2", folded)
@@ -187,7 +190,7 @@ def folded_name(text: str) -> str:
 
 def read_table(
     file: Path, required: Collection[str], optional: Collection[str] = ()
-) -> tuple[list[tuple[str, dict[str, str]]], list[str]]:
+) -> tuple[list[tuple[str, dict[str, str]]], tuple[str, ...]]:
     """Reads a CSV file that lists images.
 
     The file may start with a byte-order mark and a line such as `sep=;`. Its columns may be
@@ -199,10 +202,10 @@ def read_table(
         optional: the optional columns.
 
     Returns:
-        For each row, a text with the file and line, for error messages, and a dictionary from the
-        column to its cell. Cells are normalised by `same_name`, users by `folded_name`, and paths are spelled as
-        in the file. Paths are relative, with `/`. The second result lists the headings of all
-        other columns.
+        The rows, and a note if there are other columns. A row is a text with the file and line, for
+        error messages, and a dictionary from the column to its cell. Cells are normalised by
+        `same_name`, and users by `folded_name`. Paths are relative, with `/`, and spelled as in the
+        file.
 
     Raises:
         DataFilesCorruptError: the file cannot be read, lacks a required column, has an empty cell,
@@ -210,32 +213,27 @@ def read_table(
     """
     try:
         text = read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig")
+        delimiter, start = csv_form(text)
+        reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=delimiter)
+        lines = [
+            (f"line {reader.line_num + (start > 0)} of {file}", cells)
+            for cells in reader
+            if "".join(cells).strip()
+        ]
     except UnicodeDecodeError:
         raise DataFilesCorruptError(f"{file} is not UTF-8 text. Save it as CSV UTF-8") from None
-    except OSError as error:
+    except (OSError, csv.Error) as error:
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
-    delimiter, start = csv_form(text)
-    reader = csv.reader(io.StringIO(text[start:], newline=""), delimiter=delimiter)
-    positions: dict[str, int] = {}
-    unused: list[str] = []
-    rows = []
-    try:
-        for cells in reader:
-            location = f"line {reader.line_num + (start > 0)} of {file}"
-            if not "".join(cells).strip():
-                continue
-            if positions:
-                rows.append((location, _row(cells, positions, location)))
-            else:
-                positions = _positions(cells, required, optional, location)
-                used = positions.values()
-                unused = [cell for number, cell in enumerate(cells) if number not in used]
-    except csv.Error as error:
-        raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
-    if not positions:
+    if not lines:
         columns = " and ".join(required)
         raise DataFilesCorruptError(f"{file} is empty. It must have the columns {columns}")
-    return rows, list(filter(str.strip, unused))
+    (location, headings), *rows = lines
+    positions = _positions(headings, required, optional, location)
+    used = positions.values()
+    unused = [name for number, name in enumerate(headings) if number not in used and name.strip()]
+    note = f"columns of {one_line(file)} that are not used: {one_line(', '.join(unused))}"
+    table = [(location, _row(cells, positions, location)) for location, cells in rows]
+    return table, (note,) * bool(unused)
 
 
 def _positions(
@@ -274,48 +272,3 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
         )
     row["path"] = path.as_posix()
     return row
-
-
-def read_users(file: Path) -> dict[str, str]:
-    """Reads the user of each image from a CSV file with the columns `path` and `user`.
-
-    Two spellings of a name or path that differ only in outer spaces or in the encoding of accents
-    count as equal.
-
-    Args:
-        file: a CSV file that `read_table` accepts.
-
-    Returns:
-        A dictionary from the image's path to the name of its user. Paths are relative to the file's
-        folder and normalised by `same_name`.
-
-    Raises:
-        DataFilesCorruptError: the file cannot be read, lacks a column, names two users for one
-            image, or has an empty cell.
-    """
-    users: dict[str, str] = {}
-    for location, row in read_table(file, ("path", "user"))[0]:
-        path = same_name(row["path"])
-        if users.setdefault(path, row["user"]) != row["user"]:
-            raise DataFilesCorruptError(
-                f"{location} states a second user for {one_line(path)}. Remove the wrong line"
-            )
-    return users
-
-
-def users_of_images(file: Path, paths: Sequence[str]) -> list[str]:
-    """Returns the name of the user of each image, in the order of `paths`.
-
-    Args:
-        file: a CSV file that `read_users` accepts.
-        paths: the path of each image relative to the file's folder, with `/`.
-
-    Raises:
-        DataFilesCorruptError: `read_users` refuses the file, or the file names no user of an image.
-    """
-    users = read_users(file)
-    try:
-        return [users[same_name(path)] for path in paths]
-    except KeyError as error:
-        path = one_line(error.args[0])
-        raise DataFilesCorruptError(f"{file} must have a line for the image {path}") from None

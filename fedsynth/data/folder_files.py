@@ -24,9 +24,7 @@ from fedsynth.data.files import (
     USERS_FILE,
     folded_name,
     read_table,
-    read_users,
     same_name,
-    users_of_images,
     words_of,
 )
 from fedsynth.data.image_files import EXTENSIONS, is_image, read_patients
@@ -83,7 +81,7 @@ class FolderFiles:
             setting skips them.
         ignored: the hidden files, and the empty folders of classes that have images elsewhere. They
             are always skipped.
-        unused: the headings of the columns in the manifest that have no meaning.
+        notes: sentences about columns of the lists that are not used.
     """
 
     root: Path
@@ -93,7 +91,7 @@ class FolderFiles:
     users: Names
     excluded: tuple[Entry, ...] = ()
     ignored: tuple[Entry, ...] = ()
-    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -150,11 +148,8 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
             raise DataFilesMissingError(f"{manifest} lists no image. Add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
-    users_file = files.root / USERS_FILE
-    if not files.users.any() and users_file.exists():
-        files = replace(files, users=_names(users_of_images(users_file, list(files.paths))))
-    check_names("classes", files.class_names)
-    check_names("sites", files.site_names)
+    files = with_listed_users(files)
+    check_names(files)
     return files
 
 
@@ -178,12 +173,9 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
         files = _files_in_manifest(manifest)
     else:
         files = _labelled_files(folder, list_files(folder, {folder / LEDGERS}))
-    users_file = files.root / USERS_FILE
-    if by_user and not files.users.any():
-        if users_file.exists():
-            users = read_users(users_file)
-            files = replace(files, users=_names(users.get(same_name(p), "") for p in files.paths))
-        else:
+    if by_user:
+        files = with_listed_users(files, private=True)
+        if not (files.users.any() or (files.root / USERS_FILE).exists()):
             files = with_patients(files)
     declared = np.isin(files.labels, list(classes))
     has_user = files.users != ""
@@ -194,6 +186,40 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     for kind, rows in ((NOT_DECLARED, ~declared), (NO_USER, declared & ~has_user)):
         skipped += [Entry(kind, PurePosixPath(path)) for path in files.paths[rows]]
     return replace(files.select(declared & has_user), excluded=tuple(skipped))
+
+
+def with_listed_users(files: FolderFiles, *, private: bool = False) -> FolderFiles:
+    """Returns files with the users that a file users.csv names, unless their users are known.
+
+    Args:
+        files: the files of a folder, which may contain a users.csv.
+        private: whether images of no user are allowed. Splits are then not checked, because the
+            result for an image must not depend on others.
+
+    Raises:
+        DataFilesCorruptError: the list cannot be read, names two users for one image, or lacks an
+            image.
+        DataError: the list has the images in several splits.
+    """
+    file = files.root / USERS_FILE
+    if files.users.any() or not file.exists():
+        return files
+    rows, notes = read_table(file, ("path", "user"), () if private else ("split",))
+    listed: dict[str, dict[str, str]] = {}
+    for location, row in rows:
+        path = same_name(row["path"])
+        if listed.setdefault(path, row)["user"] != row["user"]:
+            raise DataFilesCorruptError(
+                f"{location} states a second user for {one_line(path)}. Remove the wrong line"
+            )
+    found = [listed.get(same_name(path), {}) for path in files.paths]
+    if not private:
+        if {} in found:
+            path = one_line(files.paths[found.index({})])
+            raise DataFilesCorruptError(f"{file} has no line for the image {path}. Add this line")
+        check_splits((row.get("split", "") for row in found), f" in {one_line(file)}")
+    users = _names(row.get("user", "") for row in found)
+    return replace(files, users=users, notes=(*files.notes, *notes))
 
 
 def with_patients(files: FolderFiles) -> FolderFiles:
@@ -225,40 +251,48 @@ def _names(values: Iterable[str]) -> Names:
     return np.array(list(values), dtype=object)
 
 
-def check_names(kind: str, names: Sequence[str]) -> None:
-    """Checks that no two names of classes or sites are spellings of one name, such as "T-shirt" and
-    "t_shirt", and that the names are not those of splits.
+def check_names(files: FolderFiles) -> None:
+    """Checks that no two names of classes or of sites are spellings of one name, such as "T-shirt"
+    and "t_shirt", and that the names are not those of splits.
 
     Raises:
         DataError: two names are spellings of one name, or two names are such as "train" and "test".
     """
-    spellings: dict[str, str] = {}
-    splits: dict[str, str] = {}
-    for name in names:
-        other = spellings.setdefault(folded_name(name), name)
-        if other != name:
-            raise DataError(
-                f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
-                "label of one of them"
-            )
-        words = words_of(name)
-        split = next(filter(None, map(SPLITS.get, words)), None)
-        if split and set(words) <= {*SPLITS, *_WORDS_OF_SPLITS}:
-            splits.setdefault(split, name)
-    if len(splits) > 1:
-        refuse_splits(f"the {kind} {one_line(', '.join(splits.values()))}")
+    for kind, names in (("classes", files.class_names), ("sites", files.site_names)):
+        spellings: dict[str, str] = {}
+        splits: dict[str, str] = {}
+        for name in names:
+            other = spellings.setdefault(folded_name(name), name)
+            if other != name:
+                raise DataError(
+                    f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
+                    "label of one of them"
+                )
+            words = words_of(name)
+            split = next(filter(None, map(SPLITS.get, words)), None)
+            if split and set(words) <= {*SPLITS, *_WORDS_OF_SPLITS}:
+                splits.setdefault(split, name)
+        check_splits(splits.values(), kind=kind)
 
 
-def refuse_splits(what: str) -> NoReturn:
-    """Raises an error because a run would train on the test records.
+def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") -> None:
+    """Checks that all records are of one split.
 
     Args:
-        what: the names that the data have for their splits.
+        names: the names that the data have for their splits.
+        place: where the names are, such as " in manifest.csv".
+        kind: what the names are.
+
+    Raises:
+        DataError: there are several names, and a run would train on the test records.
     """
-    raise DataError(
-        f"{what} are parts of a data set, and a run would train on all of them. Pass the training "
-        "records alone as data.folder, and the test records as data.test_folder"
-    )
+    splits = in_order(names)
+    if len(splits) > 1:
+        raise DataError(
+            f"the {kind} {one_line(', '.join(splits))}{place} are parts of a data set, and a run "
+            "would train on all of them. Pass the training records alone as data.folder, and the "
+            "test records as data.test_folder"
+        )
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -378,10 +412,8 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
 def _files_in_manifest(file: Path) -> FolderFiles:
     root = file.parent
     facts: dict[str, tuple[str, str, str]] = {}  # label, site, user
-    rows, unused = read_table(file, ("path", "label"), ("site", "user", "split"))
-    splits = in_order(row.get("split", "") for _, row in rows)
-    if len(splits) > 1:
-        refuse_splits(f"the splits {one_line(', '.join(splits))} in {one_line(file)}")
+    rows, notes = read_table(file, ("path", "label"), ("site", "user", "split"))
+    check_splits((row.get("split", "") for _, row in rows), f" in {one_line(file)}")
     spellings = cache(_spellings)
     for location, row in rows:
         path = _existing(root, row["path"], spellings)
@@ -389,8 +421,8 @@ def _files_in_manifest(file: Path) -> FolderFiles:
             raise DataFilesCorruptError(f"{location} repeats the path {one_line(path)}")
         facts[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(facts)
-    columns = np.array(list(map(facts.__getitem__, paths)), dtype=object).reshape(-1, 3)
-    return replace(FolderFiles(root, _names(paths), *columns.T), unused=tuple(unused))
+    labels, sites, users = (_names(facts[path][fact] for path in paths) for fact in range(3))
+    return FolderFiles(root, _names(paths), labels, sites, users, notes=notes)
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:

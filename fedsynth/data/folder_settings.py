@@ -384,12 +384,15 @@ class FolderSettings:
             check_number("data", "image_size", side, 1, MAX_SIDE)
         return height, width
 
-    def decoding(self) -> Decoding:
-        """Returns how the values in image files become pixels, with defaults for what is not set.
+    def decoding(self, declaration: Declaration | None = None) -> Decoding:
+        """Returns how the values in image files become pixels: as declared or, without a
+        declaration, as these settings state.
 
         Raises:
             SettingError: `window` is invalid.
         """
+        if declaration is not None:
+            return Decoding(declaration.spec.window, declaration.spec.slice)
         try:
             return Decoding(parsed_window(self.window), self.slice)
         except ValueError as error:

@@ -34,6 +34,7 @@ from fedsynth.data.load_folder import (
     read_as,
     read_folder,
 )
+from fedsynth.data.medical_files import Decoding
 from fedsynth.data.record_files import (
     Part,
     Records,
@@ -94,7 +95,7 @@ def read_file(
     Raises:
         DataError: in the same cases as `load_file`.
     """
-    parts = parts_of(settings.folder, settings.revision)
+    parts = parts_of(settings.folder, settings.revision, settings.decoding(declaration))
     records = training_records(parts, settings, note)
     if declaration is None:
         spec = spec_of(records, settings, name or default_name(settings.folder))
@@ -174,7 +175,7 @@ def read_test(
     """
     if not is_record_file(place):
         return read_as(Path(place), spec, note, **skip)
-    parts = parts or parts_of(place)
+    parts = parts or parts_of(place, decoding=Decoding(spec.window, spec.slice))
     records = read_part(_part_of(parts, TEST)[1], columns, note)
     if train is not None:
         note_shared_users(train.names.users, records.names.users, note)

@@ -19,7 +19,6 @@ from fedsynth.data.folder_files import (
     counted,
     find_declared_files,
     find_files,
-    manifest_of,
     with_patients,
 )
 from fedsynth.data.folder_settings import (
@@ -119,9 +118,7 @@ def read_folder(
             the folder's name is used.
         declaration: the declaration of the training images, or None.
     """
-    decoding = settings.decoding()
-    if declaration is not None:
-        decoding = Decoding(declaration.spec.window, declaration.spec.slice)
+    decoding = settings.decoding(declaration)
     skip = {"skip_other": settings.skip_other, "skip_corrupt": settings.skip_corrupt}
     ledger = getattr(declaration, "ledger", None)
     files, skipped = _find(Path(settings.folder), note, decoding, ledger, **skip)
@@ -177,7 +174,8 @@ def _find(
         DataFilesCorruptError: no file can be read.
     """
     files = find_files(folder, ledger)
-    _note_unused(files, folder, note)
+    for text in files.notes:
+        note(text)
     if files.ignored:
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
     if files.excluded:
@@ -210,12 +208,6 @@ def _find(
             "ID, so no patients are known. List them in users.csv"
         )
     return files, skipped
-
-
-def _note_unused(files: FolderFiles, folder: Path, note: Note) -> None:
-    if files.unused:
-        columns = one_line(", ".join(files.unused))
-        note(f"columns of {one_line(manifest_of(folder))} that are not used: {columns}")
 
 
 def note_one_person(files: FolderFiles, note: Note) -> None:
@@ -462,7 +454,8 @@ def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) 
         DataFilesCorruptError: a list or a folder cannot be read.
     """
     files = find_declared_files(folder, spec.class_names, by_user=by_user)
-    _note_unused(files, folder, note)
+    for text in files.notes:
+        note(text)
     if files.excluded:
         note(f"skipped in {one_line(folder)}: {counted(files.excluded)}")
     data, _ = _read(files, spec, note, private=True)

@@ -42,7 +42,7 @@ from fedsynth.data.files import (
     same_name,
     words_of,
 )
-from fedsynth.data.folder_files import FolderFiles, Names, check_names, refuse_splits
+from fedsynth.data.folder_files import FolderFiles, Names, check_names, check_splits
 from fedsynth.data.image_files import read_headers, read_pixels
 from fedsynth.data.medical_files import Decoding
 from fedsynth.errors import (
@@ -61,6 +61,7 @@ Readers = dict[str, Callable[[], Array]]
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
 _NO_RECORDS = "it has no records"
+_PLAIN = Decoding()
 # The size limit of an array in memory.
 MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
@@ -70,12 +71,9 @@ _WORDS = "|".join(SPLITS)
 _SPLIT = re.compile(rf"({_WORDS})[_./-](.+)|(.+)[_./-]({_WORDS})", re.IGNORECASE)
 _FEATURES = ("x", "images", "image", "features", "embeddings", "embedding", "data")
 # The headings of columns with a meaning, each with the name of its role.
-_ROLES: dict[str, str] = {
-    name: role for name, role in HEADINGS.items() if role in ("user", "site")
-} | {
-    **dict.fromkeys(("label", "labels", "y", "target", "targets", "class"), "label"),
-    **dict.fromkeys(("group", "groups"), "user"),
-}
+_ROLES = {name: role for name, role in HEADINGS.items() if role != "path"}
+_ROLES |= {"labels": "label", "y": "label", "target": "label", "targets": "label"}
+_ROLES |= {"group": "user", "groups": "user"}
 # The names of columns that number the rows or name them, as pandas and R write them.
 _IDENTIFIER = re.compile(
     r"(?i:|index|level_[0-9]+|__index_level_[0-9]+__|unnamed: ?[0-9]+|rownames?"
@@ -95,8 +93,8 @@ class Part:
         numbers: the columns of numbers in a table that are its features, unless the user chooses
             others. None for an array file, whose features are one array.
         stated: the names of the values 0, 1, … of a column, if the file states them.
-        faults: for columns that are no numbers, functions that return why they may be a damaged
-            column of numbers, or an empty text.
+        faults: for columns of a CSV file, functions that return why they may be damaged columns of
+            numbers, or an empty text.
     """
 
     place: str
@@ -105,54 +103,63 @@ class Part:
     stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
 
-    def names_of(self, role: str, chosen: str) -> list[str]:
-        """Returns the names of the columns with the features, labels, users or sites.
+    def feature_names(self, chosen: str) -> list[str]:
+        """Returns the names of the columns with the features.
 
         Args:
-            role: "feature", "label", "user" or "site".
-            chosen: the names that the user chose, separated by commas. If it is empty, a column with
-                a usual name is used, or all columns of numbers for the features of a table.
+            chosen: the names that the user chose, separated by commas. If it is empty, an array with
+                a usual name is used, or all columns of numbers in a table.
 
         Raises:
-            DataError: a chosen column does not exist, or several are chosen for another role than
-                the features, or several columns have usual names of this role.
+            DataError: a chosen column does not exist.
         """
-        names = list(filter(None, map(str.strip, chosen.split(","))))
-        if role != "feature" and len(names) > 1:
-            raise DataError(f"--{role}-column must name one column, got {one_line(chosen)}")
-        if self.numbers is None:
-            names = [_split_of(name)[1] for name in names]
-        elif role == "feature" and not names:
+        names = filter(None, map(str.strip, chosen.split(",")))
+        if found := [self._existing(name, "feature-columns") for name in names]:
+            return found
+        if self.numbers is not None:
             return list(self.numbers)
-        for name in names:
-            if name not in self.readers:
-                option = "--feature-columns" if role == "feature" else f"--{role}-column"
-                raise DataError(
-                    f"the column {one_line(name)!r} is missing from {self.place}, which has "
-                    f"{self.listed(name)}. Name another column with {option}"
-                )
-        if names:
-            return names
-        if role == "feature":
-            folded = {name.casefold(): name for name in self.readers}
-            return list(filter(None, map(folded.get, _FEATURES)))[:1]
+        folded = {name.casefold(): name for name in self.readers}
+        return list(filter(None, map(folded.get, _FEATURES)))[:1]
+
+    def column(self, role: str, chosen: str) -> str:
+        """Returns the name of the column with the labels, users or sites, or an empty text.
+
+        Args:
+            role: "label", "user" or "site".
+            chosen: the name that the user chose. If it is empty, a usual name is used.
+
+        Raises:
+            DataError: the chosen column does not exist, or several columns have usual names.
+        """
+        if chosen.strip():
+            return self._existing(chosen.strip(), f"{role}-column")
         usual = [name for name in self.readers if column_of(name, _ROLES) == role]
         if len(usual) > 1:
             raise DataError(
                 f"{self.place} has several columns that may be the {role}: "
                 f"{one_line(', '.join(usual))}. Choose one with --{role}-column"
             )
-        return usual
+        return "".join(usual)
+
+    def _existing(self, name: str, option: str) -> str:
+        """Returns the name of a column. The names of arrays may be those of another split."""
+        if name not in self.readers and self.numbers is None:
+            name = _split_of(name)[1]
+        if name not in self.readers:
+            raise DataError(
+                f"the column {one_line(name)!r} is missing from {self.place}, which has "
+                f"{self.listed(name)}. Name another column with --{option}"
+            )
+        return name
 
     def listed(self, column: str) -> str:
         """Lists the columns for an error message.
 
-        The first have names like `column`, and then text. The last are numbered, such as e0, e1, ….
+        The first have names like `column`. The last are numbered, such as e0, e1, ….
         """
         similar = get_close_matches(column, self.readers, cutoff=0.5)
-        texts = [name for name in self.readers if name not in (self.numbers or ())]
         rest = sorted(self.readers, key=lambda name: name[-1:].isdigit())
-        return one_line(", ".join(dict.fromkeys((*similar, *texts, *rest))))
+        return one_line(", ".join(dict.fromkeys((*similar, *rest))))
 
     def read(self, name: str) -> Array:
         """Reads one column.
@@ -217,12 +224,13 @@ def is_record_file(path: str | Path) -> bool:
     return "path" not in map(column_of, header.split(delimiter))
 
 
-def parts_of(place: str, revision: str = "") -> dict[str, Part]:
+def parts_of(place: str, revision: str = "", decoding: Decoding = _PLAIN) -> dict[str, Part]:
     """Finds the parts of a file: "train" and, if the file has them, "val" and "test".
 
     Args:
         place: the path of a file, or `hf:` with the path of a folder or the name of a data set.
         revision: the revision of a data set of the hub (see `downloaded`).
+        decoding: how the values in a column of image files become pixels.
 
     Raises:
         DataFilesMissingError: the file does not exist.
@@ -233,10 +241,9 @@ def parts_of(place: str, revision: str = "") -> dict[str, Part]:
     kind = path.suffix.lower()
     with file_errors(one_line(place)):
         if place.startswith(HUB):
-            return _hub_parts(path)
+            return _hub_parts(path, decoding)
         if kind == ".parquet":
-            read = partial(_read_parquet, [path])
-            return {TRAIN: _table_part(one_line(place), _parquet_schema(path), read)}
+            return {TRAIN: _parquet_part([path], one_line(place), decoding)}
         if kind == ".csv":
             table = _read_csv(path)
             part = _table_part(one_line(place), table.schema, table.select)
@@ -264,46 +271,34 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
         DataFilesCorruptError: a column is damaged.
         DataError: a column is missing, or the columns have different lengths.
     """
-    named = {role: part.names_of(role, columns[role]) for role in ("label", "site", "user")}
-    if not named["label"]:
+    roles = {role: part.column(role, columns[role]) for role in ("label", "site", "user")}
+    if not roles["label"]:
         raise DataError(
             f"{part.place} has no column of labels, but {part.listed('label')}. Name it with "
             "--label-column"
         )
-    meanings = {role: "".join(names) for role, names in named.items()}
-    _refuse_mixed_splits(part, meanings)
-    values = _features(part, columns["feature"], meanings, note)
-    facts = [_facts(part, names, len(values)) for names in named.values()]
+    values = _features(part, columns["feature"], roles, note)
+    for name in sorted(part.readers.keys() - set(roles.values())):
+        if column_of(name) == "split":
+            place = f" in the column {one_line(name)!r} of {part.place}"
+            check_splits(_facts(part, name, len(values)), place)
+    facts = [_facts(part, name, len(values)) for name in roles.values()]
     rows = np.arange(len(values))
     files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
     files = replace(files, users=np.array(list(map(folded_name, files.users)), object))
-    check_names("classes", files.class_names)
-    check_names("sites", files.site_names)
-    return Records(values, files, part.stated.get(meanings["label"]) or files.class_names)
-
-
-def _refuse_mixed_splits(part: Part, meanings: Mapping[str, str]) -> None:
-    """Refuses a part in which a column separates training records from test records."""
-    for name in part.readers.keys() - set(meanings.values()):
-        if column_of(name) == "split":
-            splits = np.unique(part.read(name)).astype(str)
-            if len(splits) > 1:
-                names = one_line(", ".join(splits))
-                refuse_splits(
-                    f"the splits {names} in the column {one_line(name)!r} of {part.place}"
-                )
+    check_names(files)
+    return Records(values, files, part.stated.get(roles["label"]) or files.class_names)
 
 
 def _features(
-    part: Part, chosen: str, meanings: Mapping[str, str], note: Callable[[str], None]
+    part: Part, chosen: str, roles: Mapping[str, str], note: Callable[[str], None]
 ) -> Array:
     """Reads the features: one array, or columns of numbers side by side."""
-    roles = set(meanings.values())
-    names = [name for name in part.names_of("feature", chosen) if chosen or name not in roles]
-    unused = sorted(part.readers.keys() - roles.union(names))
-    for name in unused if part.numbers is not None and not chosen else ():
-        fault = "" if _has_meaning(name) else part.faults.get(name, str)()
-        if fault:
+    used = set(roles.values())
+    names = [name for name in part.feature_names(chosen) if chosen or name not in used]
+    unused = sorted(part.readers.keys() - used.union(names))
+    for name in () if chosen else unused:
+        if not _has_meaning(name) and (fault := part.faults.get(name, str)()):
             raise DataError(
                 f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
                 "name the features with --feature-columns"
@@ -315,8 +310,8 @@ def _features(
             f"({part.listed('features')}) with --feature-columns"
         )
     if part.numbers is not None:
-        used = "".join(f"; {role}: {one_line(name or 'none')}" for role, name in meanings.items())
-        text = f"{one_line(', '.join(columns))}{used}"
+        text = "".join(f"; {role}: {one_line(name or 'none')}" for role, name in roles.items())
+        text = f"{one_line(', '.join(columns))}{text}"
         note(f"features in {part.place}: {text}; not used: {one_line(', '.join(unused) or 'none')}")
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
@@ -331,20 +326,20 @@ def _features(
     return np.column_stack(list(columns.values()))
 
 
-def _facts(part: Part, names: list[str], count: int) -> Names:
+def _facts(part: Part, name: str, count: int) -> Names:
     """Reads the label, site or user of each record. Without a column, they are empty texts.
 
     Raises:
         DataError: the number of values is not `count`.
     """
-    facts = np.full(count, "", object)
-    for name in names:
-        what = f"{one_line(name)!r} in {part.place}"
-        facts = _names_in(part.read(name), what, part.stated.get(name, ()))
-        if len(facts) != count:
-            raise DataError(
-                f"{what} must have a value for each of the {count} records, got {len(facts)}"
-            )
+    if not name:
+        return np.full(count, "", object)
+    what = f"{one_line(name)!r} in {part.place}"
+    facts = _names_in(part.read(name), what, part.stated.get(name, ()))
+    if len(facts) != count:
+        raise DataError(
+            f"{what} must have a value for each of the {count} records, got {len(facts)}"
+        )
     return facts
 
 
@@ -532,10 +527,7 @@ def _read_csv(path: Path) -> Any:
 
 def _fault_of_numbers(column: Any) -> str:
     """Returns why a column seems to be a damaged column of numbers, or an empty text."""
-    types = _optional("pyarrow", "tables").types
-    if column.null_count == len(column):
-        return "has no value"
-    if not types.is_string(column.type):
+    if not _optional("pyarrow", "tables").types.is_string(column.type):
         return ""
     cells = column.drop_null().to_pylist()
     texts = [cell for cell in cells if not _NUMBER.fullmatch(cell)] or cells
@@ -562,25 +554,27 @@ def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]
     return stated, images
 
 
-def _table_part(place: str, schema: Any, read: Callable[[list[str]], Any]) -> Part:
+def _table_part(
+    place: str, schema: Any, read: Callable[[list[str]], Any], decoding: Decoding = _PLAIN
+) -> Part:
     types = _optional("pyarrow", "tables").types
     stated, images = _stated_features(schema)
-    is_number = (types.is_integer, types.is_floating, types.is_boolean, types.is_decimal)
     kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
-    numbers = [name for name, kind in kinds.items() if any(check(kind) for check in is_number)]
+    checks = [types.is_integer, types.is_floating, types.is_boolean, types.is_decimal]
+    checks.append(types.is_null)  # a column without values may be a damaged feature
+    numbers = [name for name, kind in kinds.items() if any(check(kind) for check in checks)]
     readers: Readers = {
         name: partial(_column, partial(read, [name]), name) for name in schema.names
     }
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
     for name in images:
-        readers[name] = partial(_decoded, partial(read, [name]), name)
+        readers[name] = partial(_decoded, partial(read, [name]), name, decoding)
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
         name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
     )
-    faults = {n: partial(str, "has no value") for n, kind in kinds.items() if types.is_null(kind)}
-    return Part(place, readers, None if images else usable, stated, faults)
+    return Part(place, readers, None if images else usable, stated)
 
 
 def _has_meaning(name: str) -> bool:
@@ -597,30 +591,26 @@ def _item_type(kind: Any) -> Any:
 
 def _column(read: Callable[[], Any], name: str) -> Array:
     """Reads a column as an array [N], or [N, D, …] if the cells are lists of the same lengths."""
-    arrays = list(map(_cells, read()[name].chunks))
-    shapes = {array.shape[1:] for array in arrays}
-    if len(shapes) > 1:
-        raise ValueError("its lists must have the same length in every row")
-    return np.concatenate(arrays)
-
-
-def _cells(array: Any) -> Array:
-    pyarrow = _optional("pyarrow", "tables")
-    shape = [len(array)]
+    pyarrow, compute = _optional("pyarrow", "tables"), _optional("pyarrow.compute", "tables")
+    cells = read()[name]
+    shape = [len(cells)]
     while True:
-        array = getattr(array, "storage", array)  # of the types that `datasets` defines
-        if array.null_count:
-            raise ValueError(f"it has {array.null_count} empty cells. Fill in or remove these rows")
-        if not hasattr(array, "value_lengths") or pyarrow.types.is_map(array.type):
+        if hasattr(cells.type, "storage_type"):  # of the types that `datasets` defines
+            cells = cells.cast(cells.type.storage_type)
+        if cells.null_count == len(cells) > 0:
+            raise ValueError("it has no value. Fill it in or remove it")
+        if cells.null_count:
+            raise ValueError(f"it has {cells.null_count} empty cells. Fill in or remove these rows")
+        if not (pyarrow.types.is_nested(cells.type) and hasattr(cells.type, "value_type")):
             break
-        lengths = array.value_lengths().unique().to_pylist()
+        lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
             raise ValueError("its lists must have the same length in every row")
         shape.append(*(lengths or [0]))
-        array = array.flatten()
-    if pyarrow.types.is_decimal(array.type):
-        array = array.cast(pyarrow.float64())
-    return np.asarray(array.to_numpy(zero_copy_only=False)).reshape(shape)
+        cells = compute.list_flatten(cells)
+    if pyarrow.types.is_decimal(cells.type):
+        cells = cells.cast(pyarrow.float64())
+    return np.asarray(cells.to_numpy()).reshape(shape)
 
 
 def downloaded(place: str, revision: str) -> tuple[str, str]:
@@ -655,7 +645,7 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
     return f"{HUB}{Path(folder, *names[2:])}", commit
 
 
-def _hub_parts(folder: Path) -> dict[str, Part]:
+def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
     """Finds the parts of a data set in a folder of Parquet files, or of one safetensors file."""
     files: dict[str, list[Path]] = {}
     places = set()
@@ -666,16 +656,17 @@ def _hub_parts(folder: Path) -> dict[str, Part]:
     if len(places) > 1:
         raise DataError(
             f"{one_line(folder)} has several data sets, in {one_line(', '.join(sorted(places)))}. "
-            f"Name one of them, such as {HUB}NAME/{one_line(min(filter(None, places)))}"
+            f"Name one of them, such as {HUB}NAME/{one_line(min(places - {'.'}))}"
         )
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
-    return {split: _hub_part(paths, one_line(folder)) for split, paths in files.items()}
+    place = one_line(folder)
+    return {split: _parquet_part(paths, place, decoding) for split, paths in files.items()}
 
 
-def _hub_part(paths: list[Path], place: str) -> Part:
+def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
     read = partial(_read_parquet, paths)
-    parts = [_table_part(place, _parquet_schema(path), read) for path in paths]
+    parts = [_table_part(place, _parquet_schema(path), read, decoding) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if part.stated != parts[0].stated:
             raise DataError(
@@ -696,7 +687,7 @@ def _split_of_path(path: Path) -> tuple[str, str]:
     return TRAIN, path.parent.as_posix()
 
 
-def _decoded(read: Callable[[], Any], name: str) -> Array:
+def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
     """Decodes a column of image files that have one size: uint8 [N, C, H, W]."""
     with tempfile.TemporaryDirectory() as folder:
         paths = []
@@ -717,7 +708,7 @@ def _decoded(read: Callable[[], Any], name: str) -> Array:
             raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
         channels = 1 if all(header.grey for header in headers) else 3
         height, width = sizes.pop()
-        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, Decoding())
+        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, decoding)
     for fault in (*header_faults.values(), *pixel_faults.values()):
         raise ValueError(fault)
     return pixels

@@ -29,7 +29,7 @@ from fedsynth.data.files import expanded, read_tensors
 from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical_files import Decoding
-from fedsynth.data.registry import MEAN, STD, DatasetSpec
+from fedsynth.data.registry import MEAN, STD, DatasetSpec, as_spec
 from fedsynth.errors import DataError, OutputError, SettingError, one_line, writing
 from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
@@ -104,25 +104,27 @@ class EncoderSettings:
         return pretrained.names_a_library(self.encoder)
 
 
-def encoder_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
-    """Returns the feature map of an encoder for images of the given shape.
+def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> FeatureMap:
+    """Returns the feature map of an encoder for images of the given specification or shape.
 
-    The name of a pretrained network gets the first digits of its weights' hash.
+    The name of a pretrained network gets the first digits of its weights' hash. Public images are
+    decoded with the window and slice of the specification.
 
     Raises:
         SettingError: the encoder cannot be used for these images, its weights are missing, or they
             are not those that the settings name.
     """
+    spec = as_spec(images)
     if settings.is_pretrained:
-        return _pretrained_map(settings, shape)
+        return _pretrained_map(settings, spec.image_shape, Decoding(spec.window, spec.slice))
     try:
-        return registry.feature_map(settings.encoder, shape)
+        return registry.feature_map(settings.encoder, spec.image_shape)
     except SettingError as error:
         raise _refused(f"cannot be used: {error}") from None
 
 
 @lru_cache(maxsize=8)
-def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
+def _pretrained_map(settings: EncoderSettings, shape: Shape, decoding: Decoding) -> FeatureMap:
     """Returns the feature map of a pretrained network for images of the given shape."""
     name, _, stated_hash = settings.encoder.partition("@")
     if shape[0] not in (1, 3):
@@ -137,7 +139,7 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape) -> FeatureMap:
     preparation = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
     images = None
     if settings.public_images:
-        images = public_images(Path(settings.public_images), shape)
+        images = public_images(Path(settings.public_images), shape, decoding)
         pixels_hash = hashlib.sha256(images.numpy().tobytes()).hexdigest()
         preparation += f", {len(images)} public images with SHA-256 {pixels_hash}"
         label += f"-{pixels_hash[:6]}"
@@ -173,7 +175,7 @@ def _refused(reason: str) -> SettingError:
     return SettingError("data", "encoder", reason)
 
 
-def public_images(folder: Path, shape: Shape) -> Tensor:
+def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
     """Reads the images in a folder and its subfolders, uint8 [N, C, H, W], at most 2,000 by name.
 
     Raises:
@@ -182,7 +184,7 @@ def public_images(folder: Path, shape: Shape) -> Tensor:
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in EXTENSIONS]
     if len(files) < 2:
         raise DataError(f"{one_line(folder)} must contain at least two public images")
-    images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, Decoding())
+    images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, decoding)
     for position, fault in faults.items():
         raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
     return torch.from_numpy(images)

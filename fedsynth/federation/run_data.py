@@ -248,8 +248,7 @@ def encoded(
         return run_data
     if settings.folder is not None and encoder.public_images:
         _check_public_images(Path(encoder.public_images), settings.folder)
-    features = encoder_map(encoder, images.spec.image_shape)
-
+    features = encoder_map(encoder, images.spec)
     show = partial(progress, 0, "encoding")
     options: dict[str, Any] = {"cache": encoder.encoder_cache, "progress": show}
     used = np.unique(np.concatenate(parts))
@@ -336,7 +335,7 @@ def specification(settings: RunSettings) -> DatasetSpec:
     spec = _image_specification(settings)
     if settings.encoder is None or not settings.encoder.encoder:
         return spec
-    return encoded_spec(spec, encoder_map(settings.encoder, spec.image_shape))
+    return encoded_spec(spec, encoder_map(settings.encoder, spec))
 
 
 def _image_specification(settings: RunSettings) -> DatasetSpec:

@@ -354,7 +354,7 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     if encoder is None:
         reason = f"must be {expected.partition('@')[0]}, because the set has vectors of {expected}"
         raise SettingError("data", "encoder", reason)
-    features = encoder_map(encoder, test.spec.image_shape)
+    features = encoder_map(encoder, test.spec)
     vectors = encode(test, features, torch.device("cpu"))
     if vectors.spec.encoder != spec.encoder:
         reason = f"must be {expected}, which made the vectors of the set, got {features.name}"

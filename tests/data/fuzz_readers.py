@@ -26,7 +26,7 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import JPEGBaseline8Bit, RLELossless
 
 from fedsynth.data.array_files import read_cifar_batch, read_idx
-from fedsynth.data.files import users_of_images
+from fedsynth.data.folder_files import FolderFiles, with_listed_users
 from fedsynth.data.image_files import read_images, read_patients, read_pixels
 from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.medical_files import Decoding
@@ -38,6 +38,8 @@ from tests.data.test_medical_files import write_dicom
 from tests.fuzz.mutations import altered, altered_json, json_bytes
 
 ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
+# two images of no known class, site or user
+IMAGES = np.array([["a.png", "b.png"], *[["", ""]] * 3], object)
 OFFICE, FEMNIST, DOMAINNET = map(dataset_spec, ("office-caltech-10", "femnist", "domainnet-10"))
 
 
@@ -232,7 +234,7 @@ KINDS = {
         ],
     ),
     "users": Kind(
-        *("users.csv", lambda path: users_of_images(path, ["a.png", "b.png"])),
+        *("users.csv", lambda path: with_listed_users(FolderFiles(path.parent, *IMAGES))),
         [
             b"path,user\na.png,Ada\nb.png,Bob\n",
             b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",

@@ -184,6 +184,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
         ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* has no value"),
         ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* has no value"),
+        ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* has no value"),
         ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "the same length in every row"),
     ],
 )
@@ -345,8 +346,11 @@ def test_hubs_keep_class_names_splits_and_commits(
     assert snapshot.call_args.kwargs["revision"] == "c0ffee"
     assert snapshot.call_args.kwargs["allow_patterns"] == ["*.parquet", "*.safetensors"]
     (hub / "other").mkdir()
-    shutil.copy(next((hub / "data").iterdir()), hub / "other")
+    shutil.copy(hub / "data" / "train-00000-of-00001.parquet", hub / "other")
     with pytest.raises(DataError, match=r"several data sets, in data, other.*hf:NAME/data"):
+        parts_of("hf:clinic/scans")
+    shutil.move(hub / "other" / "train-00000-of-00001.parquet", hub)
+    with pytest.raises(DataError, match=r"several data sets, in \., data. .*hf:NAME/data"):
         parts_of("hf:clinic/scans")
     assert len(parts_of("hf:clinic/scans/data")) == 2
 
@@ -396,6 +400,20 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
         pa.parquet.write_table(table, tmp_path / "images.parquet")
         with pytest.raises(DataError, match=rf"{message}.*store the image's bytes"):
             load_file(tmp_path / "images.parquet")
+    levels = np.array([[2000, 2040], [2080, 2255]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "wide.png")
+    content = (tmp_path / "wide.png").read_bytes()
+    cells = [{"bytes": content, "path": None}] * 2
+    table = pa.table({"image": cells, "label": [0, 1]}, features.arrow_schema)
+    pa.parquet.write_table(table, tmp_path / "images.parquet")
+    described = describe_folder(
+        FolderSettings(str(tmp_path / "images.parquet"), window="2127.5,255"), print
+    )
+    described.path.write_text(described.toml)
+    for settings in ({}, {"window": "2127.5,255"}, {"test_folder": tmp_path / "images.parquet"}):
+        loaded = load_file(tmp_path / "images.parquet", **settings)
+        for data in filter(None, (loaded.train, loaded.test)):
+            assert data.images[1, 0].tolist() == [[0, 40], [80, 255]]
     features = datasets.Features(
         {"x": datasets.Array2D((4, 5), "uint8"), "y": datasets.Value("int8")}
     )
@@ -500,7 +518,7 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     assert load_file(path, bounds="-9,9").train.spec.width == 2
     path.write_text(f"sep=,\n{path.read_text()}")
     assert load_file(path, bounds="-9,9").train.spec.width == 2
-    with pytest.raises(DataError, match="--label-column must name one column"):
+    with pytest.raises(DataError, match=r"'label,site' is missing .*another .* --label-column"):
         load_file(path, bounds="-9,9", label_column="label,site")
     wide = {f"e{column}": X[:, 0] for column in range(99)}
     for name, wrong in (("patient_id", "patient"), ("Subject ID", "subject"), ("PersonID", "id")):

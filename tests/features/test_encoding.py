@@ -286,3 +286,8 @@ def test_public_images_centre_vectors(tmp_path: Path, weights: Path) -> None:
         vectors = centred(images[:9])
     expected = F.normalize(raw - raw[:6].mean(0), dim=1)
     assert float((vectors * expected).sum(1).min()) > 0.99
+    for number, image in enumerate(images[:6]):  # 12 bits, so black without a window
+        Image.fromarray(image[0].numpy().astype(np.uint16) * 16).save(tmp_path / f"{number}.png")
+    spec = replace(SPEC, window=(2040.0, 4080.0))
+    windowed = encoder_map(EncoderSettings(NAME, str(weights), str(tmp_path)), spec)
+    assert windowed.name == centred.name
