@@ -54,7 +54,8 @@ OWNER = "owner.json"  # the name of a file that only the folder of a data owner'
 RUN_FILES = (
     *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
     *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, SERVED),
-    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
+    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*"),
+    *(f"{NAME}.{ending}" for ending in ("json", "md", "html")),
 )
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
