@@ -25,6 +25,7 @@ import typer
 from fedsynth.cli.application import OptionError
 from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
+from fedsynth.own_code import LOADERS, METHOD_FEATURES, names_a_file
 from fedsynth.privacy.files import expand_home
 from fedsynth.results.file_names import CONFIG
 
@@ -97,28 +98,11 @@ def merged(config: Sections, chosen: Sections, note: Note = lambda text: None) -
         # custom images replace a named data set, whose name they do not have
         config.get("data", {}).pop("dataset", None)
         config.get("partition", {}).pop("kind", None)
-    for section, values in _features_where_they_belong(chosen, new).items():
+    if "features" in chosen.get("model", {}):  # --features, which some methods have, too
+        config.get("method", {}).pop("features", None)
+    for section, values in chosen.items():
         config.setdefault(section, {}).update(values)
     return config
-
-
-def _features_where_they_belong(options: Sections, method: str) -> Sections:
-    """Moves --features to the section "method" if the method has a feature map, as FedStats does.
-
-    Raises:
-        OptionError: the feature map is given by --features and by --set.
-    """
-    from fedsynth.methods import method_class
-
-    if "features" not in options.get("model", {}):
-        return options
-    if "features" not in method_class(method).__dataclass_fields__:
-        return options
-    if "features" in options.get("method", {}):
-        raise OptionError("features is set twice, by --features and by --set. Set it once")
-    options = copy.deepcopy(options)
-    options.setdefault("method", {})["features"] = options["model"].pop("features")
-    return options
 
 
 def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> Sections:
@@ -167,8 +151,6 @@ def from_preset(sections: Sections) -> str:
     return f"settings from the preset of {dataset}: {', '.join(changed)}"
 
 
-# The options whose value may be a file with user code.
-OWN_CODE_OPTIONS = ("method", "model", "client_models", "features", "matching", "encoder")
 # The parameters of `train` that may be combined with --resume.
 BESIDE_RESUME = (
     "resume device memory_gb compile data_root encoder_weights encoder_cache download as_json log"
@@ -195,14 +177,13 @@ def refuse_beside_resume(context: typer.Context) -> None:
     Raises:
         OptionError: an option is not allowed with --resume. The message names the option.
     """
-    from fedsynth.own_code import names_a_file
-
+    own_code = {option for option, _ in LOADERS.values()}
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         explicit = source is not None and source.name == "COMMANDLINE"
         names = str(context.params.get(name)).split(",")
-        if name in OWN_CODE_OPTIONS and any(map(names_a_file, names)):
+        if own_code.intersection(parameter.opts) and any(map(names_a_file, names)):
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME.split():
             raise OptionError(f"{parameter.opts[0]} cannot be used with --resume")
@@ -335,11 +316,8 @@ _KINDS: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "Path": 
 _FIELD_TEXT = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
-# The settings whose value may be a file with user code.
-OWN_CODE = (
-    "run.method", "model.name", "model.clients", "model.features", "method.matching",
-    "data.encoder",
-)  # fmt: skip
+# The settings whose value may be a file with user code. `--features` sets that of a method, too.
+OWN_CODE = [f"{section}.{key}" for section, key in LOADERS if (section, key) != METHOD_FEATURES]
 
 Set = Annotated[
     list[str] | None,

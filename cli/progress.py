@@ -85,12 +85,14 @@ def show_steps() -> Iterator[Callable[[str, int, int], None]]:
     started = printed = time.monotonic()
 
     def show(phase: str, completed: int, total: int) -> None:
-        nonlocal printed
+        nonlocal started, printed
         now = time.monotonic()
         if now - printed >= run_messages.PRINT_SECONDS:
             printed = now
             left = run_messages.duration((now - started) * (total - completed) / completed)
             say(f"{phase} {completed}/{total}, about {left} left")
+        if completed == total:
+            started = now  # of the next phase
 
     yield show
 

@@ -121,12 +121,11 @@ def distill(
     if len(sections) > 1:
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
     sections["run"] = {**chosen["run"], "method": method}
-    data = options.with_own_code({"data": chosen["data"]})["data"]
-    root = {"data_root": data.pop("data_root")} if "data_root" in data else {}
-    sections |= {"data": root, "model": chosen["model"]}
-    options_of_files: dict[str, Any] = {"evaluate": evaluate, "output": output, "test_data": data}
+    sections |= options.with_own_code({"data": chosen["data"], "model": chosen["model"]})
     with show_steps() as report:
-        lines = list(distil_files(models, student, sections, **options_of_files, report=report))
+        lines = list(
+            distil_files(models, student, sections, evaluate=evaluate, output=output, report=report)
+        )
     print(*lines, sep="\n")
 
 

@@ -70,26 +70,27 @@ def is_label(name: str) -> bool:
     >>> is_label("net.py:Net@0123456789ab"), is_label("net.py:Net"), is_label("convnet")
     (True, False, False)
     """
-    return names_code(name) and without_hash(name) != name
+    return names_code(name) and code_of(name) != name
 
 
 def names_code(name: str) -> bool:
     """Returns True if a name has the form `FILE.py:NAME` or `FILE.py:NAME@HASH`."""
-    return names_a_file(without_hash(name))
+    return names_a_file(code_of(name))
 
 
-def without_hash(label: str) -> str:
+def code_of(label: str) -> str:
     """Returns the part `FILE.py:NAME` of a label."""
     return re.sub("@[0-9a-f]+$", "", label)
 
 
+METHOD_FEATURES = ("method", "features")
 # The settings that may name custom code: its option, and the Python function that registers it.
 LOADERS = {
     ("run", "method"): ("--method", "fedsynth.register_method"),
     ("model", "name"): ("--model", "fedsynth.models.registry.register_model_file"),
     ("model", "clients"): ("--client-models", "fedsynth.models.registry.register_model_file"),
     ("model", "features"): ("--features", "fedsynth.features.register_file"),
-    ("method", "features"): ("--features", "fedsynth.features.register_file"),
+    METHOD_FEATURES: ("--features", "fedsynth.features.register_file"),
     ("method", "matching"): (
         "--matching",
         "fedsynth.synthesizer.condensation.losses.register_loss_file",
@@ -106,7 +107,7 @@ def unloaded_file(section: str, key: str, setting: str) -> SettingError:
         setting: the label in config.toml, or `FILE.py:NAME`.
     """
     option, function = LOADERS[section, key]
-    code = without_hash(setting)
+    code = code_of(setting)
     place = "PATH/" if code != setting else ""
     reason = (
         f"is the custom code {short_repr(setting)}, which is not loaded, or has changed. Use "

@@ -44,6 +44,9 @@ from fedsynth.privacy.files import open_regular
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
+from fedsynth.privacy.report.build import write_report
+from fedsynth.results.finished import is_unfinished
+from fedsynth.results.verification import OWNER, owner_report
 
 RUNS = "runs"
 LOCK = ".answering"
@@ -380,8 +383,22 @@ class Node:
         session.accept(request.terms)
         statement = session.statement()
         folder = session.folder
-        result = write_owner_report(session, request.rounds, folder)
+        result = write_owner_report(session, request.rounds)
         self.say(f"run {folder.name} ended after {request.rounds} rounds: {result}")
         del self._sessions[folder.name]
         self.ended += 1
         return Frame(frames.ANSWER, statement)
+
+    def write_reports(self) -> None:
+        """Writes the privacy reports of runs that charged the client and did not end.
+
+        Call this when the node stops: a client may never learn that a run has ended.
+        """
+        with self._locked():
+            for folder in sorted(self.folder("").glob("*")):
+                if (folder / OWNER).exists() and is_unfinished(folder):
+                    try:
+                        write_report(owner_report(folder), folder)
+                        self.say(f"run {folder.name} did not end. The report is in {folder}")
+                    except (FedsynthError, PrivacyError, OSError) as error:
+                        self.say(f"run {folder.name} has no report: {error}")

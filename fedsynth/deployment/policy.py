@@ -54,12 +54,13 @@ from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.build import build_report, write_report
+from fedsynth.privacy.report.build import NAME, write_report
 from fedsynth.privacy.report.figures import RunStart, faults_as
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results.report_facts import headline, owner_facts, pluralize, start_facts
+from fedsynth.results.file_names import CONFIG
+from fedsynth.results.report_facts import headline, pluralize, start_facts
 from fedsynth.results.run_folder import PRIVATE_START
-from fedsynth.results.verification import OWNER
+from fedsynth.results.verification import OWNER, owner_report
 from fedsynth.validation import LARGEST, to_toml
 
 if TYPE_CHECKING:
@@ -285,14 +286,41 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
         return [*lines, f"  the client cannot take part: {error}"]
 
 
-def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
+def note_round(session: Session, rounds: int) -> None:
+    """Stores what a report needs apart from the ledger, before a private run charges the client.
+
+    Building a report takes longer than a small step. An older report is deleted, because it would
+    lack the charge. `Node.write_reports` builds the report if the run does not end.
+
+    Args:
+        session: the client's session in the run.
+        rounds: the number of rounds that have begun, as the server states it.
+    """
+    budget, folder = session.runtime.budget, session.folder
+    if budget is None:
+        return
+    for ending in ("json", "md", "html"):
+        (folder / f"{NAME}.{ending}").unlink(missing_ok=True)
+    if not (folder / OWNER).exists():
+        plan, initial = budget.plan, session.history
+        if budget.ledger.path is not None:  # with its chain hash at that time
+            chain = read_ledger(budget.ledger.path).lines.chains[len(initial.releases)]
+            initial = replace(initial, chain=chain)
+        began, warnings = RunStart.today(folder.name), session.state.warnings
+        start = start_facts(plan, (initial,), NO_TEST, began, warnings, simulated=False)
+        write_whole(folder / CONFIG, to_toml(plan.run.to_mapping()).encode())
+        write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
+    about = {"client": session.runtime.number, "rounds": rounds}
+    write_whole(folder / OWNER, json.dumps(about).encode())
+
+
+def write_owner_report(session: Session, rounds: int) -> str:
     """Writes the privacy report for the owner at the end of a run, if the run was private.
 
     Args:
         session: the client's session in the run.
         rounds: the number of completed rounds, as the server states it. The charges are those of
             the client's own ledger.
-        folder: the folder for the report.
 
     Returns:
         A summary for the owner.
@@ -301,25 +329,12 @@ def write_owner_report(session: Session, rounds: int, folder: Path) -> str:
         PrivacyError: if the ledger cannot be read.
         OSError: if the report cannot be written.
     """
-    runtime = session.runtime
-    budget = runtime.budget
+    budget, folder = session.runtime.budget, session.folder
     if budget is None:
         return "the ledger records that the run had no differential privacy"
-    plan = budget.plan
-    initial = session.history
-    if budget.ledger.path is not None:  # with its chain hash at that time
-        chain = read_ledger(budget.ledger.path).lines.chains[len(initial.releases)]
-        initial = replace(initial, chain=chain)
-    began = RunStart.today(folder.name)
-    start = start_facts(plan, (initial,), NO_TEST, began, session.state.warnings, simulated=False)
-    write_whole(folder / "config.toml", to_toml(plan.run.to_mapping()).encode())
-    write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
-    about = {"client": runtime.number, "rounds": rounds}
-    write_whole(folder / OWNER, json.dumps(about).encode())
-    current = budget.ledger.history()
-    secret = budget.secret.is_secret
-    facts = owner_facts(plan, runtime.number, initial, rounds, start, secret=secret)
-    write_report(build_report(facts, [current], start.ledgers), folder)
+    note_round(session, rounds)
+    write_report(owner_report(folder, secret=budget.secret.is_secret), folder)
+    plan, current = budget.plan, budget.ledger.history()
     if not plan.guaranteed([current]):
         return f"this client's ledger has no ε. The report is in {folder}"
     spent = f"ε = {format_epsilon(plan.epsilon([current]))} at δ = {plan.privacy.delta:g}"

@@ -116,7 +116,9 @@ def served_proposal(folder: Path) -> Proposal:
     """
     file = folder / SERVED
     if not file.is_file():
-        raise CheckpointError(f"{folder} has no {SERVED}, so no server began this run")
+        raise CheckpointError(
+            f"{folder} has no {SERVED}, so no server began it. Name an interrupted run of a server"
+        )
     with damage_is_named(file):
         return Proposal.from_json(load_json(file))
 

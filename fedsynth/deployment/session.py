@@ -35,7 +35,7 @@ from fedsynth.core.method import Memory
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
-from fedsynth.deployment.policy import write_owner_report
+from fedsynth.deployment.policy import note_round
 from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
@@ -129,7 +129,7 @@ class Session:
         self.history = replace(history, releases=history.releases[: self.state.initial_rows])
         privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
         capped = privacy is not None and (node.owner.cap is not None or privacy.epsilon is not None)
-        self._reported = self.state.initial_rows
+        self._noted = 0
         self._max_attempts = MAX_ATTEMPTS if capped else 1
 
     @property
@@ -246,6 +246,9 @@ class Session:
         answer = _stored_answer(file, frame)
         try:
             if answer is None:
+                if self._noted != context.round:
+                    note_round(self, context.round)
+                    self._noted = context.round
                 answer = self._new_answer(frame, question, context)
                 if answer.kind == frames.ANSWER:
                     self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
@@ -255,20 +258,9 @@ class Session:
                 self._restore(phase, context)
         finally:
             self.store()
-            self._report_charges(context.round)
         if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and phase == FIRST):
             return answer
         return replace(answer, facts={**answer.facts, **self.statement()})
-
-    def _report_charges(self, round_number: int) -> None:
-        """Writes the owner's report if the client was charged since the last report.
-
-        The report must not wait for the end of the run, which a client may never learn.
-        """
-        budget = self.runtime.budget
-        if budget is not None and len(budget.ledger.releases) > self._reported:
-            write_owner_report(self, round_number, self.folder)
-            self._reported = len(budget.ledger.releases)
 
     def _tell_owner(self, context: RoundContext) -> None:
         """Tells the owner that the client has answered in a round, and the ε of its ledger."""

@@ -113,13 +113,18 @@ class Sweep:
 def read_sweep(file: Path) -> Sweep:
     """Reads the file of a sweep, and checks the settings of every run.
 
-    Custom code that the file names as FILE.py:NAME is loaded.
+    Custom code that the file names as FILE.py:NAME is loaded. A config.toml may be that of a foreign
+    run, so it is refused.
 
     Raises:
-        SweepError: the grid or the settings of a run are invalid. The message names the values of
-            the run.
+        SweepError: the file is a config.toml, or the grid or the settings of a run are invalid. The
+            message then names the values of the run.
         SettingError, UnknownNameError: a setting of the sweep is invalid.
     """
+    if file.name == CONFIG:
+        raise SweepError(
+            f"{file} has the name of a run's settings. Copy what you trust to a new file"
+        )
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
     grid = sections.pop("grid", {})

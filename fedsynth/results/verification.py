@@ -35,7 +35,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME, build_report
-from fedsynth.privacy.report.figures import Event, Owner, schema_problems
+from fedsynth.privacy.report.figures import Event, Owner, ReportFacts, schema_problems
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
 from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import disclosed, private_run, run_folder
@@ -54,7 +54,8 @@ OWNER = "owner.json"  # the name of a file that only the folder of a data owner'
 RUN_FILES = (
     *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
     *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, SERVED),
-    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*", f"{NAME}.*"),
+    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*"),
+    *(f"{NAME}.{ending}" for ending in ("json", "md", "html")),
 )
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
@@ -501,13 +502,7 @@ def _owner_problems(
     Raises:
         PrivacyError: two files contradict each other.
     """
-    run = private_run.read_start(folder, method)
-    owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
-    number, rounds = owner.client, owner.rounds
-    if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(f"{OWNER} names client {number} and round {rounds}, which the run lacks")
-    if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("the report must be that of exactly one client of a run over a network")
+    run, owner = _owner_run(folder, method)
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
         raise PrivacyError(f"the report's client differs from that in {run_folder.PRIVATE_START}")
     [(client, start)] = run.start.ledgers.items()
@@ -518,18 +513,63 @@ def _owner_problems(
     if not ledger_rows.begins_with(client, start):
         problems.append(f"the ledger of {client} is not the ledger with which the run began")
     rows = ledger_rows.rows[client]
-    initial_rows, new_rows = rows[: start.rows], rows[start.rows :]
+    new_rows = rows[start.rows :]
     plan = _owner_plan(run)
     planned: set[Release] = set()
-    for round_number in plan.participation.rounds_of(number, plan.run.rounds):
-        planned.update(plan.client_rows(number, replace(run.context, round=round_number)))
+    for round_number in plan.participation.rounds_of(owner.client, plan.run.rounds):
+        planned.update(plan.client_rows(owner.client, replace(run.context, round=round_number)))
     if new_rows and planned.isdisjoint(new_rows):
         problems.append("the ledger has new rows, but this run's settings charge none of them")
-    history = History(client, initial_rows)
     secret = not report["test_only_randomness"]
-    facts = owner_facts(plan, number, history, rounds, run.start, secret=secret)
+    facts = _owner_facts(run, owner, rows, secret=secret)
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     return problems, ledger_rows.note
+
+
+def owner_report(
+    folder: Path,
+    *,
+    ledger: Path | None = None,
+    method: type[Method] | None = None,
+    secret: bool = True,
+) -> dict[str, Any]:
+    """Builds a data owner's report from the current ledger and the other files in the folder.
+
+    Args:
+        folder: the folder of the run in the owner's folder of ledgers.
+        ledger: the folder of the ledger, as in `verify_run`.
+        method: the class of the run's method, as in `verify_run`.
+        secret: whether the keys for the noise came from the operating system.
+
+    Raises:
+        PrivacyError: a file is missing or damaged.
+    """
+    with report_file.damage_as_error(f"the run in {folder} is damaged"):
+        run, owner = _owner_run(folder, method)
+        [client] = run.start.ledgers
+        history = read_ledger((ledger or folder.resolve().parents[1]) / f"{client}.jsonl").history()
+        facts = _owner_facts(run, owner, history.releases, secret=secret)
+        return build_report(facts, [history], run.start.ledgers)
+
+
+def _owner_run(folder: Path, method: type[Method] | None) -> tuple[PrivateRun, Owner]:
+    run = private_run.read_start(folder, method)
+    owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
+    number, rounds = owner.client, owner.rounds
+    if rounds > run.settings.rounds or number >= run.settings.partition.clients:
+        raise PrivacyError(f"{OWNER} names client {number} and round {rounds}, which the run lacks")
+    if not run.networked or len(run.start.ledgers) != 1:
+        raise PrivacyError("the report must be that of exactly one client of a run over a network")
+    return run, owner
+
+
+def _owner_facts(
+    run: PrivateRun, owner: Owner, rows: Sequence[Release], *, secret: bool
+) -> ReportFacts:
+    [(client, start)] = run.start.ledgers.items()
+    history = History(client, tuple(rows[: start.rows]))
+    plan = _owner_plan(run)
+    return owner_facts(plan, owner.client, history, owner.rounds, run.start, secret=secret)
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
@@ -564,6 +604,8 @@ def unfinished_report(
         PrivacyError: the run had no differential privacy or has not released anything yet, or a
             file is missing or damaged.
     """
+    if (folder / OWNER).exists():
+        return owner_report(folder, ledger=ledger, method=method)
     if not (folder / run_folder.PRIVATE_START).exists():
         reason = "The run had no differential privacy, or ended before its first release"
         raise PrivacyError(f"{folder} lacks {run_folder.PRIVATE_START}. {reason}")

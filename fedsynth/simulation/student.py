@@ -369,7 +369,6 @@ def distil_files(
     *,
     evaluate: bool,
     output: Path,
-    test_data: Mapping[str, Any] | None = None,
     report: Callable[[str, int, int], None] = lambda phase, completed, total: None,
 ) -> Iterator[str]:
     """Distils several models into one student network, and writes the student to a file.
@@ -379,11 +378,10 @@ def distil_files(
     Args:
         files: the models: files and folders as for `load_model`.
         student: the architecture of the student. None uses that of the first model.
-        sections: the sections "run", "data", "model" and "method" of settings, as for `resolve`.
-            The settings of the model are those of the student.
+        sections: the sections "run", "model" and "method" of settings, as for `resolve`, and
+            "data", as for `real_images`. The settings of the model are those of the student.
         evaluate: True tests the models and the student on the data set.
         output: the file to which the student is written.
-        test_data: settings of the user's own test images, as for `real_images`.
         report: receives the phase, the number of its finished steps and their total number.
 
     Raises:
@@ -400,11 +398,11 @@ def distil_files(
     one_shot = {
         "run": {**sections["run"], "rounds": 1},
         "partition": {"clients": len(files)},
-        "data": {**sections["data"], "dataset": spec.name},
+        "data": {"dataset": spec.name},
         "model": {**sections["model"], "name": student or first.model.name},
     }
-    chosen = {**(test_data or {}), **sections["data"]}
-    test = real_images(spec, chosen, spec.name if evaluate else None, note=notes.append)
+    dataset = spec.name if evaluate else None
+    test = real_images(spec, sections["data"], dataset, note=notes.append)
     own_data = None if is_known(spec.name) else spec.name
     settings = resolve({**sections, **one_shot}, own_data=own_data)
     method, device = settings.method, resolve_device(settings.device)

@@ -136,6 +136,7 @@ def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) 
         hint = f"Use {option} {code}/evil.py:Net"
         for command in (f"train --config {config}", f"train --config {code}"):
             fedsynth(f"{command} --output {code / 'out'}").assert_refused(hint)
+        fedsynth(f"sweep {config} --dry-run").assert_refused("Copy what you trust to a new file")
     assert not (code / "evil.py.ran").exists()
 
 

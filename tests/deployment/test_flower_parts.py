@@ -338,7 +338,7 @@ def test_resumed_server_has_the_specification_of_its_run(
     started = Mock()
     monkeypatch.setattr(serving, "superlink", lambda *_: nullcontext(started))
     line = ("server", "--insecure", "--resume", str(tmp_path))
-    with pytest.raises(CommandFailedError, match="no server began this run"):
+    with pytest.raises(CommandFailedError, match="no server began it"):
         command(*line)
     (tmp_path / SERVED).write_text(json.dumps(proposal.to_json()))
     with pytest.raises(CommandFailedError, match="Remove --config, --spec and all settings"):

@@ -23,8 +23,9 @@ from fedsynth.errors import CheckpointError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import Ledger, Release, epsilon
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Event
-from fedsynth.results.verification import verify_run
+from fedsynth.results.verification import unfinished_report, verify_run
 from tests.deployment import local_setup
 from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, kill, sections
 from tests.quick_runs import NoteRecorder, by_family
@@ -235,10 +236,15 @@ def test_clients_that_do_not_rejoin_stay_in_the_report(setup: Setup, count: int,
     folder = kill(setup, settings, setup.link(), count, kind=kind)
     served = setup.serve(settings, setup.link(*map(setup.node, range(LAST))), resume=folder)
     assert_reported(setup, served, range(CLIENTS))
-    [own] = (setup.folder / f"owner-{LAST}").glob("runs/*/privacy_report.json")
-    stated = json.loads(own.read_text())["ledger_heads"][f"client-{LAST:03d}"]["rows"]
-    assert stated == len(setup.ledger(LAST)) > 0
-    assert verify_run(own.parent).problems == []
+    [own] = (setup.folder / f"owner-{LAST}").glob("runs/*")
+    with pytest.raises(PrivacyError, match="To build a report, run fedsynth privacy report"):
+        verify_run(own)
+    killed = unfinished_report(own)
+    setup.node(LAST).write_reports()
+    report = json.loads((own / "privacy_report.json").read_text())
+    assert report == killed
+    assert report["ledger_heads"][f"client-{LAST:03d}"]["rows"] == len(setup.ledger(LAST)) > 0
+    assert verify_run(own).problems == []
     assert not (served.folder.path / "checkpoint").exists()
     deviations = served.record.deviations
     if kind == "end":

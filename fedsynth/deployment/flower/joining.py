@@ -103,7 +103,8 @@ def join(
 ) -> None:
     """Connects a node to its server, and answers messages until the work is done.
 
-    A failed or lost connection is retried. Each reason is reported to the owner once.
+    A failed or lost connection is retried. Each reason is reported to the owner once. When the
+    function ends, the owner has a report of each private run.
 
     Args:
         node: the data owner's node.
@@ -118,6 +119,13 @@ def join(
     """
     check_number(None, "wait", wait, 0, MAX_SECONDS)
     require_flower()
+    try:
+        _answer_until_done(node, connection, once, wait)
+    finally:
+        node.write_reports()
+
+
+def _answer_until_done(node: Node, connection: ServerConnection, once: bool, wait: float) -> None:
     printed = ""
     deadline = time.monotonic() + wait
     while True:
