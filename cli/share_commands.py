@@ -47,7 +47,9 @@ def methods(context: typer.Context) -> None:
 
 @methods_app.command("show")
 def show_method(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of a method.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of a method, or FILE.py:NAME.")
+    ],
 ) -> None:
     """Describe one method in full.
 
@@ -59,7 +61,7 @@ def show_method(
     from fedsynth.core.messages import privacy_of_fields
     from fedsynth.methods import method_class
 
-    cls = method_class(name)
+    cls = method_class(options.with_own_code({"run": {"method": name}})["run"]["method"])
     print(f"{name}: {cls.summary}\nreference: {cls.reference}\n")
     print("settings (--set KEY=VALUE), with defaults:")
     for field in fields(cls):

@@ -62,6 +62,7 @@ def test_methods_are_listed_and_their_settings_explained(fedsynth: Call) -> None
     first = "uploads in a first exchange (FeatureSums):\n  sums: released\n  counts: released"
     assert first in fedsynth("methods show fedfm").stdout
     assert "refused: the clients send real images" in fedsynth("methods show real").stdout
+    assert fedsynth("methods show examples/own_method.py:FedAdam").stdout.count("server_lr")
     assert ">>>" not in feddm  # examples are for the Python interface
 
 
