@@ -327,11 +327,7 @@ def _features(
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
-    """Reads the label, site or user of each record. Without a column, they are empty texts.
-
-    Raises:
-        DataError: the number of values is not `count`.
-    """
+    """Reads the label, site or user of each record. Without a column, they are empty texts."""
     if not name:
         return np.full(count, "", object)
     what = f"{one_line(name)!r} in {part.place}"
@@ -605,7 +601,10 @@ def _column(read: Callable[[], Any], name: str) -> Array:
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
-            raise ValueError("its lists must have the same length in every row")
+            raise ValueError(
+                "its lists must have the same length in every row, got lists of "
+                f"{lengths[0]} and of {lengths[1]} values"
+            )
         shape.append(*(lengths or [0]))
         cells = compute.list_flatten(cells)
     if pyarrow.types.is_decimal(cells.type):
