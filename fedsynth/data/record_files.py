@@ -701,13 +701,13 @@ def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
             path = Path(folder, str(number))
             path.write_bytes(stored["bytes"])
             paths.append(path)
-        headers, header_faults = read_headers(paths)
+        headers, faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}
-        if len(sizes) != 1:
+        if len(sizes) > 1:
             raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
-        channels = 1 if all(header.grey for header in headers) else 3
-        height, width = sizes.pop()
-        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, decoding)
-    for fault in (*header_faults.values(), *pixel_faults.values()):
-        raise ValueError(fault)
+        if not faults:
+            channels = 1 if all(header.grey for header in headers) else 3
+            pixels, faults, _ = read_pixels(paths, channels, *sizes.pop(), decoding)
+    for row, fault in faults.items():
+        raise ValueError(f"row {row + 1} has no valid image: {fault}. Remove or replace the row")
     return pixels
