@@ -113,12 +113,10 @@ def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
         options += ["--dp-delta", f"{10.0 ** -len(str(largest)):g}"]
     if train.groups is not None:
         options += ["--dp-unit", USER]
-    for key in ("feature_columns", "label_column", "user_column", "site_column", "revision"):
+    columns = ("feature_columns", "label_column", "user_column", "site_column", "revision")
+    for key in (*columns, "skip_corrupt", "skip_other"):
         if value := getattr(settings, key):
-            options += [f"--{key.replace('_', '-')}", value]
-    for key in ("skip_corrupt", "skip_other"):
-        if getattr(settings, key):
-            options.append(f"--{key.replace('_', '-')}")
+            options += [f"--{key.replace('_', '-')}", *([] if value is True else [value])]
     return tuple(options)
 
 

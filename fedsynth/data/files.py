@@ -180,8 +180,8 @@ def folded_name(text: str) -> str:
     """Returns a text that is equal for all spellings of a name, such as "T-shirt" and "t_shirt", or
     "1", "01", "+1" and "1.0", which spreadsheets and programs write.
 
-    >>> [folded_name(name) for name in ("1", "01", "+1", "1.", "1.0", "−1", "1.5", "T-shirt")]
-    ['1', '1', '1', '1', '1', '-1', '1.5', 't shirt']
+    >>> [folded_name(name) for name in ("1", "01", "+1", "1.", "1.0", "-01", "−1", "½", "T-shirt")]
+    ['1', '1', '1', '1', '1', ' 1', ' 1', '1⁄2', 't shirt']
     """
     folded = unicodedata.normalize("NFKC", text).casefold().replace("\N{MINUS SIGN}", "-")
     folded = re.sub(r"^\+?(-?)0*(\d+)([.,]0*)?$", r"\1\2", folded)

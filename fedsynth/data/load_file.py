@@ -126,27 +126,24 @@ def training_records(parts: Mapping[str, Part], settings: FolderSettings, note: 
     Raises:
         DataError: the records cannot be read.
     """
-    split, part = _part_of(parts, TRAIN)
+    split = _split_of(parts, TRAIN)
     if split != TRAIN:
         note(f"{one_line(settings.folder)} has only {split} records, which a run trains on")
     for unused in sorted(parts.keys() - {split, TEST}):
         note(f"the {unused} records in {one_line(settings.folder)} are not used")
-    return read_part(part, settings.columns, note)
+    return read_part(parts[split], settings.columns, note)
 
 
-def _part_of(parts: Mapping[str, Part], split: str) -> tuple[str, Part]:
-    """Returns the part of a split, or the only part.
-
-    Raises:
-        DataError: there are several parts, and none of this split.
-    """
-    if split not in parts and len(parts) > 1:
+def _split_of(parts: Mapping[str, Part], split: str) -> str:
+    """Returns the name of a part: the given split if there is one, or the only part."""
+    if split in parts:
+        return split
+    if len(parts) > 1:
         raise DataError(
             f"{next(iter(parts.values())).place} has {' and '.join(sorted(parts))} records, but no "
             f"{split} records. Save these records in a file of their own"
         )
-    split = split if split in parts else min(parts)
-    return split, parts[split]
+    return min(parts)
 
 
 def read_test(
@@ -176,7 +173,7 @@ def read_test(
     if not is_record_file(place):
         return read_as(Path(place), spec, note, **skip)
     parts = parts or parts_of(place, decoding=Decoding(spec.window, spec.slice))
-    records = read_part(_part_of(parts, TEST)[1], columns, note)
+    records = read_part(parts[_split_of(parts, TEST)], columns, note)
     if train is not None:
         note_shared_users(train.names.users, records.names.users, note)
     return replace(as_data(records, spec), groups=None)
@@ -200,11 +197,7 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
 
 
 def _slices(values: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
-    """Takes a slice of each volume [N, D, H, W]. Values without more than one slice are returned.
-
-    Raises:
-        DataError: the volumes do not have this slice.
-    """
+    """Takes a slice of each volume [N, D, H, W]. Values without slices are returned unchanged."""
     if position < 0 or values.ndim != 4 or {1, 3} & {values.shape[1], values.shape[3]}:
         return values
     if position >= values.shape[1]:
@@ -228,9 +221,7 @@ def as_data(records: Records, spec: DatasetSpec) -> ImageData:
         )
     values = _slices(records.values, spec.slice)
     files = with_classes(records.names, spec.class_names)
-    groups = None
-    if files.users.any():
-        groups = files.users
+    groups = files.users if files.users.any() else None
     data = from_arrays(values, files.labels, spec, groups=groups)
     if values is records.values:
         return data

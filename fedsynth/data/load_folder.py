@@ -123,9 +123,9 @@ def read_folder(
     ledger = getattr(declaration, "ledger", None)
     files, skipped = _find(Path(settings.folder), note, decoding, ledger, **skip)
     kind = settings.test or ("private" if settings.test_folder else "none")
-    test_files = None
+    test = test_files = None
     if kind != "none":
-        test_files, skipped_tests = _find(Path(settings.test_folder), note, decoding, None, **skip)
+        test_files, skipped_tests = _find(Path(settings.test_folder), note, decoding, **skip)
         skipped += skipped_tests
         _check_disjoint(files, test_files, note)
     if declaration is None:
@@ -136,11 +136,9 @@ def read_folder(
     train, files = _read(files, spec, note)
     if declaration is not None:
         require_declared_counts(train, declaration)
-    test = None
     excluded = files.excluded
     if test_files is not None:
-        test, _ = _read(test_files, train.spec, note)
-        test = replace(test, groups=None)
+        test = replace(_read(test_files, train.spec, note)[0], groups=None)
         excluded += test_files.excluded
     left_out = []
     if skipped:
@@ -155,10 +153,10 @@ def _find(
     folder: Path,
     note: Note,
     decoding: Decoding,
-    ledger: Path | None,
+    ledger: Path | None = None,
     *,
-    skip_other: bool,
-    skip_corrupt: bool,
+    skip_other: bool = False,
+    skip_corrupt: bool = False,
 ) -> tuple[FolderFiles, tuple[str, ...]]:
     """Finds the images of a folder, and reports how many files are not images.
 
@@ -179,9 +177,8 @@ def _find(
     if files.ignored:
         note(f"skipped in {one_line(folder)}: {counted(files.ignored)}")
     if files.excluded:
-        problem = (
-            f"{one_line(folder)} contains files that are not images: {counted(files.excluded)}"
-        )
+        others = counted(files.excluded)
+        problem = f"{one_line(folder)} contains files that are not images: {others}"
         if not skip_other:
             raise DataError(
                 f"{problem}. Remove these files, convert them to PNG, or skip them with "
@@ -412,31 +409,24 @@ def _descriptions(files: FolderFiles, faults: dict[int, str]) -> list[str]:
     return [f"{one_line(files.paths[row])} ({fault})" for row, fault in faults.items()]
 
 
-def read_as(
-    folder: Path,
-    spec: DatasetSpec,
-    note: Note,
-    *,
-    skip_corrupt: bool = False,
-    skip_other: bool = False,
-) -> ImageData:
+def read_as(folder: Path, spec: DatasetSpec, note: Note, **skip: bool) -> ImageData:
     """Reads the images of a folder, at the size, window and slice of a given specification.
 
     The folder may lack some of the specification's classes.
 
     Args:
-        folder, skip_corrupt, skip_other: see `load_folder`.
+        folder: see `load_folder`.
         spec: the specification. Its class names are compared with those of the folder, and are
             never used as paths.
         note: a function that receives warnings about skipped files.
+        skip: `skip_corrupt` and `skip_other` (see `load_folder`).
 
     Raises:
         DataError: the folder has a class that the specification does not have, or the folder cannot
             be read for a reason that `load_folder` lists.
     """
     decoding = Decoding(spec.window, spec.slice)
-    skip = {"skip_other": skip_other, "skip_corrupt": skip_corrupt}
-    return _read(_find(folder, note, decoding, None, **skip)[0], spec, note)[0]
+    return _read(_find(folder, note, decoding, **skip)[0], spec, note)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:

@@ -296,11 +296,7 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
 
 
 def _stored_values(data: Any, position: int) -> Array:
-    """Decodes the stored values of a frame. Old files have them in the upper bits of a word.
-
-    Raises:
-        UnsupportedImageError: the word has no such bits, or other bits of it are used.
-    """
+    """Decodes the stored values of a frame. Old files have them in the upper bits of a word."""
     from pydicom.pixels import pixel_array
 
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
@@ -327,11 +323,7 @@ def _use_frame_values(data: Any, position: int) -> None:
 
 
 def _number(data: Any, name: str) -> float | None:
-    """Returns the first number of an element, or None if the element is absent or empty.
-
-    Raises:
-        UnsupportedImageError: the number is not finite, or too large.
-    """
+    """Returns the first number of an element, or None if the element is absent or empty."""
     first = next(iter(np.atleast_1d(data.get(name))), None)
     if first is None or not str(first).strip():
         return None
@@ -351,10 +343,8 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
     if data.PhotometricInterpretation == "PALETTE COLOR":
         if "SegmentedRedPaletteColorLookupTableData" in data:  # expands without a limit
             raise UnsupportedImageError("segmented palettes are not supported. Use a plain palette")
-        tables = [
-            _table(data, f"{colour}PaletteColorLookupTable{{}}", data.file_meta)
-            for colour in ("Red", "Green", "Blue")
-        ]
+        names = [f"{colour}PaletteColorLookupTable" for colour in ("Red", "Green", "Blue")]
+        tables = [_table(data[f"{n}Descriptor"].value, data[f"{n}Data"].value, data) for n in names]
         surplus = max(_bits_of(entries) for _, entries in tables) - 8
         colours = np.stack([_looked_up(values, *table) for table in tables], axis=2)
         return (colours >> surplus).astype(np.uint8), True
@@ -383,29 +373,18 @@ def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
     return (low <= shifted) & (shifted <= high)
 
 
-def _table(owner: Any, name: str, meta: Any) -> tuple[int, Array]:
-    """Returns a lookup table: the stored value of its first entry, and its entries.
-
-    Args:
-        owner: the dataset with the table's elements.
-        name: a template of the elements' names, for "Descriptor" and "Data".
-        meta: the file's meta information, which states the order of bytes.
-
-    Raises:
-        UnsupportedImageError: there are fewer entries than stated.
-    """
-    count, first, _ = owner[name.format("Descriptor")].value
+def _table(descriptor: Any, content: Any, data: Any) -> tuple[int, Array]:
+    """Returns a lookup table: the stored value of its first entry, and its entries."""
+    count, first, _ = descriptor
     count = count % 2**16 or 2**16
-    word = np.dtype(np.uint16).newbyteorder("<" if meta.TransferSyntaxUID.is_little_endian else ">")
-    content = owner[name.format("Data")].value
+    order = "<" if data.file_meta.TransferSyntaxUID.is_little_endian else ">"
     if not isinstance(content, bytes):
-        content = np.asarray(content, word).tobytes()
+        content = np.asarray(content, f"{order}u2").tobytes()
     if len(content) >= 2 * count:
-        return first, np.frombuffer(content, word, count)
+        return first, np.frombuffer(content, f"{order}u2", count)
     if len(content) - count not in (0, 1):  # bytes may be padded to an even number
-        raise UnsupportedImageError(
-            "a lookup table of the DICOM file has fewer entries than stated"
-        )
+        reason = f"a lookup table of the DICOM file must have the {count} entries that it states"
+        raise UnsupportedImageError(reason)
     return first, np.frombuffer(content, np.uint8, count)
 
 
@@ -424,16 +403,12 @@ def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
     """Returns the first lookup table of a sequence that is not empty, or None."""
     for item in data.get(name) or []:
         if item.get("LUTDescriptor") and item.get("LUTData"):
-            return _table(item, "LUT{}", data.file_meta)
+            return _table(item.LUTDescriptor, item.LUTData, data)
     return None
 
 
 def _rescaled(values: Array, data: Any) -> Array:
-    """Applies the modality's table, or slope and intercept. Without them, returns the same array.
-
-    Raises:
-        UnsupportedImageError: the slope is 0, or a number is not finite or too large.
-    """
+    """Applies the modality's table, or slope and intercept. Without them, returns the same array."""
     table = _table_in(data, "ModalityLUTSequence")
     if table is not None:
         return _looked_up(values, *table)
@@ -467,24 +442,19 @@ def _in_file_window(stored: Array, data: Any, decoding: Decoding) -> tuple[Float
 
 
 def _windowed(values: Array, center: float, width: float, function: str) -> Floats:
-    """Applies a window of a file to values (DICOM PS3.3 C.11.2.1.2 and C.11.2.1.3).
-
-    Raises:
-        UnsupportedImageError: the window is too narrow, or the function is unknown.
-    """
+    """Applies a window of a file to values (DICOM PS3.3 C.11.2.1.2 and C.11.2.1.3)."""
     function = function.strip().upper() or "LINEAR"
     if function not in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
-        rule = "has an unknown VOILUTFunction, which must be LINEAR, LINEAR_EXACT or SIGMOID"
-        raise UnsupportedImageError(f"the DICOM file {rule}{SET_WINDOW}")
-    if width <= 0 or (function == "LINEAR" and width < 1):
-        rule = "at least 1" if function == "LINEAR" else "positive"
-        text = f"WindowWidth of the DICOM file must be {rule}, got {width:g}"
-        raise UnsupportedImageError(f"{text}{SET_WINDOW}")
+        rule = "must be LINEAR, LINEAR_EXACT or SIGMOID"
+        raise UnsupportedImageError(f"VOILUTFunction of the DICOM file {rule}{SET_WINDOW}")
+    if function == "LINEAR":
+        center, width = center - 0.5, width - 1
+    if width < 0 or (width == 0 and function != "LINEAR"):
+        rule = "must be at least 1 for the function LINEAR, and otherwise positive"
+        raise UnsupportedImageError(f"WindowWidth of the DICOM file {rule}{SET_WINDOW}")
     if function == "SIGMOID":
         with np.errstate(over="ignore"):
             return scaled(1 / (1 + np.exp(-4 * (values - center) / width)), (0.5, 1.0))
-    if function == "LINEAR":
-        return scaled(values, (center - 0.5, width - 1))
     return scaled(values, (center, width))
 
 

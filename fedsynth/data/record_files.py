@@ -327,11 +327,7 @@ def _features(
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
-    """Reads the label, site or user of each record. Without a column, they are empty texts.
-
-    Raises:
-        DataError: the number of values is not `count`.
-    """
+    """Reads the label, site or user of each record. Without a column, they are empty texts."""
     if not name:
         return np.full(count, "", object)
     what = f"{one_line(name)!r} in {part.place}"
@@ -605,7 +601,10 @@ def _column(read: Callable[[], Any], name: str) -> Array:
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
-            raise ValueError("its lists must have the same length in every row")
+            raise ValueError(
+                "its lists must have the same length in every row, got lists of "
+                f"{lengths[0]} and of {lengths[1]} values"
+            )
         shape.append(*(lengths or [0]))
         cells = compute.list_flatten(cells)
     if pyarrow.types.is_decimal(cells.type):
@@ -702,13 +701,13 @@ def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
             path = Path(folder, str(number))
             path.write_bytes(stored["bytes"])
             paths.append(path)
-        headers, header_faults = read_headers(paths)
+        headers, faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}
-        if len(sizes) != 1:
+        if len(sizes) > 1:
             raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
-        channels = 1 if all(header.grey for header in headers) else 3
-        height, width = sizes.pop()
-        pixels, pixel_faults, _ = read_pixels(paths, channels, height, width, decoding)
-    for fault in (*header_faults.values(), *pixel_faults.values()):
-        raise ValueError(fault)
+        if not faults:
+            channels = 1 if all(header.grey for header in headers) else 3
+            pixels, faults, _ = read_pixels(paths, channels, *sizes.pop(), decoding)
+    for row, fault in faults.items():
+        raise ValueError(f"row {row + 1} has no valid image: {fault}. Remove or replace the row")
     return pixels

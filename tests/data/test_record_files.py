@@ -167,17 +167,10 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "number or text in every"),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
-        ("a.npz", {"x": np.float32(1)}, {}, "'x' .* a value for each record, got a single value"),
         ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
         ("a.npz", {"x": X[:0]}, {}, "'x' .* has no records"),
         ("a.npz", {"z": Y[:3]}, {"feature_columns": "x,z"}, "columns of the same length, got"),
         ("a.npz", {"split": np.where(Y, "train", "val")}, {}, r"splits train, val .*test_folder"),
-        (
-            "a.npz",
-            {"site": np.where(Y, "Test set", "train")},
-            {},
-            "sites Test set, train are parts",
-        ),
         ("a.csv", {"fold": Y}, {}, r"splits 0, 1, 2 in the column 'fold'"),
         ("a.csv", {"subject_id": Y}, {}, "several .* user: patient, subject_id.*--user-column"),
         ("a.csv", {"f1": ["x", *map(str, X[1:, 1])]}, {}, "'f1' .* also 'x'.*--feature-columns"),
@@ -200,9 +193,6 @@ def test_unusable_files_raise_one_line_errors(
     with pytest.raises(FedsynthError, match=message) as caught:
         load_file(tmp_path / name, **settings)
     assert "\n" not in str(caught.value)
-    np.savez(tmp_path / "empty.npz")
-    with pytest.raises(DataError, match="no column of labels"):
-        load_file(tmp_path / "empty.npz")
 
 
 def test_expanding_arrays_and_tables_are_refused(
@@ -241,9 +231,12 @@ def test_parquet_reads_needed_columns_and_stores_repeated_text_once(
     assert sorted(call.kwargs["columns"] for call in read.call_args_list) == [["label"], ["x"]]
 
 
-def test_csv_with_image_paths_is_not_a_table(tmp_path: Path) -> None:
+def test_files_without_labels_or_with_image_paths_are_no_tables(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "list.csv").write_text("Image;label\na.png;ill\n")
+    np.savez(tmp_path / "empty.npz")
+    with pytest.raises(DataError, match="no column of labels"):
+        load_file(tmp_path / "empty.npz")
     assert load_folder(tmp_path / "list.csv").train.spec.class_names == ("ill",)
 
 
@@ -381,39 +374,35 @@ def test_stated_names_are_those_of_the_stored_positions(
     other.to_parquet(tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet state different names"):
         load_file(f"hf:{tmp_path}")
-    table = pa.table(
-        {"f": [0.5, 1], "label": [0, -1]}, data.select_columns(["f", "label"])._data.schema
-    )
+    schema = data.select_columns(["f", "label"]).data.schema
+    table = pa.table({"f": [0.5, 1], "label": [0, -1]}, schema)
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"numbers from 0 to [0-9]+ of the names .* got -1"):
         load_file(tmp_path / "a.parquet", bounds="-8,8")
 
 
 def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path) -> None:
-    Image.new("L", (2, 2)).save(tmp_path / "a.png")
-    content = (tmp_path / "a.png").read_bytes()
+    """16-bit images have the window of the settings or the declaration."""
+    file = tmp_path / "images.parquet"
+    Image.fromarray(np.array([[2000, 2040], [2080, 2255]], np.uint16)).save(tmp_path / "a.png")
+    good = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
-    only_path = {"bytes": None, "path": "b.png"}
-    for cell, message in ((None, "row 2 has no image"), (only_path, "only the path b.png")):
-        cells: list[Any] = [{"bytes": content, "path": None}, cell]
-        table = pa.table({"image": cells, "label": [0, 1]}, features.arrow_schema)
-        pa.parquet.write_table(table, tmp_path / "images.parquet")
-        with pytest.raises(DataError, match=rf"{message}.*store the image's bytes"):
-            load_file(tmp_path / "images.parquet")
-    levels = np.array([[2000, 2040], [2080, 2255]], np.uint16)
-    Image.fromarray(levels).save(tmp_path / "wide.png")
-    content = (tmp_path / "wide.png").read_bytes()
-    cells = [{"bytes": content, "path": None}] * 2
-    table = pa.table({"image": cells, "label": [0, 1]}, features.arrow_schema)
-    pa.parquet.write_table(table, tmp_path / "images.parquet")
-    described = describe_folder(
-        FolderSettings(str(tmp_path / "images.parquet"), window="2127.5,255"), print
-    )
+    for cell, message in (
+        (None, "row 2 has no image.*store the image's bytes"),
+        ({"bytes": None, "path": "b.png"}, "only the path b.png.*store the image's bytes"),
+        ({"bytes": b"x", "path": None}, "row 2 has no valid image: the file is not a JPEG"),
+        (good, ""),
+    ):
+        table = pa.table({"image": [good, cell], "label": [0, 1]}, features.arrow_schema)
+        pa.parquet.write_table(table, file)
+        if message:
+            with pytest.raises(DataError, match=message):
+                load_file(file)
+    described = describe_folder(FolderSettings(str(file), window="2127.5,255"), print)
     described.path.write_text(described.toml)
-    for settings in ({}, {"window": "2127.5,255"}, {"test_folder": tmp_path / "images.parquet"}):
-        loaded = load_file(tmp_path / "images.parquet", **settings)
-        for data in filter(None, (loaded.train, loaded.test)):
-            assert data.images[1, 0].tolist() == [[0, 40], [80, 255]]
+    loaded = load_file(file, test_folder=file)
+    for data in (loaded.train, loaded.test, load_file(file, window="2127.5,255").train):
+        assert data.images[1, 0].tolist() == [[0, 40], [80, 255]]
     features = datasets.Features(
         {"x": datasets.Array2D((4, 5), "uint8"), "y": datasets.Value("int8")}
     )
@@ -430,9 +419,9 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
     [
         ("validation", 0, "only val records, which a run trains on"),
         ("test dev", 0, "has test and val records, but no train records. Save"),
-        ("train patient_testimony trainee", 0, ""),
+        ("train patient_testimony trainee", 0, "features in"),
         ("Train TEST validation", 1, "the val records .* are not used"),
-        ("validation-study/training_0 validation-study/eval_1", 1, ""),
+        ("validation-study/training_0 validation-study/eval_1", 1, "features in"),
     ],
 )
 def test_splits_are_whole_words(files: str, tested: int, message: str, tmp_path: Path) -> None:
@@ -442,12 +431,11 @@ def test_splits_are_whole_words(files: str, tested: int, message: str, tmp_path:
         pa.parquet.write_table(table, tmp_path / f"{name}.parquet")
     notes: list[str] = []
     try:
-        folder = FolderSettings(f"hf:{tmp_path}")
-        loaded = read_own_data(folder, notes.append, declaration=None)
+        loaded = read_own_data(FolderSettings(f"hf:{tmp_path}"), notes.append, declaration=None)
         assert (loaded.test is not None) == tested
         assert len(loaded.train) == 2 * (len(files.split()) - tested - ("not used" in message))
     except DataError as error:
-        notes.append(str(error))
+        notes = [str(error)]
     assert re.search(message, "\n".join(notes))
 
 
