@@ -250,10 +250,6 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
     """Checks the nesting depth and the integers of a parsed value.
 
     The value is checked level by level, without recursion.
-
-    Raises:
-        ValueError: the value is nested too deeply, or contains an integer whose absolute value is
-            above `largest`.
     """
     level = [value]
     for _ in range(MAX_DEPTH + 1):

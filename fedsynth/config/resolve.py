@@ -213,11 +213,7 @@ def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """Returns the name of the data set, and the folder settings if the data are custom images.
-
-    Args:
-        data: the values of the section "data", without `data_root`.
-    """
+    """Returns the name of the data set, and the folder settings if the data are custom images."""
     values = dict(data)
     name = values.pop("dataset", None)
     for prefix, scheme in ((HUB, HUB), (MEDMNIST, "")):

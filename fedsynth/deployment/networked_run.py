@@ -168,11 +168,7 @@ def _test_set(proposal: Proposal) -> ImageData | None:
 
 
 def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Proposal, RunFolder]:
-    """Creates or reopens the run folder, which contains the proposal of the run.
-
-    Raises:
-        CheckpointError: if the run in the folder has other settings, or its file is damaged.
-    """
+    """Creates or reopens the run folder, which contains the proposal of the run."""
     if resume is None:
         folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
         folder.write_config(to_toml(proposal.settings.to_mapping()))

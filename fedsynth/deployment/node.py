@@ -348,9 +348,6 @@ class Node:
 
         If another process has answered for this client since the last request, the session is
         restored from the files that this process wrote.
-
-        Raises:
-            MessageError: if the client has not joined the run.
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
@@ -363,11 +360,7 @@ class Node:
         return session
 
     def _open(self, proposal: Proposal, state: State | None) -> Session:
-        """Reads the owner's records for a run, and opens the permanent ledger of these records.
-
-        Raises:
-            RecordsError: if reading or opening fails for any reason. Only the owner sees the cause.
-        """
+        """Reads the owner's records for a run, and opens the permanent ledger of these records."""
         try:
             data = self.source.read(proposal, self.number)
             client = Clients(data, [np.arange(len(data))], (self.name,))

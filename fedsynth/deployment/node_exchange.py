@@ -146,11 +146,7 @@ class NodeExchange(protocol.Exchange):
             self._transport.ask(refusals, min(seconds, REFUSAL_SECONDS))
 
     def _admit(self, node: int, answer: bytes | str) -> None:
-        """Processes a node's answer to the request to join.
-
-        Raises:
-            MessageError: if the answer does not come from a client that may join.
-        """
+        """Processes a node's answer to the request to join."""
         frame = _frame(answer, frames.LONGEST_HEADER)
         stated = Statement.of(frame)
         number = stated.client
@@ -179,9 +175,6 @@ class NodeExchange(protocol.Exchange):
     def _check_name(self, number: int, history: History | None) -> None:
         """Checks that a client of a private run has sent its ledger history, under the client's
         name.
-
-        Raises:
-            MessageError: if the history is missing in a private run, or has another name.
         """
         if history is None and self._settings.privacy is not None:
             raise MessageError(f"client {number} must send its ledger history in a private run")
@@ -295,10 +288,6 @@ class NodeExchange(protocol.Exchange):
         A client that refuses, or whose answer is invalid or missing, is dropped for the rest of the
         round. Before a request for a step is sent, it is written to the file of joined clients,
         because the client may be charged from then on.
-
-        Args:
-            questions: the request for each client.
-            max_bytes: the size limit of a payload.
         """
         self._request += 1
         messages: dict[int, bytes] = {}
@@ -337,12 +326,7 @@ class NodeExchange(protocol.Exchange):
         return answers
 
     def _read(self, number: int, answer: bytes | str, max_bytes: int) -> Frame:
-        """Reads a client's answer or refusal, and stores the ledger history in it.
-
-        Raises:
-            MessageError: if the client did not answer, if the answer is an error, or if the ledger
-                history does not continue the history that the client sent before.
-        """
+        """Reads a client's answer or refusal, and stores the ledger history in it."""
         frame = _frame(answer, max_bytes)
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (number, self._request):
@@ -358,11 +342,7 @@ class NodeExchange(protocol.Exchange):
 
 
 def _frame(answer: bytes | str, max_bytes: int) -> Frame:
-    """Decodes the frame that a node has sent.
-
-    Raises:
-        MessageError: if the node has sent no frame, or a frame above the size limit.
-    """
+    """Decodes the frame that a node has sent."""
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:

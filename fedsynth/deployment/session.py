@@ -375,9 +375,6 @@ class Session:
 
         No answer leaves the node before the state is stored. Otherwise two uploads could be sent
         under the same masks.
-
-        Raises:
-            SecureSumError: if this client did not begin the sum, or if another sum is in progress.
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
@@ -450,9 +447,6 @@ def _digest(question: Frame) -> bytes:
 def _stored_answer(file: Path, question: Frame) -> Frame | None:
     """Loads the stored answer to a request. Returns None if the client has not answered this
     request.
-
-    Raises:
-        CheckpointError: if the file is damaged, so that the answer cannot be repeated.
     """
     if not file.is_file():
         return None

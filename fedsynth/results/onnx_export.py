@@ -111,11 +111,7 @@ def export_onnx(
 
 
 def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
-    """Returns the ONNX program of a network, whose first dimension may have any size.
-
-    Raises:
-        OutputError: ONNX is not installed, or cannot express the network.
-    """
+    """Returns the ONNX program of a network, whose first dimension may have any size."""
     try:
         import onnxscript  # noqa: F401
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
@@ -147,11 +143,7 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
 
 
 def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
-    """Checks the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx.
-
-    Raises:
-        OutputError: the model cannot be executed, or the logits differ.
-    """
+    """Checks the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx."""
     from onnx.reference import ReferenceEvaluator
 
     session: Any = ReferenceEvaluator  # which is wrong for some pooling

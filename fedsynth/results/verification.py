@@ -498,9 +498,6 @@ def _owner_problems(
 
     A second result is a note about the ledger. An owner can read only one ledger, so σ and the
     number of rounds are taken from what the server stated.
-
-    Raises:
-        PrivacyError: two files contradict each other.
     """
     run, owner = _owner_run(folder, method)
     if report["ledger_heads"].keys() != run.start.ledgers.keys():

@@ -122,10 +122,6 @@ class Simulation(ActiveRun):
         Vectors that are not there are computed and stored, except if each pass has one record, since
         stored vectors are those of full passes. `used` are the positions of the clients' images in
         `train`.
-
-        Raises:
-            SettingError: the run has neither an encoder nor a feature map.
-            OutputError: the folder is readable by others, or cannot be written.
         """
         encoder, network = self.settings.encoder, self.context.architecture
         if encoder is None or encoder.encoder or not encoder.encoder_cache:
@@ -181,11 +177,7 @@ class Simulation(ActiveRun):
         return partial(plan_when_it_began, resumed.path, method=type(self.method), rows=rows)
 
     def _announce(self, *, new: bool) -> None:
-        """Tells the observer that the run starts, with its privacy guarantee and its warnings.
-
-        Args:
-            new: True if the run is new, and False if it is resumed.
-        """
+        """Tells the observer that the run starts, with its privacy guarantee and its warnings."""
         folder = None if self.folder is None else self.folder.final
         self.observer.started(self.settings, folder)
         lines = [*run_messages.headline(self.settings, self.plan)]

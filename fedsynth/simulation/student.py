@@ -253,12 +253,6 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
     """Refuses a model that was trained for other images or classes, or for images scaled otherwise.
 
     The labels of such a model would be wrong.
-
-    Args:
-        key: the name of the argument that names the model.
-        spec: the specification of the images.
-        place: the file or folder of the model.
-        other: the specification of the images for which the model was trained.
     """
     for name in _FACTS_OF_INPUTS:
         if getattr(other, name) != getattr(spec, name):
@@ -344,9 +338,6 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     """Replaces test images by the vectors of the encoder that made a synthetic set's vectors.
 
     Images of a set without an encoder are returned unchanged.
-
-    Raises:
-        SettingError: the encoder is missing or is another one.
     """
     if not spec.encoder:
         return test

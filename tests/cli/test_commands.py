@@ -126,12 +126,10 @@ def test_student_trains_on_exported_set(
         x = torch.as_tensor(normalise(test.images, test.spec))
         scores = library.load_model(model_file)(x).double().softmax(dim=1)
     pairs = []  # of a positive and a negative example
-    for label in range(10):
-        positive, negative = (
-            scores[test.labels == label, label],
-            scores[test.labels != label, label],
-        )
-        pairs.append((positive[:, None] - negative).sign().mean() / 2 + 0.5)
+    for label, of_label in enumerate(scores.T):
+        belongs = test.labels == label
+        difference = of_label[belongs][:, None] - of_label[~belongs]
+        pairs.append(difference.sign().mean() / 2 + 0.5)
     assert f"AUROC: {100 * sum(pairs) / 10:.2f} %" in run.stdout
     for options, text in {
         "--output .": ". is a folder",
@@ -363,8 +361,13 @@ def write_parquet(path: Path, **columns: Any) -> Path:
     return path
 
 
+def sign(file: Path) -> str:
+    text = file.read_text().replace('by = ""', 'by = "me"')
+    return text.replace('date = ""', 'date = "2026-11-23"')
+
+
 def write_arrays(path: Path, x: Any, **arrays: Any) -> Path:
-    np.savez(path, x=x, y=Y, **arrays)
+    np.savez(path, x=x, y=np.arange(len(x)) % 2, **arrays)
     return path
 
 
@@ -395,13 +398,8 @@ DESCRIBED: dict[str, tuple[Callable[[Path], Path], str, int, bool]] = {
     ),
     "pixels": (lambda tmp: write_arrays(tmp / "a.npz", BYTES), "", 1, False),
     "series": (lambda tmp: write_arrays(tmp / "a.npz", np.ones((N, 2, 1, 16))), "", 1, False),
-    "many": (lambda tmp: write_many(tmp / "a.npz"), "", 1, False),
+    "many": (lambda tmp: write_arrays(tmp / "a.npz", np.zeros((60_000, 1), np.uint8)), "", 1, False),
 }  # fmt: skip
-
-
-def write_many(path: Path) -> Path:
-    np.savez(path, x=np.zeros((60_000, 1), np.uint8), y=np.arange(60_000) % 2)
-    return path
 
 
 @pytest.mark.parametrize("kind", DESCRIBED)
@@ -419,12 +417,7 @@ def test_proposed_commands_run(
         assert len(lines) == count
         assert all(("--dp-unit user" in line) == has_patients for line in lines)
         (file,) = (Path(line) for line in re.findall("written: (.*)", described))
-        text = (
-            file.read_text()
-            .replace('by = ""', 'by = "me"')
-            .replace("bounds = []", "bounds = [-4, 4]")
-        )
-        file.write_text(text.replace('date = ""', 'date = "2026-11-23"'))
+        file.write_text(sign(file).replace("bounds = []", "bounds = [-4, 4]"))
         line = lines[number].partition("  #")[0]
         if kind == "patients at several sites":
             assert "users: 16, of whom 2 have records at several sites" in described
@@ -450,8 +443,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert fedsynth(f"data describe {folder}").ok  # replaces the unsigned draft
 
     assert "is not signed. " in fedsynth(synthesize).stderr
-    signed = toml.read_text().replace('by = ""', 'by = "me"')
-    toml.write_text(signed.replace('date = ""', 'date = "2026-11-23"'))
+    toml.write_text(sign(toml))
     assert "is signed" in fedsynth(f"data describe {folder}").stderr
     planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)
     assert not [path for path in (share, tmp_path / "runs") if path.exists()]

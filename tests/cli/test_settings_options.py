@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
 from fedsynth.cli.application import OptionError
-from fedsynth.cli.options import set_options
+from fedsynth.cli.options import merged, set_options
+from fedsynth.config.resolve import resolve
 
 
 def test_set_keys_name_method_or_section_settings() -> None:
@@ -30,6 +31,12 @@ def test_set_keys_name_method_or_section_settings() -> None:
     for text in ("mu", "=1", "model.=1", "nowhere.x=1", "method.=1"):
         with pytest.raises(OptionError, match="--set must be KEY=VALUE"):
             set_options([text])
+
+
+def test_feature_map_of_option_replaces_that_of_config() -> None:
+    config = {"run": {"method": "fedstats"}, "method": {"features": "scattering"}}
+    settings: Any = resolve(merged(config, {"run": {}, "model": {"features": "pixels"}}))
+    assert settings.method.features == "pixels"
 
 
 def commands(path: tuple[str, ...] = (), command: Any = None) -> Iterator[Any]:

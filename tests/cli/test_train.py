@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fedsynth.cli.options import from_preset, merged
+from fedsynth.cli.progress import show_steps
 from fedsynth.config.resolve import resolve
 from fedsynth.data.files import read_tensors
 from fedsynth.federation.run_data import data_set_id
@@ -209,6 +210,17 @@ def test_remaining_time_follows_mean_round(
     else:
         assert "at this speed, the run takes another 10 days, 10:00:00" in times[0]
         assert times[1:] == ["round 3/10 train 1/10, about 4 days, 15:10:40 left"]
+
+
+def test_remaining_time_of_steps_is_that_of_their_phase(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 600.0, 640.0))
+    monkeypatch.setattr(run_messages.time, "monotonic", lambda: next(clock))
+    with show_steps() as show:
+        show("first", 2, 2)
+        show("second", 1, 2)
+    assert capsys.readouterr().err.splitlines()[-1] == "second 1/2, about 0:00:40 left"
 
 
 def plans(fedsynth: Call, line: str) -> Any:

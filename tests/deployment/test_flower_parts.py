@@ -231,12 +231,14 @@ def test_client_reconnects_and_prints_reasons_until_its_timeout(
     attempts = Attempts(monkeypatch, outcomes)
     lines: list[str] = []
     node = Node(0, tmp_path, DatasetPart(), Owner(), say=lines.append)
+    monkeypatch.setattr(Node, "write_reports", lambda _: lines.append("reports"))
     if outcomes == [WORKS]:
         node.refused = "its ledger does not continue"
     try:
         joining.join(node, ServerConnection("127.0.0.1:9", None), wait=60.0)
     except FlowerError as error:
-        lines.append(str(error))
+        lines.insert(-1, str(error))
+    assert lines.pop() == "reports"
     assert len(lines) == len(expected)
     assert all(text in line for text, line in zip(expected, lines, strict=True))
     assert seconds <= attempts.clock <= seconds + 3

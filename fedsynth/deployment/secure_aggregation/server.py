@@ -73,9 +73,6 @@ class SumServer:
         """Excludes clients whose messages cannot be used, and returns the other messages.
 
         The messages are in the order of the clients.
-
-        Raises:
-            SecureSumError: if there are too few usable messages.
         """
         usable: dict[int, T] = {}
         for client, message in sorted(received.items()):
@@ -258,15 +255,7 @@ class SecureStep:
         max_bytes: int,
         relayed: Mapping[int, primitives.Sealed] | None = None,
     ) -> dict[int, T]:
-        """Sends one kind of request to the clients, and returns the answers that can be used.
-
-        Args:
-            kind: the kind of the request.
-            payloads: the payload of the request to each client.
-            decode: a function that decodes an answer, and raises SecureSumError if it is invalid.
-            max_bytes: the size limit of an answer.
-            relayed: the other clients' shares for each client, if the request contains shares.
-        """
+        """Sends one kind of request to the clients, and returns the answers that can be used."""
         questions = {}
         for client, payload in payloads.items():
             facts = dict(self.facts)
