@@ -125,7 +125,7 @@ def read_folder(
     kind = settings.test or ("private" if settings.test_folder else "none")
     test = test_files = None
     if kind != "none":
-        test_files, skipped_tests = _find(Path(settings.test_folder), note, decoding, **skip)
+        test_files, skipped_tests = _find(Path(settings.test_folder), note, decoding, None, **skip)
         skipped += skipped_tests
         _check_disjoint(files, test_files, note)
     if declaration is None:
@@ -426,7 +426,7 @@ def read_as(folder: Path, spec: DatasetSpec, note: Note, **skip: bool) -> ImageD
             be read for a reason that `load_folder` lists.
     """
     decoding = Decoding(spec.window, spec.slice)
-    return _read(_find(folder, note, decoding, **skip)[0], spec, note)[0]
+    return _read(_find(folder, note, decoding, None, **skip)[0], spec, note)[0]
 
 
 def read_records(folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool) -> ImageData:

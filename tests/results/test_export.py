@@ -427,7 +427,9 @@ def test_onnxruntime_checks_pooling_that_onnx_computes_wrongly(
     def run(self: Any, names: None, inputs: dict[str, Any]) -> Any:
         return [network(torch.tensor(inputs["images"])).detach().numpy() + error]
 
-    session = type("InferenceSession", (), {"__init__": lambda self, model, providers: None, "run": run})
+    session = type(
+        "InferenceSession", (), {"__init__": lambda self, model, providers: None, "run": run}
+    )
     monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(InferenceSession=session))
     _checked_program(network, spec)
     error = 0.1
