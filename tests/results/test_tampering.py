@@ -373,7 +373,14 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (write("sources/n_k.py", "312, 17, 4"), "sources.n_k.py is"),
     *(
         (write(name, "312"), f"'{name}' is no file of a run. Move it")
-        for name in ("n_k.txt", ".n_k", "privacy_report.txt", "ledger/n_k.txt", "other/config.toml", f"{MODEL}2")
+        for name in (
+            "n_k.txt",
+            ".n_k",
+            "privacy_report.txt",
+            "ledger/n_k.txt",
+            "other/config.toml",
+            f"{MODEL}2",
+        )
     ),
     (lambda folder: (folder / "n_k").symlink_to("/dev/null"), "n_k is neither a plain file"),
     (row(2, "upload_floats", 10**9), "upload sizes"),
