@@ -66,11 +66,8 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
         from fedsynth.results.file_names import LOCK
         from fedsynth.results.verification import unfinished_report
 
-        try:
-            with claim(run / LOCK):
-                write_report(unfinished_report(run, ledger=ledger), run)
-        except BlockingIOError:
-            raise OptionError(f"the run in {run} has not ended. Wait until it ends") from None
+        with claim(run / LOCK, OptionError(f"the run in {run} has not ended. Wait until it ends")):
+            write_report(unfinished_report(run, ledger=ledger), run)
         note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 
 

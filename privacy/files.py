@@ -420,21 +420,21 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def claim(path: Path) -> FileIO:
+def claim(path: Path, busy: Exception) -> FileIO:
     """Locks a file without waiting. The file is created if it is missing.
 
     The lock lasts until the returned file is closed here and in all processes that inherited it.
 
     Raises:
-        BlockingIOError: another process holds the lock.
+        Exception: `busy`, if another process holds the lock.
         OSError: the file cannot be opened.
     """
     file = open_regular(path, writing=True, create=True)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
+    except OSError as error:
         file.close()
-        raise
+        raise (busy if isinstance(error, BlockingIOError) else error) from None
     return file
 
 

@@ -2,22 +2,8 @@
 receives.
 
 A policy is a TOML file that the owner writes. Settings that the policy does not name are not
-limited, with one exception: runs without differential privacy need `open = true`.
-
-    methods = ["feddm", "fedaf"]     # the allowed methods
-    epsilon = 8.0                    # the budget of all runs on these records together ...
-    delta = 1e-5                     # ... at this δ, which is also the largest δ of a run
-    rounds = 20                      # the largest number of rounds of a run
-    open = false                     # whether runs without differential privacy are allowed
-
-    classes = ["healthy", "ill"]     # the properties of the images that a run may know; a run
-    height = 64                      # that proposes others is refused before an image is read
-    width = 64
-    channels = 1
-
-    [settings]                       # any other setting: allowed values, or [least, most]
-    "model.name" = ["convnet", "linear"]
-    "model.width" = [1, 128]
+limited, with one exception: runs without differential privacy need `open = true`
+(`docs/deployment.md`).
 
 In a secure sum, each client may add only a part of the noise. The node accepts this only if it
 knows the other owners' keys, or if the policy names `"method.aggregation"`. The reason is that a
@@ -310,7 +296,8 @@ def note_round(session: Session, rounds: int) -> None:
         start = start_facts(plan, (initial,), NO_TEST, began, warnings, simulated=False)
         write_whole(folder / CONFIG, to_toml(plan.run.to_mapping()).encode())
         write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
-    about = {"client": session.runtime.number, "rounds": rounds}
+    secret = budget.secret.is_secret
+    about = {"client": session.runtime.number, "rounds": rounds, "secret_noise": secret}
     write_whole(folder / OWNER, json.dumps(about).encode())
 
 
@@ -333,7 +320,7 @@ def write_owner_report(session: Session, rounds: int) -> str:
     if budget is None:
         return "the ledger records that the run had no differential privacy"
     note_round(session, rounds)
-    write_report(owner_report(folder, secret=budget.secret.is_secret), folder)
+    write_report(owner_report(folder), folder)
     plan, current = budget.plan, budget.ledger.history()
     if not plan.guaranteed([current]):
         return f"this client's ledger has no ε. The report is in {folder}"

@@ -187,7 +187,7 @@ class Runner:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             try:
-                lock = claim(folder / LOCK)
+                lock = claim(folder / LOCK, BlockingIOError())
             except BlockingIOError:
                 return Outcome(job, "not begun", "another process is running it")
         with lock:

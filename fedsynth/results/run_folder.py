@@ -142,10 +142,8 @@ class RunFolder:
         The lock prevents two processes from writing the same run.
         """
         with writing(self.path):
-            try:
-                self._lock = claim(self.path / LOCK)
-            except BlockingIOError:
-                raise OutputError(f"another process is still writing into {self.path}") from None
+            busy = OutputError(f"another process is still writing into {self.path}")
+            self._lock = claim(self.path / LOCK, busy)
 
     def release(self) -> None:
         """Unlocks the folder, so that another process can resume the run. This object must not

@@ -4,24 +4,8 @@ Several runs may be active at once. Each run's folder is below OUTPUT/KEY, where
 run's settings. If a sweep is repeated, finished runs are kept and interrupted runs are resumed. A
 run with changed settings is a new run.
 
-A TOML file describes the sweep. It contains common settings of all runs, and a grid of values:
-
-[sweep]                      # optional, as is each key
-output = "sweeps/skew"       # default: sweeps/NAME, where NAME is that of the file
-jobs = 2                     # maximum number of active runs; default: 1
-metrics = ["test_accuracy"]  # values in summary.json to show in the table
-
-[run]                        # and [partition], [model], …: as in a run's config.toml
-rounds = 5
-
-[grid]                       # the runs are all combinations of these values
-method = ["fedavg", "feddm"]  # or FILE.py:NAME for custom code
-alpha = [0.1, 1.0]           # without a section: the first section that has this setting
-seed = [0, 1, 2]
-"model.width" = [32, 64]
-
-[grid.feddm]                 # values of settings that only one method has
-ipc = [1, 10]
+A TOML file describes the sweep: settings of all runs, and a grid of values (`docs/sweeps.md`). A
+setting without a section belongs to the first section that has it.
 """
 
 from __future__ import annotations
@@ -279,13 +263,11 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     with writing(sweep.output):
         sweep.output.mkdir(parents=True, exist_ok=True)
         place = sweep.output / LOCK
-        try:
-            lock = claim(place)
-        except BlockingIOError:
-            raise OutputError(
-                f"another sweep, or a run of a killed sweep, is active in {sweep.output}. Wait "
-                f"until it ends (fuser {place} shows its processes)"
-            ) from None
+        busy = OutputError(
+            f"another sweep, or a run of a killed sweep, is active in {sweep.output}. Wait until it "
+            f"ends (fuser {place} shows its processes)"
+        )
+        lock = claim(place, busy)
     with lock:
         return _run_waiting(sweep, report, lock)
 

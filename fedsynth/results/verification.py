@@ -517,18 +517,13 @@ def _owner_problems(
         planned.update(plan.client_rows(owner.client, replace(run.context, round=round_number)))
     if new_rows and planned.isdisjoint(new_rows):
         problems.append("the ledger has new rows, but this run's settings charge none of them")
-    secret = not report["test_only_randomness"]
-    facts = _owner_facts(run, owner, rows, secret=secret)
+    facts = _owner_facts(run, owner, rows)
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
     return problems, ledger_rows.note
 
 
 def owner_report(
-    folder: Path,
-    *,
-    ledger: Path | None = None,
-    method: type[Method] | None = None,
-    secret: bool = True,
+    folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, Any]:
     """Builds a data owner's report from the current ledger and the other files in the folder.
 
@@ -536,7 +531,6 @@ def owner_report(
         folder: the folder of the run in the owner's folder of ledgers.
         ledger: the folder of the ledger, as in `verify_run`.
         method: the class of the run's method, as in `verify_run`.
-        secret: whether the keys for the noise came from the operating system.
 
     Raises:
         PrivacyError: a file is missing or damaged.
@@ -545,7 +539,7 @@ def owner_report(
         run, owner = _owner_run(folder, method)
         [client] = run.start.ledgers
         history = read_ledger((ledger or folder.resolve().parents[1]) / f"{client}.jsonl").history()
-        facts = _owner_facts(run, owner, history.releases, secret=secret)
+        facts = _owner_facts(run, owner, history.releases)
         return build_report(facts, [history], run.start.ledgers)
 
 
@@ -560,13 +554,13 @@ def _owner_run(folder: Path, method: type[Method] | None) -> tuple[PrivateRun, O
     return run, owner
 
 
-def _owner_facts(
-    run: PrivateRun, owner: Owner, rows: Sequence[Release], *, secret: bool
-) -> ReportFacts:
+def _owner_facts(run: PrivateRun, owner: Owner, rows: Sequence[Release]) -> ReportFacts:
     [(client, start)] = run.start.ledgers.items()
     history = History(client, tuple(rows[: start.rows]))
     plan = _owner_plan(run)
-    return owner_facts(plan, owner.client, history, owner.rounds, run.start, secret=secret)
+    return owner_facts(
+        plan, owner.client, history, owner.rounds, run.start, secret=owner.secret_noise
+    )
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:

@@ -401,11 +401,13 @@ class Owner(Part):
 
     Attributes:
         client: the index of the owner's client.
-        rounds: the number of rounds after which the run ended.
+        rounds: the number of rounds that have begun, or after which the run ended.
+        secret_noise: whether the keys for the noise came from the operating system.
     """
 
     client: int = Field(ge=0)
     rounds: int = Field(ge=0)
+    secret_noise: bool
 
 
 class Signature(Part):

@@ -438,6 +438,7 @@ TAMPERS: list[tuple[str, str, Tamper]] = [
     ("owner-0", "another client's number", changed("owner.json", "client", 7)),
     ("owner-0", "more rounds", changed("owner.json", "rounds", 9)),
     ("owner-0", "fewer rounds", changed("owner.json", "rounds", 1)),
+    ("owner-0", "repeatable noise", changed("owner.json", "secret_noise", False)),
     ("owner-0", "initial rows", changed("privacy_start.json", "ledgers/client-000/rows", 1)),
 ]
 

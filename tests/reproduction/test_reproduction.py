@@ -255,7 +255,9 @@ def test_cut_row_is_made_again(complete: Rows, jobs: list[Job], tmp_path: Path) 
 def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
     rows = Rows(tmp_path)
     rows.run_folder(jobs[1].settings).mkdir(parents=True)
-    with claim(rows.run_folder(jobs[1].settings) / LOCK):  # its run folder does not exist yet
+    with claim(
+        rows.run_folder(jobs[1].settings) / LOCK, OSError()
+    ):  # its run folder does not exist yet
         assert run_jobs(rows, jobs[1:]) == ["not begun"]
     settings = jobs[0].settings
     folder = RunFolder(rows.run_folder(settings), "run")  # locked
