@@ -154,6 +154,7 @@ def _find(
     note: Note,
     decoding: Decoding,
     ledger: Path | None = None,
+    /,
     *,
     skip_other: bool = False,
     skip_corrupt: bool = False,

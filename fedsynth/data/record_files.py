@@ -600,10 +600,8 @@ def _column(read: Callable[[], Any], name: str) -> Array:
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
-            raise ValueError(
-                "its lists must have the same length in every row, got lists of "
-                f"{lengths[0]} and of {lengths[1]} values"
-            )
+            rule = "its lists must have the same length in every row"
+            raise ValueError(f"{rule}, got {lengths[0]} and {lengths[1]} values")
         shape.append(*(lengths or [0]))
         cells = compute.list_flatten(cells)
     if pyarrow.types.is_decimal(cells.type):
