@@ -46,7 +46,7 @@ NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
 _LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a manifest.csv"
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
-_WORDS_OF_SPLITS = ("set", "data", "image", "images", "split")
+_WORDS_OF_SPLITS = {"set", "data", "image", "images", "split"}
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
 
@@ -268,10 +268,9 @@ def check_names(files: FolderFiles) -> None:
                     f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
                     "label of one of them"
                 )
-            words = words_of(name)
-            split = next(filter(None, map(SPLITS.get, words)), None)
-            if split and set(words) <= {*SPLITS, *_WORDS_OF_SPLITS}:
-                splits.setdefault(split, name)
+            words = set(words_of(name)) - _WORDS_OF_SPLITS
+            if words and words <= SPLITS.keys():
+                splits.setdefault(SPLITS[min(words)], name)
         check_splits(splits.values(), kind=kind)
 
 

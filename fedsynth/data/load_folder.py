@@ -154,6 +154,7 @@ def _find(
     note: Note,
     decoding: Decoding,
     ledger: Path | None = None,
+    /,
     *,
     skip_other: bool = False,
     skip_corrupt: bool = False,
@@ -185,29 +186,33 @@ def _find(
                 "--skip-other (data.skip_other=True)"
             )
         note(f"{problem}. These files are skipped")
-    skipped: tuple[str, ...] = ()
+    faults: dict[int, str] = {}
     if skip_corrupt:
         _, faults, _ = read_pixels(files.full_paths, 1, 1, 1, decoding)
         if len(faults) == len(files.paths):
             _refuse_faults(files, faults)
-        skipped = tuple(files.paths[list(faults)])
-        files = _without(files, faults, note)
+    skipped = tuple(files.paths[list(faults)])
+    return _with_known_patients(_without(files, faults, note), note), skipped
+
+
+def _with_known_patients(files: FolderFiles, note: Note) -> FolderFiles:
+    """Returns files with the patients in DICOM headers, if no list names users and all are known."""
     if files.users.any():
-        return files, skipped
+        return files
     by_patient = with_patients(files)
     unknown = int((by_patient.users == "").sum())
     if not unknown:
-        note_one_person(by_patient, note)
-        return by_patient, skipped
+        _note_one_person(by_patient, note)
+        return by_patient
     if unknown < len(files.users):
         note(
-            f"warning: {unknown} of {len(files.users)} images in {one_line(folder)} have no patient "
-            "ID, so no patients are known. List them in users.csv"
+            f"warning: {unknown} of {len(files.users)} images in {one_line(files.root)} have no "
+            "patient ID, so no patients are known. List them in users.csv"
         )
-    return files, skipped
+    return files
 
 
-def note_one_person(files: FolderFiles, note: Note) -> None:
+def _note_one_person(files: FolderFiles, note: Note) -> None:
     """Warns the user if all images of a site, or all images, have one person's name.
 
     Programs that anonymise DICOM files may give all files the same patient ID.

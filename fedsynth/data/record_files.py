@@ -283,9 +283,8 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             place = f" in the column {one_line(name)!r} of {part.place}"
             check_splits(_facts(part, name, len(values)), place)
     facts = [_facts(part, name, len(values)) for name in roles.values()]
-    rows = np.arange(len(values))
-    files = FolderFiles(Path(part.place), rows, *facts)  # type: ignore[arg-type]
-    files = replace(files, users=np.array(list(map(folded_name, files.users)), object))
+    facts[2] = np.array(list(map(folded_name, facts[2])), object)
+    files = FolderFiles(Path(part.place), np.arange(len(values)), *facts)  # type: ignore[arg-type]
     check_names(files)
     return Records(values, files, part.stated.get(roles["label"]) or files.class_names)
 
@@ -310,9 +309,9 @@ def _features(
             f"({part.listed('features')}) with --feature-columns"
         )
     if part.numbers is not None:
-        text = "".join(f"; {role}: {one_line(name or 'none')}" for role, name in roles.items())
-        text = f"{one_line(', '.join(columns))}{text}"
-        note(f"features in {part.place}: {text}; not used: {one_line(', '.join(unused) or 'none')}")
+        uses = {f"features in {part.place}": ", ".join(columns), **roles}
+        uses["not used"] = ", ".join(unused)
+        note("; ".join(f"{use}: {one_line(name or 'none')}" for use, name in uses.items()))
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: array.astype(np.float32) for name, array in columns.items()}
     if len(columns) == 1:
@@ -601,10 +600,8 @@ def _column(read: Callable[[], Any], name: str) -> Array:
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
-            raise ValueError(
-                "its lists must have the same length in every row, got lists of "
-                f"{lengths[0]} and of {lengths[1]} values"
-            )
+            rule = "its lists must have the same length in every row"
+            raise ValueError(f"{rule}, got {lengths[0]} and {lengths[1]} values")
         shape.append(*(lengths or [0]))
         cells = compute.list_flatten(cells)
     if pyarrow.types.is_decimal(cells.type):

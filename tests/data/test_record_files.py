@@ -165,6 +165,12 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 empty cells"),
         ("a.parquet", {"label": pa.array([{"a": 1}] * N)}, {}, "number or text in every row"),
         ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "number or text in every"),
+        (
+            "a.parquet",
+            {"split": pa.array([{"a": 1}] * N)},
+            {},
+            "'split' .* a number or text in every",
+        ),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
         ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
