@@ -39,8 +39,10 @@ SHARED_DRAWS = re.compile("attention|rnn|lstm|gru")
 UNINITIALISED = re.compile("(new_)?empty(_like|_permuted|_strided)?")
 MIXES = "mixes the examples of a batch (an example's value changes with the other examples)"
 DRAWS = "draws random numbers"
+OTHER_OPERATIONS = "runs different operations depending on the values of examples"
 KEEPS_STATE = "returns other values for the same examples when it is called again"
 STATE = "keeps state between calls"
+FIRST_BATCH = "keeps values of its first batch"
 POSITION = "returns another value for an example at another position of the batch"
 LENGTH = "returns other values for an example in a batch of another size"
 AMONG_OTHERS = "returns another value for an example at another position or among other examples"
@@ -308,12 +310,22 @@ class _Passes:
             self._compare(kept, MIXES, records=others, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
-        """Returns records among which are extreme ones, whose values are compared, too."""
-        x = self._x.clone()
+        """Returns records among which are extreme ones, whose values are compared, too.
+
+        The others occur twice, and their values are rounded, so that columns have ties, as numbers of
+        sites or devices have.
+        """
+        low, high = self._inputs.bounds
+        bounded = math.isfinite(high - low)
+        start, step = (low, (high - low) / 4) if bounded else (0.0, 1.0)
+        x = (start + ((self._x - start) / step).round() * step).clamp(low, high)
+        half = len(x) // 2
+        x[half:] = x[: len(x) - half].clone()
+        y = torch.cat([self._y[:half], self._y[: len(x) - half]])
         records = torch.stack(self._inputs.extremes()[: len(x) // 2])
         places = torch.linspace(0, len(x) - 1, len(records)).long()
         x[places.to(x.device)] = records
-        return x, self._y
+        return x, y
 
     def _compare(
         self,
@@ -344,7 +356,9 @@ class _Passes:
         if torch.equal(expected, actual):
             return
         sizes = expected.abs().amax(dim=1)
-        scales = torch.maximum(sizes, sizes.median()).clamp_min(TINY)
+        used = sizes[sizes > 0]
+        usual = used.median() if len(used) else sizes.max()
+        scales = torch.maximum(sizes, usual).clamp_min(TINY)
         largest = float(((expected - actual).abs().amax(dim=1) / scales).max())
         self._moved = max(self._moved, largest)
         if largest > rounding(moved.device):
@@ -408,7 +422,9 @@ class _FewRecords:
                 return POSITION
         indices = torch.arange(ROWS, device=images.device)
         for half in (indices % 2 == 0, indices < ROWS // 2):
-            fault = self._mixing(first, base, half)
+            fault = self._mixing(first, base, half, self._other_labels)
+            if fault.startswith(OTHER_OPERATIONS):  # as the size of a class may select shapes
+                fault = self._mixing(first, base, half, self._labels)
             if fault:
                 return fault
         # no single examples, which normalisation layers of 1×1 maps refuse
@@ -417,7 +433,9 @@ class _FewRecords:
                 return LENGTH
         return ""
 
-    def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
+    def _mixing(
+        self, first: Tensor, base: OperationWatch, half: Tensor, other_labels: Tensor
+    ) -> str:
         """Returns a description of the fault if the function mixes examples, otherwise "".
 
         The examples of one half of the batch are replaced, and then those of the other half. A
@@ -432,13 +450,13 @@ class _FewRecords:
             if _differ(first[~replaced], self._run(images, watch)[~replaced]):
                 return MIXES
             # apart, since code may choose its operations by the labels
-            labels = torch.where(replaced.cpu(), self._other_labels, self._labels)
+            labels = torch.where(replaced.cpu(), other_labels, self._labels)
             if _differ(first[~replaced], self._run(images, labels=labels)[~replaced]):
                 return MIXES
             watches.append(watch.values)
         for (name, a), (name_b, b), (name_c, c) in zip(base.values, *watches, strict=False):
             if not (name == name_b == name_c and a.shape == b.shape == c.shape):
-                return f"runs different operations depending on the values of examples (at {name})"
+                return f"{OTHER_OPERATIONS} (at {name})"
             if bool((_changed(a, b) & _changed(a, c)).any()):
                 return f"computes a value from several examples together ({name})"
         return ""

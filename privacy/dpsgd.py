@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fedsynth.privacy.batch_independence import (
+    FIRST_BATCH,
     Dependence,
+    GlobalGenerators,
     StepInputs,
     dependence_on_batch,
     rounding,
@@ -41,6 +43,7 @@ from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError, short_rep
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.passes import Note, Units, padded, pass_size, public_like, values_of_each
 from fedsynth.privacy.products import LayerGradients, outer_products
+from fedsynth.privacy.reachable_state import ReachableState
 from fedsynth.privacy.row_products import PaddedLinear
 
 # A function of the network in training that returns a scalar. The scalar's gradient is added to
@@ -271,7 +274,7 @@ def example_gradients(
     The result has the shape [N, P]. The function is meant for audits and for checks with public
     images. The gradients are those that a step of DP-SGD computes. The network is not changed.
     """
-    model = copy.deepcopy(network).train().requires_grad_(True)
+    model = copy.deepcopy(network).requires_grad_(True)
     gradients = ExampleGradients(model, loss)
     values = gradients(x_NCHW, labels_N)
     return LayerGradients(values, gradients.blocks, math.inf).gradients()
@@ -364,7 +367,7 @@ def _gradients_and_expected(
 
 def _with_moved_weights(model: nn.Module) -> nn.Module:
     """Copies a model and moves its weights, as a layer of zeros would hide earlier gradients."""
-    moved = copy.deepcopy(model).train()
+    moved = copy.deepcopy(model)
     parameters = list(moved.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
     _write(flat + 0.01 * torch.arange(len(flat)).to(flat).cos(), parameters)
@@ -395,6 +398,8 @@ def gradient_dependence(
         sums = 1e3 * x.detach().double().flatten(1).nan_to_num(0.0, 0.0, 0.0).sum(dim=1)
         return used(network, x, y) * (10 ** (8 * sums.frac() - 4)).to(torch.float32)
 
+    if change := _first_change(model, used, inputs):
+        return Dependence(f"{FIRST_BATCH} ({change} differs)")
     result = dependence_on_batch(losses, inputs)
     for backward in (used, loud):
         if result.fault:
@@ -405,8 +410,25 @@ def gradient_dependence(
             return compute(x, y.to(x.device))
 
         found = dependence_on_batch(rows, inputs, operations=False, holders=(model, used))
-        result = replace(found, opaque=result.opaque | found.opaque)
+        moved = max(result.moved, found.moved)
+        result = replace(found, moved=moved, opaque=result.opaque | found.opaque)
     return result
+
+
+@torch.enable_grad()
+def _first_change(model: nn.Module, loss: ExampleLoss, inputs: StepInputs) -> str:
+    """Returns what two copies of a model hold after different first batches, or an empty string.
+
+    A trial of one copy cannot find what the model would keep of its first batch only.
+    """
+    states = []
+    for seed in (0, 1):
+        network = copy.deepcopy(model)
+        x, y = inputs.draw(seed, inputs.length)
+        with GlobalGenerators(inputs.device), suppress(Exception):  # which the trials report
+            loss(network, x, y.to(x.device))
+        states.append(ReachableState.of(network))
+    return states[1].change_since(states[0])
 
 
 class ExampleGradients:

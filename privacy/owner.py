@@ -312,7 +312,11 @@ class DataOwner:
         expected = self.nominal_size * sample_rate
         length, _ = pass_size(expected, start_over_row, RECORDS_AT_ONCE)
         key = frozenset(ReachableState.of(values).code), length
-        found = dependence_on_batch(values, self._inputs(length, -1), passes=key not in self._moved)
+        found = dependence_on_batch(
+            torch.enable_grad()(values),  # as a step calls it
+            self._inputs(length, -1),
+            passes=key not in self._moved,
+        )
         self._refuse("function", found)
         isolated = self._isolates(self._moved.setdefault(key, found.moved))
         return pass_size(expected, start_over_row, RECORDS_AT_ONCE, isolated=isolated)

@@ -7,6 +7,7 @@ list or a class. All of these are read, in the user's code as well as in the obj
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -14,8 +15,10 @@ import pickle
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from threading import Lock, RLock
 from typing import Any
 
 import numpy as np
@@ -23,10 +26,15 @@ import torch
 from torch import Tensor
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_SKIPPED = (types.ModuleType, types.BuiltinFunctionType, logging.Logger)
+_SKIPPED = (types.ModuleType, logging.Logger)
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)  # such as the `append` of a list
+_ORDERED = (list, tuple, deque)
+_COLLECTIONS = (*_ORDERED, set, frozenset)
+_STATELESS: tuple[type, ...] = (type(Lock()), type(RLock()), type(dataclasses.MISSING))
+_STATELESS += (types.CodeType, type(vars(Mapping)["_abc_impl"]))
 # Packages whose global variables and classes hold no state that a user's function would change.
 _LIBRARIES = {*sys.stdlib_module_names, "fedsynth", "numpy", "opacus", "scipy", "timm", "torch"}
-_LIBRARIES |= {"torchvision", "sklearn", "geomloss", "PIL"}
+_LIBRARIES |= {"torchvision", "sklearn", "geomloss", "PIL", "pandas", "skimage", "monai", "tqdm"}
 
 
 @dataclass
@@ -36,7 +44,7 @@ class ReachableState:
     Attributes:
         values: a digest of each value, by its path from the function.
         tensors: the shape of each tensor, by its path.
-        code: the code of all functions and classes that can be reached.
+        code: the code, the classes and the constants that can be reached.
         opaque: the types whose state cannot be read completely, such as open files.
 
     >>> layer = torch.nn.Linear(2, 2)
@@ -87,6 +95,9 @@ class ReachableState:
         digest = _digest(value)
         if isinstance(value, Tensor):
             self.tensors[path] = value.shape
+            yield f"{path}.attributes", dict(vars(value))
+        if isinstance(value, _ATOMS):
+            self.code.add((path, digest))
         if digest is not None:
             self.values[path] = type(value).__name__, digest
         elif isinstance(value, type):
@@ -95,38 +106,49 @@ class ReachableState:
             yield from self._of_function(path, value)
         elif isinstance(value, types.MethodType):
             yield from ((path, value.__self__), (path, value.__func__))
+        elif isinstance(value, _BOUND):
+            yield path, value.__self__
+        elif isinstance(value, property):
+            yield path, (value.fget, value.fset, value.fdel)
         elif isinstance(value, functools._lru_cache_wrapper):
             self.values[path] = value.cache_info().currsize
             yield path, value.__wrapped__
         elif isinstance(value, Mapping):
             self.values[path] = len(value)
             yield from _items(path, value)
+            yield from self._of_object(path, value)
         elif isinstance(value, functools.partial):
             yield from ((path, value.func), (path, value.args), (path, value.keywords))
         elif isinstance(value, torch.jit.ScriptModule):
             self.opaque.add("torch.jit.ScriptModule")
             yield path, value.state_dict()
-        elif isinstance(value, list | tuple | set | frozenset):
+        elif isinstance(value, _COLLECTIONS):
             self.values[path] = len(value)
-            items = enumerate(value) if isinstance(value, list | tuple) else _unordered(value)
+            items = enumerate(value) if isinstance(value, _ORDERED) else _unordered(value)
             yield from ((f"{path}.{key}", item) for key, item in items)
+            yield from self._of_object(path, value)
+        elif isinstance(value, np.ndarray):
+            yield path, value.tolist()
         else:
             yield from self._of_object(path, value)
 
     def _of_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, object]]:
         code = function.__code__
         self.code.add(code)
+        names = _names(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             try:
-                yield f"{path}.{name}", cell.cell_contents
+                yield from _used(f"{path}.{name}", cell.cell_contents, names)
             except ValueError:  # not assigned yet
                 self.values[f"{path}.{name}"] = "empty"
         yield f"{path}.defaults", (function.__defaults__, function.__kwdefaults__)
         yield f"{path}", dict(vars(function))
         if not _is_library(function.__module__):
-            for name in _names(code):
+            for name in names:
                 if name in function.__globals__:
-                    yield f"{path}.{name}", function.__globals__[name]
+                    yield from _used(f"{path}.{name}", function.__globals__[name], names)
+                elif name in sys.modules:  # imported within the function
+                    yield from _used(f"{path}.{name}", sys.modules[name], names)
 
     def _of_class(self, path: str, kind: type) -> Iterator[tuple[str, object]]:
         for base in kind.__mro__:
@@ -136,13 +158,14 @@ class ReachableState:
     def _of_object(self, path: str, value: object) -> Iterator[tuple[str, object]]:
         kind = type(value)
         self.code.add(kind)
-        slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        held |= getattr(value, "__dict__", {})
-        held.pop("__weakref__", None)
-        if not held and not hasattr(value, "__dict__"):
-            self.values[path] = repr(value)
-            if " at 0x" in repr(value):  # an address shows nothing of the content
+        held = _slots(value) | getattr(value, "__dict__", {})
+        collection = isinstance(value, (*_COLLECTIONS, Mapping))
+        if not held and not collection and not hasattr(value, "__dict__"):
+            if " at 0x" not in repr(value):
+                self.values[path] = repr(value)
+            elif kind is not object and not isinstance(
+                value, _STATELESS
+            ):  # an address shows nothing of the content
                 self.opaque.add(f"{kind.__module__}.{kind.__qualname__}")
         yield from ((f"{path}.{name}", item) for name, item in held.items())
         yield from self._of_class(path, kind)
@@ -162,6 +185,8 @@ def _digest(value: Any) -> object:
         return value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):
         return repr(value.getstate())
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return None  # its objects may hold others
     if isinstance(value, np.ndarray | np.generic | np.random.Generator | np.random.RandomState):
         return hashlib.blake2b(pickle.dumps(value)).digest()
     if isinstance(value, bytearray):
@@ -182,6 +207,25 @@ def _names(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _names(constant)
     return names
+
+
+def _used(path: str, value: object, names: set[str]) -> Iterator[tuple[str, object]]:
+    """Yields a value that code uses. In place of a user's module, yields what the code names of it."""
+    if not isinstance(value, types.ModuleType):
+        yield path, value
+    elif not _is_library(value.__name__):
+        for name in names & vars(value).keys():
+            yield from _used(f"{path}.{name}", vars(value)[name], names - {name})
+
+
+def _slots(value: object) -> dict[str, object]:
+    """Returns the attributes that are in slots, whose names may be private to a class."""
+    names: dict[str, object] = {}
+    for base in type(value).__mro__:
+        if "__slots__" in vars(base):
+            names |= vars(base)
+    slots = [name for name, item in names.items() if isinstance(item, types.MemberDescriptorType)]
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)}
 
 
 def _items(path: str, values: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
