@@ -422,9 +422,7 @@ class _FewRecords:
                 return POSITION
         indices = torch.arange(ROWS, device=images.device)
         for half in (indices % 2 == 0, indices < ROWS // 2):
-            fault = self._mixing(first, base, half, self._other_labels)
-            if fault.startswith(OTHER_OPERATIONS):  # as the size of a class may select shapes
-                fault = self._mixing(first, base, half, self._labels)
+            fault = self._mixing(first, base, half)
             if fault:
                 return fault
         # no single examples, which normalisation layers of 1×1 maps refuse
@@ -433,9 +431,7 @@ class _FewRecords:
                 return LENGTH
         return ""
 
-    def _mixing(
-        self, first: Tensor, base: OperationWatch, half: Tensor, other_labels: Tensor
-    ) -> str:
+    def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
         """Returns a description of the fault if the function mixes examples, otherwise "".
 
         The examples of one half of the batch are replaced, and then those of the other half. A
@@ -450,7 +446,7 @@ class _FewRecords:
             if _differ(first[~replaced], self._run(images, watch)[~replaced]):
                 return MIXES
             # apart, since code may choose its operations by the labels
-            labels = torch.where(replaced.cpu(), other_labels, self._labels)
+            labels = torch.where(replaced.cpu(), self._other_labels, self._labels)
             if _differ(first[~replaced], self._run(images, labels=labels)[~replaced]):
                 return MIXES
             watches.append(watch.values)
