@@ -316,7 +316,8 @@ def check_example_gradients(
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
             f"the per-example gradients of the model failed with {short_repr(error)}. If the model "
-            f"and the loss accept inputs of shape {list(x_NCHW.shape)}, replace the layers that "
+            f"accepts inputs of shape {list(x_NCHW.shape)} and the loss can be called as "
+            "loss(model, x, y), replace the layers that "
             "Opacus does not support, for example with fedsynth.privacy.dpsgd.group_norm_twin"
         ) from error
     _check_equal(model, rows, expected)

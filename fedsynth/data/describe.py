@@ -53,7 +53,8 @@ class Described:
         owner = shlex.join(("fedsynth", "synthesize", *options, "--out", "share"))
         lines = [f"{owner}  # one owner of all records"]
         if self.by_site:
-            sites = shlex.join(("fedsynth", "train", "--method", "fedstats", *options))
+            method = () if "--method" in options else ("--method", "fedstats")
+            sites = shlex.join(("fedsynth", "train", *method, *options))
             lines.append(f"{sites}  # each site is a client")
         return lines
 
@@ -108,6 +109,8 @@ def describe_folder(
 def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
     """Returns the options that a private run on these images needs besides the declaration."""
     options = ["--data", settings.folder, "--dp-epsilon", "8"]
+    if train.spec.image_shape[:2] == (1, 1):  # FedDM's settings are those of images
+        options += ["--method", "fedstats"]
     largest = coarse(2 * len(train), up=True)
     if PrivacySettings.delta * largest > 1:
         options += ["--dp-delta", f"{10.0 ** -len(str(largest)):g}"]
