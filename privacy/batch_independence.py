@@ -26,7 +26,6 @@ from fedsynth.privacy.passes import values_of_each
 from fedsynth.privacy.reachable_state import ReachableState
 
 ROWS = 8  # of which every operation is watched
-TINY = 1e-30  # below every value whose rounding matters
 TRIAL_LENGTH = 32  # of a pass, where the real length is not known
 # The tolerances for differences, relative to the largest value. They are needed because another
 # batch may use another kernel, which rounds differently.
@@ -253,27 +252,31 @@ class _Passes:
         self._function = function
         self._generators = generators
         self._inputs = inputs
-        self._x = self._y = self._first = torch.empty(0)
+        self._x = self._y = self._first = self._sizes = torch.empty(0)
         self._positions = torch.arange(inputs.length)
         self._fault = ""
         self._moved = 0.0
+        self._finite = False
 
     def _begin(self, x: Tensor, y: Tensor) -> None:
         """Computes the values with which all later ones are compared."""
         self._x, self._y = x, y
         self._first = self._values(x, y)
+        self._sizes = torch.linalg.vector_norm(self._first, math.inf, dim=1).cpu()
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes values as a step does. Records on which the function raises have NaN."""
+        """Computes values as a step does. Values that are not finite become 0, as in the mechanism."""
         self._generators.rewind()
-        values = values_of_each(self._function, (x, y), lambda text: None)
-        return values.detach().double().reshape(len(values), -1)
+        values = values_of_each(self._function, (x, y), lambda text: None).detach()
+        self._finite = self._finite or bool(torch.isfinite(values).any())
+        values = values.to(torch.promote_types(values.dtype, torch.float32))
+        return values.nan_to_num(0.0, 0.0, 0.0).reshape(len(values), -1)
 
     def result(self, holders: Sequence[object]) -> Dependence:
         initial = ReachableState.of(self._function, *holders)
         self._begin(*self._inputs.draw(0, self._inputs.length))
         before = ReachableState.of(self._function, *holders)
-        if not bool(torch.isfinite(self._first).any()):
+        if not self._finite:
             return Dependence("returns no finite value for random records within the bounds")
         self._compare(self._positions >= 0, KEEPS_STATE)
         self._move()
@@ -349,25 +352,18 @@ class _Passes:
         if moved.shape != self._first.shape:
             self._fault = LENGTH
             return
-        values = torch.empty_like(moved)
-        values[order.to(moved.device)] = moved
-        kept = kept.to(moved.device)
-        expected, actual = _without_nan(self._first[kept]), _without_nan(values[kept])
-        if torch.equal(expected, actual):
-            return
-        sizes = expected.abs().amax(dim=1)
-        used = sizes[sizes > 0]
-        usual = used.median() if len(used) else sizes.max()
-        scales = torch.maximum(sizes, usual).clamp_min(TINY)
-        largest = float(((expected - actual).abs().amax(dim=1) / scales).max())
+        changes = torch.zeros(len(order))
+        for position, number in enumerate(order.tolist()):  # as all rows at once need much memory
+            expected, actual = self._first[number], moved[position]
+            if kept[number] and not torch.equal(expected, actual):
+                changes[number] = torch.linalg.vector_norm(expected - actual, math.inf)
+        sizes = self._sizes[kept]
+        usual = sizes[sizes > 0].median() if bool(sizes.any()) else sizes.max()
+        relative = changes[kept] / torch.maximum(sizes, usual)
+        largest = float(relative.nan_to_num(0.0, math.inf).max())
         self._moved = max(self._moved, largest)
         if largest > rounding(moved.device):
             self._fault = fault
-
-
-def _without_nan(values: Tensor) -> Tensor:
-    """Replaces values that are not finite by 0, as the mechanism does with whole rows."""
-    return values.nan_to_num(0.0, 0.0, 0.0)
 
 
 class _FewRecords:

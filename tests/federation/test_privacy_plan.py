@@ -297,7 +297,7 @@ def test_warnings_are_printed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shift_rows(monkeypatch, "gradients")
-    result: Any = simulate(trial_settings("fedavg", width=8, depth=2), output=tmp_path)
+    result: Any = simulate(trial_settings("fedavg", name="linear"), output=tmp_path)
     assert capsys.readouterr().err.count(MESSAGE) == 1
     [warning] = result.privacy["verdict"]["warnings"]
     assert MESSAGE in warning
