@@ -195,7 +195,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
     """Returns the run over a network that the options, --set and --config describe.
 
-    A note says so if the run has no differential privacy.
+    It prints a note if the run has no differential privacy.
     """
     from fedsynth.config.loading import code_options
     from fedsynth.deployment.proposal import new_proposal, read_spec

@@ -86,13 +86,13 @@ def show_steps() -> Iterator[Callable[[str, int, int], None]]:
 
     def show(phase: str, completed: int, total: int) -> None:
         nonlocal started, printed
-        now = time.monotonic()
-        if now - printed >= run_messages.PRINT_SECONDS:
-            printed = now
-            left = run_messages.duration((now - started) * (total - completed) / completed)
-            say(f"{phase} {completed}/{total}, about {left} left")
+        seconds = time.monotonic()
+        if seconds - printed >= run_messages.PRINT_SECONDS:
+            printed = seconds
+            remaining = (seconds - started) * (total - completed) / completed
+            say(f"{phase} {completed}/{total}, about {run_messages.duration(remaining)} left")
         if completed == total:
-            started = now  # of the next phase
+            started = seconds  # of the next phase
 
     yield show
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fedsynth.privacy.passes import values_of_each
 from fedsynth.privacy.reachable_state import ReachableState
 
+SHORTEST = 1e-30  # a norm by which changes can be divided
 ROWS = 8  # of which every operation is watched
 TRIAL_LENGTH = 32  # of a pass, where the real length is not known
 # The tolerances for differences, relative to the largest value. They are needed because another
@@ -188,8 +189,8 @@ class Dependence:
     Attributes:
         fault: a description of the fault, which completes the sentence "the function …". An empty
             string if the trial found no fault.
-        moved: the largest change of a record's value, relative to the value, if the record is moved
-            or others are replaced. Rounding alone is about 1e-7.
+        moved: the largest L2 norm of a change of a record's value, divided by the norm of the value,
+            if the record is moved or others are replaced. Rounding alone is about 1e-7.
         opaque: the types of objects whose state the trial could not compare.
     """
 
@@ -356,12 +357,15 @@ class _Passes:
         for position, number in enumerate(order.tolist()):  # as all rows at once need much memory
             expected, actual = self._first[number], moved[position]
             if kept[number] and not torch.equal(expected, actual):
-                changes[number] = torch.linalg.vector_norm(expected - actual, math.inf)
+                change = expected - actual
+                changes[number] = torch.linalg.vector_norm(change, math.inf)
+                shorter = torch.minimum(expected.norm(), actual.norm())
+                relative_change = float(change.norm() / shorter.clamp_min(SHORTEST))
+                self._moved = max(self._moved, relative_change)
         sizes = self._sizes[kept]
         usual = sizes[sizes > 0].median() if bool(sizes.any()) else sizes.max()
         relative = changes[kept] / torch.maximum(sizes, usual)
         largest = float(relative.nan_to_num(0.0, math.inf).max())
-        self._moved = max(self._moved, largest)
         if largest > rounding(moved.device):
             self._fault = fault
 

@@ -340,8 +340,9 @@ class DataOwner:
     def _isolates(self, moved: float) -> bool:
         """Returns True if each pass must have one record.
 
-        An additional record moves the records after it. If this changes each of their values by
-        rounding, the sum changes by at most the number of records times this change.
+        An additional record moves the records after it. If each of their values u then becomes v by
+        rounding, the clipped values differ by at most ‖u − v‖ / min(‖u‖, ‖v‖) clips, as clipping is
+        a projection. The sum changes by at most the number of records times this quotient.
         """
         return self.nominal_size * moved > ROUNDING_OF_SUM
 

@@ -161,8 +161,8 @@ def _find(
 ) -> tuple[FolderFiles, tuple[str, ...]]:
     """Finds the images of a folder, and reports how many files are not images.
 
-    If `skip_corrupt` is true, all files are decoded first: what a folder is said to contain must
-    not depend on a file that is then skipped.
+    If `skip_corrupt` is true, all files are decoded first, so that classes, sites and patients do not
+    depend on a file that is then skipped.
 
     Returns:
         The images with their users, and the names of skipped images.

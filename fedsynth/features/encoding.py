@@ -312,10 +312,10 @@ def _is_moved(features: FeatureMap, device: torch.device) -> bool:
         return features((255 * x).round().byte())
 
     inputs = StepInputs(features.image_shape, device, length=PASS)
-    found = dependence_on_batch(of_pixels, inputs)
-    if found:
-        raise _refused(f"cannot be used: the map {features.name} {found}. {ADVICE}")
-    return found.moved > 0
+    dependence = dependence_on_batch(of_pixels, inputs)
+    if dependence:
+        raise _refused(f"cannot be used: the map {features.name} {dependence}. {ADVICE}")
+    return dependence.moved > 0
 
 
 # ------------------------------------------------------------------------------------------ cache

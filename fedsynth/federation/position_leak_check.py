@@ -15,6 +15,7 @@ record must be the same each time. The step uses the batch lengths of the run (t
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -474,8 +475,9 @@ def _check_gradients(settings: RunSettings, context: RoundContext) -> None:
         classes=context.spec.classes,
     )
     for network in context.client_architectures or (context.architecture,):
-        if found := gradient_dependence(network.to(context.device), inputs):
-            reason = f"cannot be private, because in training it {found}. {ADVICE}"
+        on_device = copy.deepcopy(network).to(context.device)
+        if dependence := gradient_dependence(on_device, inputs):
+            reason = f"cannot be private, because in training it {dependence}. {ADVICE}"
             raise SettingError("model", "name", reason, value=settings.model.name)
 
 
@@ -487,12 +489,13 @@ def _isolated(
     Raises:
         SettingError: bits depend on positions even then, on a CPU.
     """
-    held = not any(trial.moved for trial in trials)
-    if not held and context.device.type == "cpu":
+    is_stable = not any(trial.moved for trial in trials)
+    if not is_stable and context.device.type == "cpu":
         raise SettingError("run", "device", f"cannot compute private steps. {NOT_HELD}. {FASTER}")
-    text = ISOLATED if held else NOT_HELD
+    text = ISOLATED if is_stable else NOT_HELD
     takes_images = settings.method.takes_model and not settings.model.features
-    return StepCheck([*warnings, f"{text}. {FASTER}." if takes_images else f"{text}."], held)
+    warning = f"{text}. {FASTER}." if takes_images else f"{text}."
+    return StepCheck([*warnings, warning], isolated=is_stable)
 
 
 def _refused(settings: RunSettings, finding: str, *, own_model: bool) -> SettingError:

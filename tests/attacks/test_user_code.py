@@ -442,6 +442,20 @@ def test_federated_models_that_mix_images_are_refused(change: Function) -> None:
         simulate(settings, quiet=True)
 
 
+def test_changes_are_measured_in_the_norm_of_clipping() -> None:
+    """400 records of 10,000 values: 1e-6 in each value is 1e-4 of the norm, 0.04 clips in the sum.
+    A broken version would compare single values, whose change is 0.0004 of the largest one."""
+
+    def moving(x: Tensor, y: Tensor) -> Tensor:
+        values = torch.zeros(len(x), 10_000)
+        values[:, 0] = 1.0
+        values[1::2] += 1e-6
+        return values
+
+    assert owner().check_independent(moving) == (MIN_LENGTH, 1)
+    assert owner().check_independent(lambda x, y: x)[1] > 1
+
+
 def test_isolated_passes_have_one_record_at_the_first_position(without_noise: None) -> None:
     """So that a kernel which sums every other row differently changes no value: with full passes,
     such a kernel gave a removed record an influence of 1.71 clips."""
