@@ -78,9 +78,9 @@ def ours(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
         0, "model", "dp-sgd", "gradient", 1.0, CLIP, 1.0, "full", steps, dimension=parameters
     )
     budget = BudgetEnforcer(Ledger("0"))
-    series = GaussianSumMechanism(release, 1, budget, SecretGenerator())
+    mechanism = GaussianSumMechanism(release, 1, budget, SecretGenerator())
     settings = DpSgdSettings(MomentumSgd(LR), len(x))
-    dp_sgd(model, lambda indices: x[indices], y, series, settings)
+    dp_sgd(model, lambda indices: x[indices], y, mechanism, settings)
 
 
 def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
@@ -131,12 +131,12 @@ def round_of_fedsynth(clients: int, data: ImageData) -> tuple[nn.Module, Round]:
     for number, records in enumerate(torch.arange(len(data)).split(IMAGES)):
         parts = ClientData(data, records, records[:0])
         runtimes.append(ClientRuntime(number, settings, context, parts))
-    exchange = InProcess(runtimes)
-    _, context = negotiate_terms(settings, context, exchange)
+    backend = InProcess(runtimes)
+    _, context = negotiate_terms(settings, context, backend)
 
     def run() -> list[Tensor]:
         server = Server.begun(method, context)
-        run_round(server, exchange, context)
+        run_round(server, backend, context)
         return list(server.state.parameters.values())
 
     return context.architecture, run

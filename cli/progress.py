@@ -42,9 +42,9 @@ class LiveObserver(StderrObserver):
     def _print(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
 
-    def _show_step(self, phase: str, completed: int, total: int, remaining: str) -> None:
+    def _show_step(self, stage: str, completed: int, total: int, remaining: str) -> None:
         self._progress.update(
-            self._task, description=phase, completed=completed, total=total, remaining=remaining
+            self._task, description=stage, completed=completed, total=total, remaining=remaining
         )
 
 
@@ -71,28 +71,28 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
 def show_steps() -> Iterator[Callable[[str, int, int], None]]:
     """Returns a context whose value is a function that shows the progress of a long computation.
 
-    The function receives the phase, the number of finished steps and their total number. On a
+    The function receives the stage, the number of finished steps and their total number. On a
     terminal, it shows a progress bar. Otherwise, it prints a line on stderr every `PRINT_SECONDS`.
     """
     console = Console(stderr=True)
     if console.is_terminal:
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("starting", total=None)
-            yield lambda phase, completed, total: progress.update(
-                task, description=phase, completed=completed, total=total
+            yield lambda stage, completed, total: progress.update(
+                task, description=stage, completed=completed, total=total
             )
         return
     started = printed = time.monotonic()
 
-    def show(phase: str, completed: int, total: int) -> None:
+    def show(stage: str, completed: int, total: int) -> None:
         nonlocal started, printed
         seconds = time.monotonic()
         if seconds - printed >= run_messages.PRINT_SECONDS:
             printed = seconds
             remaining = (seconds - started) * (total - completed) / completed
-            say(f"{phase} {completed}/{total}, about {run_messages.duration(remaining)} left")
+            say(f"{stage} {completed}/{total}, about {run_messages.duration(remaining)} left")
         if completed == total:
-            started = seconds  # of the next phase
+            started = seconds  # of the next stage
 
     yield show
 

@@ -35,7 +35,7 @@ from fedsynth import (
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import released
-from fedsynth.core.method import Memory, ReleasePlan, Results
+from fedsynth.core.method import ClientState, ReleasePlan, Results
 from fedsynth.methods.shared.class_sums import class_means, feature_width, sums_plans
 from fedsynth.privacy.plans import MAIN
 from fedsynth.synthesizer.condensation.losses import average_over_holders
@@ -88,23 +88,23 @@ class ProtoDM(FedDM):
             width=feature_width(context, logits=False),
             classes=context.spec.classes,
             noise=self.prototype_noise,
-            phase=MAIN,
+            exchange=MAIN,
         )
 
     def client_step(
         self,
         message: ModelParameters,
         clients: Group,
-        memories: Sequence[Memory],
+        states: Sequence[ClientState],
         context: RoundContext,
     ) -> Results:
         model: Any = context.load(message.parameters).requires_grad_(False).eval()
         width = feature_width(context, logits=False)
         means = class_means(clients, model.embed, width, "prototypes", context, self.min_examples)
-        condensed = super().client_step(message, clients, memories, context)
+        condensed = super().client_step(message, clients, states, context)
         return [
-            (SetWithPrototypes(sent.images, sent.labels, *prototypes), memory)
-            for (sent, memory), prototypes in zip(condensed, means, strict=True)
+            (SetWithPrototypes(sent.images, sent.labels, *prototypes), state)
+            for (sent, state), prototypes in zip(condensed, means, strict=True)
             if isinstance(sent, SyntheticSet)
         ]
 

@@ -302,7 +302,7 @@ def epsilon_rdp(
     accountant = rdp.RdpAccountant(sorted(orders))
     logger = logging.getLogger("absl")
     level = logger.level
-    # The library logs and skips every order whose series does not converge; skipping it is safe.
+    # The library logs and skips every order whose mechanism does not converge; skipping it is safe.
     logger.setLevel(logging.ERROR)
     try:
         if merged.mu > 0:

@@ -174,7 +174,7 @@ def dp_sgd(
     model: nn.Module,
     images: Callable[[Tensor], Tensor],
     labels_N: Tensor,
-    series: GaussianSumMechanism,
+    mechanism: GaussianSumMechanism,
     settings: DpSgdSettings,
     units: Units | None = None,
     note: Note = lambda text: None,
@@ -190,8 +190,9 @@ def dp_sgd(
         images: a function that returns the normalised images [M, C, H, W] of the records with the
             given indices [M].
         labels_N: the labels of all records of the client.
-        series: a series of one group, with one coordinate per model parameter. The training takes
-            all steps for which the series was charged.
+        mechanism: a mechanism of one group, with one coordinate per model parameter. The training
+            takes
+            all steps for which the mechanism was charged.
         settings: the optimiser, the expected batch size and the objective.
         units: the privacy units of the client's records. None makes each record a unit. If users
             are the units, each user's mean gradient is clipped, and `expected_batch_size` counts
@@ -208,19 +209,19 @@ def dp_sgd(
         units = Units(len(labels_N))
     gradients = ExampleGradients(model, settings.loss or cross_entropies)
     length, count = pass_of(model, settings.expected_batch_size, isolated=isolated)
-    for _ in range(series.steps_left):
+    for _ in range(mechanism.steps_left):
         if settings.before_step is not None:
             settings.before_step(model)
-        for sample in units.sample(series).split(count):
+        for sample in units.sample(mechanism).split(count):
             part = sample.records.to(labels_N.device, non_blocking=True)
             inputs = padded(images(part), length), padded(labels_N[part], length)
             values = values_of_each(gradients, inputs, note)[: len(part)]
-            rows = LayerGradients(values, gradients.blocks, series.sensitivity)
+            rows = LayerGradients(values, gradients.blocks, mechanism.sensitivity)
             if units.grouped:  # the mean of a user's gradients is clipped, not each gradient
-                series.add(rows.gradients(), torch.zeros_like(part), sample)
+                mechanism.add(rows.gradients(), torch.zeros_like(part), sample)
             else:
-                series.add_products(rows, sample)
-        gradient = (series.release()[0] / settings.expected_batch_size).to(flat)
+                mechanism.add_products(rows, sample)
+        gradient = (mechanism.release()[0] / settings.expected_batch_size).to(flat)
         if settings.penalty is not None:
             gradient += _public_gradient(model, settings.penalty)
         settings.optimiser.update(flat, gradient, state)

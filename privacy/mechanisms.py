@@ -11,9 +11,9 @@ and on earlier releases (adaptive composition), but not on other examples of the
 groups compose in parallel, because an example affects only one of them. Dividing by a public
 constant afterwards is post-processing.
 
-A series consists of several releases that are charged together. The client's ledger is charged for
-the whole series, and the charge is on the disk, before the first sample or noise is drawn. The
-series then makes at most as many releases as were charged.
+The client's ledger is charged for all releases of a mechanism together, and the charge is on the
+disk, before the first sample or noise is drawn.
+The mechanism then makes at most as many releases as were charged.
 
 `BudgetEnforcer` refuses a charge that would bring the ε of the client's ledger above a cap.
 """
@@ -309,15 +309,15 @@ class UserSums:
 
 
 class GaussianSumMechanism:
-    """A series of noisy sums of clipped vectors, for which a client's ledger was charged.
+    """A charged mechanism that releases noisy sums of clipped vectors.
 
-    All releases of the series are computed from the data set of one client. Each step calls
+    All releases of the mechanism are computed from the data set of one client. Each step calls
     `sample`, which draws the records, then `add` any number of times, because a batch may come in
-    pieces, and then `release`. Constructing the series charges the ledger.
+    pieces, and then `release`. Constructing the mechanism charges the ledger.
 
     A step belongs to the thread that called `sample`. Until this thread calls `release`, every
     other thread is refused. Therefore threads can neither make more releases than were charged nor
-    add a record twice. Threads that work at the same time need a series each.
+    add a record twice. Threads that work at the same time need a mechanism each.
 
     Args:
         release: the row that is charged to the ledger. It states σ, the clip (`sensitivity`), q,
@@ -328,7 +328,8 @@ class GaussianSumMechanism:
 
     Attributes:
         steps_left: the number of charged releases that remain.
-        owner: the index of the client whose ledger was charged. None if the series was constructed
+        owner: the index of the client whose ledger was charged. None if the mechanism was
+
             directly.
         shares: the number H of clients that together add the charged noise under secure
             aggregation. This client adds noise with 1/√H of the standard deviation. With 1, this
@@ -338,9 +339,10 @@ class GaussianSumMechanism:
             float32.
 
     Raises:
-        BudgetExceededError: the series would exceed the client's cap. Nothing was charged or drawn.
+        BudgetExceededError: the mechanism would exceed the client's cap. Nothing was charged or
+            drawn.
         PrivacyError: dimensions do not match, there are more steps than were charged, methods are
-            called in the wrong order or by another thread, or the series is used in a forked
+            called in the wrong order or by another thread, or the mechanism is used in a forked
             process.
     """
 
@@ -442,7 +444,7 @@ class GaussianSumMechanism:
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
         """Adds the vectors of sampled records to the sum. The vectors are given by their factors.
 
-        The series must have exactly one group.
+        The mechanism must have exactly one group.
 
         Args:
             products: the vectors, whose norms are at most `products.bound`.
@@ -451,7 +453,8 @@ class GaussianSumMechanism:
                 the largest norm of the vectors, so it needs no further clipping.
 
         Raises:
-            PrivacyError: the vectors have the wrong dimension, the series has more than one group,
+            PrivacyError: the vectors have the wrong dimension, the mechanism has more than one
+                group,
                 the bound exceeds the charged sensitivity, or no step is open.
         """
         open_sums = self._open_sums(sample)

@@ -164,23 +164,24 @@ class DataOwner:
         return epsilon(self._ledger.releases, self.delta)
 
     def charge(self, plan: ReleasePlan, total_epsilon: float | None = None) -> GaussianSumMechanism:
-        """Charges the ledger for a series of noisy sums, with as little noise as the budget allows.
+        """Charges the ledger for a mechanism, with as little noise as the budget allows.
 
         Args:
-            plan: the clip, sampling rate, number of steps and dimension of the series.
+            plan: the clip, sampling rate, number of steps and dimension of the mechanism.
             total_epsilon: the ε that all releases in the ledger may have together after this
                 charge. None allows the whole budget.
 
         Returns:
-            The charged series, for `class_sums` or `dp_sgd`.
+            The charged mechanism, for `class_sums` or `dp_sgd`.
 
         Raises:
             BudgetExceededError: almost nothing of `total_epsilon` is left.
-            PrivacySettingError: the plan shares its noise with other clients, or its phase is not
+            PrivacySettingError: the plan shares its noise with other clients, or its exchange is
+                not
                 "main".
         """
-        complete = plan.shares == 1 and plan.addends is None and plan.phase == MAIN
-        rule = f"must have shares=1, addends=None and phase={MAIN!r}"
+        complete = plan.shares == 1 and plan.addends is None and plan.exchange == MAIN
+        rule = f"must have shares=1, addends=None and exchange={MAIN!r}"
         require(complete, "plan", rule, plan.name)
         target = self.epsilon if total_epsilon is None else min(total_epsilon, self.epsilon)
         rows = self._ledger.releases
@@ -197,13 +198,13 @@ class DataOwner:
         )
         # with the target as the cap, as other threads or processes may have charged meanwhile
         guard = replace(self._guard, caps=[EpsilonCap(target, self.delta)])
-        series = charge_round([plan], number, sigma, guard, self._secret).take(plan.name)
-        self._charged.append(series)
-        return series
+        mechanism = charge_round([plan], number, sigma, guard, self._secret).take(plan.name)
+        self._charged.append(mechanism)
+        return mechanism
 
     def class_sums(
         self,
-        series: Sequence[GaussianSumMechanism],
+        mechanisms: Sequence[GaussianSumMechanism],
         values: Callable[[Tensor, Tensor], Tensor],
         *,
         start_over_row: float = 4.0,
@@ -214,7 +215,7 @@ class DataOwner:
         record.
 
         Args:
-            series: a sequence with exactly one charged series (see `charge`).
+            mechanisms: a sequence with exactly one charged mechanism (see `charge`).
             values: a function of records [M, ...] and their classes [M] on the CPU that returns
                 vectors [M, D]. Each vector must depend only on its own record. A trial on random
                 records checks this. M is the same in every call. Missing records are padded, and
@@ -225,12 +226,14 @@ class DataOwner:
             The noisy sums [classes, D].
 
         Raises:
-            UnplannedReleaseError: the series was not charged to this owner.
+            UnplannedReleaseError: the mechanism was not charged to this owner.
             PrivacyError: the trial found that a vector depends on more than its own record.
         """
-        (only,) = series
+        (only,) = mechanisms
         if only not in self._charged:
-            raise UnplannedReleaseError(f"the series was not charged to data owner {self.name!r}")
+            raise UnplannedReleaseError(
+                f"the mechanism was not charged to data owner {self.name!r}"
+            )
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
         )
@@ -412,12 +415,12 @@ class DataOwner:
         optimiser = _TorchOptimiser(optimizer)
         weights = torch.zeros(plan.dimension, device=self.device)
         optimiser.update(weights, weights.clone(), optimiser.init(weights))  # may raise
-        series = self.charge(plan, total_epsilon)
+        mechanism = self.charge(plan, total_epsilon)
         dpsgd.dp_sgd(
             model,
             lambda indices: self._x[indices],
             self._y.to(self.device),
-            series,
+            mechanism,
             dpsgd.DpSgdSettings(optimiser, batch_size, loss=loss),
             units=self._units,
             note=_LOGGER.warning,

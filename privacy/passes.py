@@ -111,9 +111,9 @@ class Units:
         """Returns the number of units, which is private."""
         return self._count
 
-    def sample(self, series: GaussianSumMechanism) -> Sample:
-        """Starts a step of `series`, draws a Poisson sample of units, and returns their records."""
-        chosen = series.sample(len(self))
+    def sample(self, mechanism: GaussianSumMechanism) -> Sample:
+        """Starts a step of `mechanism`, draws a Poisson sample of units, and returns their records."""
+        chosen = mechanism.sample(len(self))
         if self._order is None:
             return Sample(chosen)
         sizes = self._sizes[chosen]

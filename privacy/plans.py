@@ -1,11 +1,11 @@
 """Plans for the releases of a round, and the charged releases that a client's step may make.
 
-A series consists of several releases of one mechanism, which are planned and charged together.
+The releases of one mechanism are planned and charged together.
 A method states its plans once (`Method.release_plans`), before any data are read. In each exchange
 with the server, a client's ledger is first charged for all plans of this exchange. The client's
-step then receives a `ReleaseBudget`, from which it can take each charged series once, by the name
-of its plan. A `ReleaseBudget` gives no access to the ledger, so a step cannot charge a release that
-was not planned.
+step then receives a `ReleaseBudget`, from which it can take each charged mechanism once, by the
+name of its plan. A `ReleaseBudget` gives no access to the ledger, so a step cannot charge a release
+that was not planned.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, is_real, r
 
 S = TypeVar("S")
 # A function of (release, groups, a client's `BudgetEnforcer`, its secret generator) that returns a
-# charged series. `GaussianSumMechanism` is the default.
-MakeSeries = Callable[[Release, int, BudgetEnforcer, SecretGenerator], GaussianSumMechanism]
+# charged mechanism. `GaussianSumMechanism` is the default.
+MakeMechanism = Callable[[Release, int, BudgetEnforcer, SecretGenerator], GaussianSumMechanism]
 
 FIRST, MAIN = "first", "main"
 # The exchanges between server and clients in a round. Every method has the main exchange, and some
 # methods have one before it.
-PHASES = (FIRST, MAIN)
+EXCHANGES = (FIRST, MAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan:
-    """A plan for a series of noisy sums that a client releases in a round.
+    """A plan for the noisy sums that a client releases in a round.
 
     Args:
-        name: the name by which a step asks for the series, such as "images".
+        name: the name by which a step asks for the mechanism, such as "images".
         quantity: the released quantity, in words for the ledger and the report.
         mechanism: the name of the mechanism.
         clipped: the vector that is clipped, in words.
@@ -47,7 +47,7 @@ class ReleasePlan:
         groups: the number of separate sums in one release, such as one per class. They divide the
             coordinates evenly.
         relative_noise_multiplier: the noise multiplier of this release, divided by the run's σ.
-        phase: the exchange in which the release is made, "main" or "first".
+        exchange: the exchange in which the release is made, "main" or "first".
         shares: the number H of clients that together add the charged noise under secure
             aggregation. Each of them adds noise with 1/√H of the charged standard deviation. With
             1, every client adds all of the noise.
@@ -58,7 +58,8 @@ class ReleasePlan:
             method's documentation describes the case. None if there is no such case.
 
     Raises:
-        PrivacySettingError: the phase is unknown, `clip` is not above 0, `shares` is less than 1,
+        PrivacySettingError: the exchange is unknown, `clip` is not above 0, `shares` is less than
+            1,
             or `groups` does not divide `dimension`.
     """
 
@@ -72,13 +73,18 @@ class ReleasePlan:
     dimension: int
     groups: int = 1
     relative_noise_multiplier: float = 1.0
-    phase: str = MAIN
+    exchange: str = MAIN
     shares: int = 1
     addends: Addends | None = None
     signal: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.phase in PHASES, "phase", f"must be one of {', '.join(PHASES)}", self.phase)
+        require(
+            self.exchange in EXCHANGES,
+            "exchange",
+            f"must be one of {', '.join(EXCHANGES)}",
+            self.exchange,
+        )
         valid = is_real(self.clip) and self.clip > 0
         require(valid, "clip", "must be a finite number above 0", self.clip)
         require(self.shares >= 1, "shares", "must be at least 1", self.shares)
@@ -186,22 +192,22 @@ class UnaccountedNoise:
 
 
 class ReleaseBudget(Generic[S]):
-    """The series for which one client was charged in one exchange of a round.
+    """The mechanisms for which one client was charged in one exchange of a round.
 
-    A step of the method takes each series once, by the name of its plan.
+    A step of the method takes each mechanism once, by the name of its plan.
 
     Args:
-        phase: the exchange, "main" or "first".
-        charged: the plans of the exchange, each with its charged series.
+        exchange: the exchange, "main" or "first".
+        charged: the plans of the exchange, each with its charged mechanism.
     """
 
-    def __init__(self, phase: str, charged: Sequence[tuple[ReleasePlan, S]]) -> None:
-        self._phase = phase
+    def __init__(self, exchange: str, charged: Sequence[tuple[ReleasePlan, S]]) -> None:
+        self._exchange = exchange
         self._plans: dict[str, ReleasePlan] = {}
         self._unused: dict[str, S] = {}
-        for plan, series in charged:
+        for plan, mechanism in charged:
             self._plans[plan.name] = plan
-            self._unused[plan.name] = series
+            self._unused[plan.name] = mechanism
 
     def plan(self, name: str) -> ReleasePlan:
         """Returns the plan with this name.
@@ -211,14 +217,14 @@ class ReleaseBudget(Generic[S]):
         """
         if name not in self._plans:
             raise UnplannedReleaseError(
-                f"release {name!r} must be planned in Method.release_plans. The {self._phase} "
+                f"release {name!r} must be planned in Method.release_plans. The {self._exchange} "
                 f"exchange has the planned releases {', '.join(self._plans) or 'none'}"
             )
         return self._plans[name]
 
     @property
     def unused(self) -> bool:
-        """True if no series was taken yet.
+        """True if no mechanism was taken yet.
 
         In this case no noise was drawn, so a step that failed may be repeated without another
         charge.
@@ -226,22 +232,24 @@ class ReleaseBudget(Generic[S]):
         return len(self._unused) == len(self._plans)
 
     def check(self, name: str) -> None:
-        """Checks that `take` would return a series for this name, without taking it.
+        """Checks that `take` would return a mechanism for this name, without taking it.
 
         Raises:
-            UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
+            UnplannedReleaseError: this exchange has no such plan, or its mechanism was taken
+                before.
         """
         self.plan(name)
         if name not in self._unused:
             raise UnplannedReleaseError(f"a step can use release {name!r} only once a round")
 
     def take(self, name: str) -> S:
-        """Returns the charged series of the plan with this name.
+        """Returns the charged mechanism of the plan with this name.
 
-        Each series can be taken only once.
+        Each mechanism can be taken only once.
 
         Raises:
-            UnplannedReleaseError: this exchange has no such plan, or its series was taken before.
+            UnplannedReleaseError: this exchange has no such plan, or its mechanism was taken
+                before.
         """
         self.check(name)
         return self._unused.pop(name)
@@ -254,8 +262,8 @@ def charge_round(
     guard: BudgetEnforcer,
     secret: SecretGenerator,
     *,
-    phase: str = MAIN,
-    make_series: MakeSeries = GaussianSumMechanism,
+    exchange: str = MAIN,
+    make_mechanism: MakeMechanism = GaussianSumMechanism,
 ) -> ReleaseBudget[GaussianSumMechanism]:
     """Charges a client for all releases of an exchange, before any noise can be drawn.
 
@@ -265,12 +273,12 @@ def charge_round(
         noise_multiplier: the run's σ.
         guard: the client's ledger and cap.
         secret: the client's secret generator.
-        phase: the exchange, "main" or "first".
-        make_series: a function that charges and creates a series. An audit replaces it to observe
-            the series.
+        exchange: the exchange, "main" or "first".
+        make_mechanism: a function that charges and creates a mechanism. An audit replaces it to
+            observe the releases.
 
     Returns:
-        The charged series.
+        The charged mechanisms.
 
     Raises:
         BudgetExceededError: a release would exceed the cap. Releases that were charged before it
@@ -278,10 +286,12 @@ def charge_round(
     """
     charged: list[tuple[ReleasePlan, GaussianSumMechanism]] = []
     for plan in plans:
-        if plan.phase == phase:
+        if plan.exchange == exchange:
             grid = plan.grid(noise_multiplier)  # may refuse, before the charge
-            series = make_series(plan.release(round, noise_multiplier), plan.groups, guard, secret)
-            series.shares = plan.shares
-            series.grid = grid
-            charged.append((plan, series))
-    return ReleaseBudget(phase, charged)
+            mechanism = make_mechanism(
+                plan.release(round, noise_multiplier), plan.groups, guard, secret
+            )
+            mechanism.shares = plan.shares
+            mechanism.grid = grid
+            charged.append((plan, mechanism))
+    return ReleaseBudget(exchange, charged)

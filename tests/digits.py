@@ -64,7 +64,7 @@ def charge_for(
     clients: Sequence[int],
     guards: Sequence[BudgetEnforcer],
     secrets: Sequence[SecretGenerator],
-    phase: str = MAIN,
+    exchange: str = MAIN,
 ) -> list[ReleaseBudget[GaussianSumMechanism]]:
     """Charges each client for the releases of one exchange, as a run does."""
     privacy, number, charged = context.privacy, context.round, []
@@ -73,7 +73,7 @@ def charge_for(
     plans = method.round_plans(method.release_plans(privacy, context), number)
     for client, guard, secret in zip(clients, guards, secrets, strict=True):
         own, sigma = method.client_plans(plans, client, context), privacy.noise_multiplier
-        charged.append(charge_round(own, number, sigma, guard, secret, phase=phase))
+        charged.append(charge_round(own, number, sigma, guard, secret, exchange=exchange))
     return charged
 
 
@@ -83,7 +83,7 @@ def private_clients(
     data: ImageData,
     parts: Sequence[Tensor] | None = None,
     ledgers: Sequence[Ledger] | None = None,
-    phase: str = MAIN,
+    exchange: str = MAIN,
     unit: str = RECORD,
     **view: Any,
 ) -> PrivateClientView:
@@ -92,19 +92,19 @@ def private_clients(
     ids = range(len(parts))
     ledgers = ledgers or [Ledger(str(k)) for k in ids]
     guards = [BudgetEnforcer(ledger, unit=unit) for ledger in ledgers]
-    allowances = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], phase)
-    return PrivateClientView(ids, data, parts, allowances, **view)
+    budgets = charge_for(method, ctx, ids, guards, [SecretGenerator() for _ in ids], exchange)
+    return PrivateClientView(ids, data, parts, budgets, **view)
 
 
 def client_uploads(
     method: Method,
     ctx: RoundContext,
     clients: Group,
-    memories: Sequence[Any] | None = None,
+    client_states: Sequence[Any] | None = None,
     state: Any = None,
 ) -> list[Any]:
     """Returns the clients' uploads in the first round, or in one with this state."""
     state = state or method.initial_state(ctx.architecture.state_dict())
     message = method.broadcast(state, ctx)
-    results = method.client_step(message, clients, memories or [{} for _ in clients.ids], ctx)
+    results = method.client_step(message, clients, client_states or [{} for _ in clients.ids], ctx)
     return [upload for upload, _ in results]

@@ -25,7 +25,7 @@ QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     "fedhydra": {**GENERATED, "stratification_steps": 2},
 }
 # One method of each family for tests of an engine; tests of the other methods are slow. An engine
-# treats the methods of a family equally: plain averages, memories of clients, personal models,
+# treats the methods of a family equally: plain averages, client states of clients, personal models,
 # condensed sets, a first exchange, generators, distillation by the server, sums.
 FAMILIES = (
     "fedavg", "scaffold", "solo", "feddm", "fedaf", "fedfm", "fedkf", "feddf", "fedstats",

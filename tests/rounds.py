@@ -9,36 +9,36 @@ import torch
 
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.federation.server import Server
-from fedsynth.privacy.plans import FIRST, PHASES
+from fedsynth.privacy.plans import EXCHANGES, FIRST
 
 
 def play_round(
     server: Server,
     groups: Sequence[Group] | Callable[[str], Sequence[Group]],
-    memories: MutableMapping[int, Memory],
+    client_states: MutableMapping[int, ClientState],
     context: RoundContext,
 ) -> dict[int, Any]:
     """Plays one round, with its first exchange if it has one, and returns the uploads by number.
 
-    Changes the server's state and the memories. The steps of each group are taken together;
-    `groups` is a function of the phase where clients are charged for each exchange.
+    Changes the server's state and the client states. The steps of each group are taken together;
+    `groups` is a function of the exchange where clients are charged for each exchange.
     """
     replies: dict[int, Any] = {}
-    for phase in PHASES:
-        request = server.request(phase, context)
+    for exchange in EXCHANGES:
+        request = server.request(exchange, context)
         if request is None:
             continue
         replies = {}
-        for group in groups(phase) if callable(groups) else groups:
-            step = server.method.first_step if phase == FIRST else server.method.client_step
-            group_memories = [memories.get(k, {}) for k in group.ids]
-            results = step(request, group, group_memories, context)
-            for k, (message, memory) in zip(group.ids, results, strict=True):
-                replies[k], memories[k] = message, memory
-        assert server.check(phase, replies, context)[1] == {}
-        server.receive(phase, replies, context)
+        for group in groups(exchange) if callable(groups) else groups:
+            step = server.method.first_step if exchange == FIRST else server.method.client_step
+            group_states = [client_states.get(k, {}) for k in group.ids]
+            results = step(request, group, group_states, context)
+            for k, (message, client_state) in zip(group.ids, results, strict=True):
+                replies[k], client_states[k] = message, client_state
+        assert server.check(exchange, replies, context)[1] == {}
+        server.receive(exchange, replies, context)
     return replies
 
 

@@ -26,7 +26,7 @@ from fedsynth import FedAvg, ModelSettings, PartitionSettings, RunSettings
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memory, Results
+from fedsynth.core.method import ClientState, Results
 from fedsynth.methods.shared.aggregation import RULES
 from library.grid import Cell, Grid
 
@@ -49,12 +49,12 @@ class LiedTo(FedAvg):
         self,
         message: ModelParameters,
         clients: Group,
-        memories: Sequence[Memory],
+        states: Sequence[ClientState],
         context: RoundContext,
     ) -> Results:
-        honest = super().client_step(message, clients, memories, context)
+        honest = super().client_step(message, clients, states, context)
         results = []
-        for client, (upload, memory) in zip(clients.ids, honest, strict=True):
+        for client, (upload, state) in zip(clients.ids, honest, strict=True):
             if client in LIARS:
                 sent: Any = upload
                 parameters = {
@@ -62,7 +62,7 @@ class LiedTo(FedAvg):
                     for name, value in sent.parameters.items()
                 }
                 upload = replace(sent, parameters=parameters)
-            results.append((upload, memory))
+            results.append((upload, state))
         return results
 
 

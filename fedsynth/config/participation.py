@@ -126,12 +126,13 @@ class Failure:
 
     Attributes:
         kind: one of `KINDS`.
-        phase: the exchange in which the client fails, if the round has two exchanges. Otherwise the
+        exchange: the exchange in which the client fails, if a round has two exchanges. Otherwise
+            the
             client fails in the main exchange.
     """
 
     kind: str
-    phase: str
+    exchange: str
 
 
 @dataclass(frozen=True)
@@ -141,8 +142,8 @@ class Failures:
     Every client in a round fails with probability `share`. There are three kinds of failure, with
     equal probability. `crashed`: the client stops before its step, so nothing is computed, released
     or charged. `timed out`: the client hangs in its step. The step's releases are charged, and the
-    client's memory is unchanged. `too late`: the client completes its step, is charged for it and
-    updates its memory, but the server no longer waits for its answer. In a round of two exchanges,
+    client's state is unchanged. `too late`: the client completes its step, is charged for it and
+    updates its state, but the server no longer waits for its answer. In a round of two exchanges,
     the client fails in one of them and is absent for the rest of the round. Failures are public, so
     the plan of a private run knows which entries are missing in ledgers.
 
@@ -165,7 +166,7 @@ class Failures:
         kind = KINDS[int(draws.integers(len(KINDS)))]
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
-    def released(self, number: int, client: int, phase: str, *, two: bool) -> bool:
+    def released(self, number: int, client: int, exchange: str, *, two: bool) -> bool:
         """Returns True if a client computes its step in an exchange of a round, despite a possible
         failure.
 
@@ -174,15 +175,15 @@ class Failures:
         Args:
             number: the number of the round.
             client: the index of the client.
-            phase: the exchange of the round.
+            exchange: the exchange of the round.
             two: whether the round has two exchanges.
         """
         failure = self.of(number, client)
         if failure is None:
             return True
-        failing = failure.phase if two else MAIN
-        if phase != failing:
-            return phase == FIRST  # before it has failed
+        failing = failure.exchange if two else MAIN
+        if exchange != failing:
+            return exchange == FIRST  # before it has failed
         return failure.kind != CRASHED
 
 

@@ -101,7 +101,7 @@ class _ClientView:
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
-    _allowances: Sequence[ReleaseBudget[Any]]
+    _budgets: Sequence[ReleaseBudget[Any]]
 
     def select(self, position: int) -> Self:
         """Returns a group that contains only the client at this position.
@@ -120,19 +120,19 @@ class _ClientView:
         return [self.select(position) for position in range(len(self.ids))]
 
     def _take(self, name: str) -> list[Any]:
-        """Returns the charged series of the plan with this name, one for each client.
+        """Returns the charged mechanisms of the plan with this name, one for each client.
 
         Raises:
-            UnplannedReleaseError: a client has no such plan, or its series was taken before. No
-                series of any client is taken in this case.
+            UnplannedReleaseError: a client has no such plan, or its mechanism was taken before. No
+                mechanism of any client is taken in this case.
         """
-        if not self._allowances:
+        if not self._budgets:
             raise UnplannedReleaseError(
                 f"release {name!r} was not charged to any client of this group"
             )
-        for allowance in self._allowances:
-            allowance.check(name)
-        return [allowance.take(name) for allowance in self._allowances]
+        for budget in self._budgets:
+            budget.check(name)
+        return [budget.take(name) for budget in self._budgets]
 
 
 class ExactClientView(_ClientView):
@@ -143,20 +143,20 @@ class ExactClientView(_ClientView):
         ids: the clients' indices.
         data: all clients' images, on the device.
         parts: for each client, the positions of its records in `data`.
-        allowances: for each client, the noise of a mechanism that adds noise but guarantees
+        budgets: for each client, the noise of a mechanism that adds noise but guarantees
             no privacy. Empty for all other runs.
         network: the network that is trained. If it uses a feature map, `images` returns the
             network's input vectors.
     """
 
-    _per_client = ("ids", "_allowances", "_parts", "_labels")
+    _per_client = ("ids", "_budgets", "_parts", "_labels")
 
     def __init__(
         self,
         ids: Sequence[int],
         data: ImageData,
         parts: Sequence[Tensor],
-        allowances: Sequence[ReleaseBudget[UnaccountedNoise]] = (),
+        budgets: Sequence[ReleaseBudget[UnaccountedNoise]] = (),
         *,
         network: nn.Module | None = None,
     ) -> None:
@@ -165,7 +165,7 @@ class ExactClientView(_ClientView):
         self.spec = data.spec
         self._parts = [part.to(data.labels.device) for part in parts]
         self._labels = [data.labels[part].cpu() for part in self._parts]
-        self._allowances = allowances
+        self._budgets = budgets
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
@@ -183,7 +183,7 @@ class ExactClientView(_ClientView):
         """Returns the number of examples n_k of each client."""
         return list(map(len, self._parts))
 
-    def segments(self, min_examples: int) -> ClientClassPairs:
+    def pairs(self, min_examples: int) -> ClientClassPairs:
         """Returns the (client, class) pairs that have at least `min_examples` examples.
 
         Pairs without any example are never returned.
@@ -244,7 +244,7 @@ class PrivateClientView(_ClientView):
     clients' data.
 
     A method gets only noisy sums and privately trained models from this class, and no data or
-    counts. Every release was charged to each client's ledger in advance. `series` returns the
+    counts. Every release was charged to each client's ledger in advance. `mechanisms` returns the
     charged releases of a plan by the plan's name, and nothing else here gives access to noise or to
     a client's ledger.
 
@@ -256,7 +256,7 @@ class PrivateClientView(_ClientView):
         ids: the clients' indices.
         data: all clients' images, on the device.
         parts: for each client, the positions of its records in `data`.
-        allowances: for each client, the charged releases of this exchange (`ClientBudget.charge`).
+        budgets: for each client, the charged releases of this exchange (`ClientBudget.charge`).
         nominal_size: the public number of records that each client is supposed to have. It decides
             only the number of records that are processed together (`fedsynth.privacy.passes`). If
             None, as many are processed together as memory allows.
@@ -271,14 +271,14 @@ class PrivateClientView(_ClientView):
         isolated: whether each pass has only one record (`fedsynth.privacy.passes`).
     """
 
-    _per_client = ("ids", "_allowances", "_parts", "_records", "_units")
+    _per_client = ("ids", "_budgets", "_parts", "_records", "_units")
 
     def __init__(
         self,
         ids: Sequence[int],
         data: ImageData,
         parts: Sequence[Tensor],
-        allowances: Sequence[ReleaseBudget[GaussianSumMechanism]],
+        budgets: Sequence[ReleaseBudget[GaussianSumMechanism]],
         *,
         nominal_size: float | None = None,
         users: Tensor | None = None,
@@ -291,7 +291,7 @@ class PrivateClientView(_ClientView):
         self._isolated = isolated
         self._note = functools.cache(note)  # each line once: a step has many passes
         self._data = data
-        self._allowances = allowances
+        self._budgets = budgets
         self._nominal_size = nominal_size
         self._parts = [part.to(data.labels.device) for part in parts]
         self._records = list(map(Tensor.cpu, parts))
@@ -302,7 +302,7 @@ class PrivateClientView(_ClientView):
             users = users.cpu()
             self._units = [Units(len(records), users[records]) for records in self._records]
 
-    def segments(self) -> ClientClassPairs:
+    def pairs(self) -> ClientClassPairs:
         """Returns the pairs of every client with every class.
 
         The classes that a client has are private, so no pair is left out.
@@ -318,22 +318,22 @@ class PrivateClientView(_ClientView):
             UnplannedReleaseError: this exchange has no plan with this name, or the clients' plans
                 differ.
         """
-        plan: ReleasePlan = self._allowances[0].plan(name)
-        for allowance in self._allowances:
-            if allowance.plan(name) != plan:
+        plan: ReleasePlan = self._budgets[0].plan(name)
+        for budget in self._budgets:
+            if budget.plan(name) != plan:
                 raise UnplannedReleaseError(
                     f"the clients of this group have different plans for release {name!r}. Get the "
                     "plan of each client with select(position)"
                 )
         return plan
 
-    def series(self, name: str) -> list[GaussianSumMechanism]:
+    def mechanisms(self, name: str) -> list[GaussianSumMechanism]:
         """Returns the mechanisms of a planned release, one for each client.
 
         Each mechanism makes the releases of its client.
 
         Raises:
-            UnplannedReleaseError: this exchange has no plan with this name, or its series was
+            UnplannedReleaseError: this exchange has no plan with this name, or its mechanism was
                 already taken.
         """
         mechanisms: list[GaussianSumMechanism] = self._take(name)
@@ -341,14 +341,14 @@ class PrivateClientView(_ClientView):
             mechanism.owner = client
         return mechanisms
 
-    def _check_owners(self, series: Sequence[GaussianSumMechanism]) -> None:
+    def _check_owners(self, mechanisms: Sequence[GaussianSumMechanism]) -> None:
         """Checks that each client's records are used only with the mechanism that was charged to
         this client.
 
         Raises:
             UnplannedReleaseError: a mechanism was charged to a different client.
         """
-        for mechanism, client in zip(series, self.ids, strict=True):
+        for mechanism, client in zip(mechanisms, self.ids, strict=True):
             if mechanism.owner not in (None, client):
                 raise UnplannedReleaseError(
                     f"the records of client {client} cannot be used with a privacy mechanism that "
@@ -357,7 +357,7 @@ class PrivateClientView(_ClientView):
 
     def class_sums(
         self,
-        series: Sequence[GaussianSumMechanism],
+        mechanisms: Sequence[GaussianSumMechanism],
         rows: Callable[[Tensor, Tensor], Tensor],
         *,
         start_over_row: float = 4.0,
@@ -366,10 +366,10 @@ class PrivateClientView(_ClientView):
         class.
 
         `rows` computes one vector for each sampled record, and the vectors of each class are added.
-        One call is one release of each client's series.
+        One call is one release of each client's mechanism.
 
         Args:
-            series: one charged series for each client of the group.
+            mechanisms: one charged mechanism for each client of the group.
             rows: a function (images [N, C, H, W], index of the (client, class) pair [N] on the CPU)
                 -> vectors [N, D]. Each vector may depend only on the image with the same position,
                 and on released values. N is the same at every call. The last call is padded with
@@ -383,21 +383,21 @@ class PrivateClientView(_ClientView):
         Returns:
             [clients · classes, D]
         """
-        self._check_owners(series)
-        samples = [units.sample(s) for units, s in zip(self._units, series, strict=True)]
+        self._check_owners(mechanisms)
+        samples = [units.sample(s) for units, s in zip(self._units, mechanisms, strict=True)]
         sampled = zip(self._records, samples, strict=True)
         records = torch.cat([records[sample.records] for records, sample in sampled])
         counts = torch.tensor([len(sample) for sample in samples])
         offsets = (counts.cumsum(0) - counts).tolist()
         owner = torch.arange(len(samples)).repeat_interleave(counts)
         device = self._data.labels.device
-        size, count = self._pass_size(series, start_over_row, chunk(device))
+        size, count = self._pass_size(mechanisms, start_over_row, chunk(device))
         for start in range(0, len(records), count):
             chunk_records = records[start : start + count]
             stop = start + len(chunk_records)
             labels = self._labels[chunk_records]
-            segments = self.spec.classes * owner[start:stop] + labels
-            inputs = self._images(chunk_records, size), padded(segments, size, fill=-1)
+            pairs = self.spec.classes * owner[start:stop] + labels
+            inputs = self._images(chunk_records, size), padded(pairs, size, fill=-1)
             vectors = values_of_each(rows, inputs, self._note)
             for position in owner[start:stop].unique().tolist():
                 offset = offsets[position]
@@ -405,14 +405,14 @@ class PrivateClientView(_ClientView):
                 last = min(stop, offset + len(samples[position]))
                 client_slice = slice(first - start, last - start)
                 part = samples[position].select(slice(first - offset, last - offset))
-                series[position].add(
+                mechanisms[position].add(
                     vectors[client_slice], labels[client_slice].to(device, non_blocking=True), part
                 )
-        return Released(torch.cat([s.release().to(device) for s in series]))
+        return Released(torch.cat([s.release().to(device) for s in mechanisms]))
 
     def feature_sums(
         self,
-        series: Sequence[GaussianSumMechanism],
+        mechanisms: Sequence[GaussianSumMechanism],
         features: FeatureMap,
         rows: FeatureRows,
         embedding: Embedding | None = None,
@@ -420,10 +420,10 @@ class PrivateClientView(_ClientView):
         """Samples records of every client, and releases the noisy sum of each client's vectors.
 
         `rows` computes one vector from the features of each sampled record. One call is one release
-        of each client's series.
+        of each client's mechanism.
 
         Args:
-            series: one charged series for each client of the group.
+            mechanisms: one charged mechanism for each client of the group.
             features: the feature map, which is public. Each record's features are computed once and
                 cached with the data.
             rows: a function (features [N, d], labels [N]) -> one vector per record, with the same
@@ -435,12 +435,12 @@ class PrivateClientView(_ClientView):
         Returns:
             [clients, D]
         """
-        self._check_owners(series)
-        size, count = self._pass_size(series, FEATURE_START, FEATURE_PASS)
+        self._check_owners(mechanisms)
+        size, count = self._pass_size(mechanisms, FEATURE_START, FEATURE_PASS)
         device = self._data.labels.device
         released = []
         for client_records, units, mechanism in zip(
-            self._records, self._units, series, strict=True
+            self._records, self._units, mechanisms, strict=True
         ):
             sample = units.sample(mechanism)
             records = client_records[sample.records]
@@ -459,7 +459,7 @@ class PrivateClientView(_ClientView):
         return Released(torch.cat(released))
 
     def _pass_size(
-        self, series: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
+        self, mechanisms: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
     ) -> tuple[int, int]:
         """Returns the length of a pass and its number of records (see `pass_size`).
 
@@ -468,7 +468,7 @@ class PrivateClientView(_ClientView):
         """
         expected = None
         if self._nominal_size is not None:
-            expected = self._nominal_size * sum(s.sample_rate for s in series)
+            expected = self._nominal_size * sum(s.sample_rate for s in mechanisms)
         return pass_size(expected, start_over_row, limit, isolated=self._isolated)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
@@ -485,14 +485,14 @@ class PrivateClientView(_ClientView):
         return normalise(padded(images, length), self.spec)
 
     def fit(
-        self, series: Sequence[GaussianSumMechanism], model: nn.Module, settings: DpSgdSettings
+        self, mechanisms: Sequence[GaussianSumMechanism], model: nn.Module, settings: DpSgdSettings
     ) -> None:
         """Trains the model of the group's only client in place by DP-SGD (see `dp_sgd`).
 
-        The client takes the number of steps for which `series` was charged.
+        The client takes the number of steps for which `mechanisms` was charged.
         """
-        self._check_owners(series)
-        (mechanism,), (part,), (units,) = series, self._parts, self._units
+        self._check_owners(mechanisms)
+        (mechanism,), (part,), (units,) = mechanisms, self._parts, self._units
         labels = self._data.labels[part]
 
         def images(indices: Tensor) -> Tensor:

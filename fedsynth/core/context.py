@@ -77,7 +77,7 @@ class RoundContext:
         robust_share: β of the rule "trimmed".
         rounds: the planned number of rounds.
         participants: the indices of this round's clients, ascending. None if all clients take part.
-        report: receives (phase, completed, total) after `completed` of `total` steps of a phase. It
+        report: receives (stage, completed, total) after `completed` of `total` steps of a stage. It
             must not wait for the device.
         note: receives lines of text for users.
         keeper: saves checkpoints of long loops.

@@ -3,12 +3,12 @@
 The settings are frozen, and the steps are pure functions.
 
 In a round, `broadcast` makes the server's message from the server's state. `client_step` makes each
-client's upload and new memory from the message and the client's data. `server_step` makes the next
+client's upload and new state from the message and the client's data. `server_step` makes the next
 state from the uploads. The engine decides how many clients share one call of `client_step`. The
 tensors of expensive steps therefore have a leading client axis, and a single client is a group of
 size one.
 
-The class attributes `downlink`, `upload` and `state` declare the types of the messages and of the
+The class attributes `request`, `upload` and `state` declare the types of the messages and of the
 state. The engine checks these types before it calls a step. A step names the declared types in its
 signature and does not need to check them again.
 """
@@ -36,16 +36,16 @@ from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import check_fields, from_mapping
 
 # The tensors that a client keeps between rounds. They never leave the client.
-Memory = Tensors
+ClientState = Tensors
 
-# The memory of each client, in the group's order.
-Memories = Sequence[Memory]
+# The state of each client, in the group's order.
+ClientStates = Sequence[ClientState]
 
-# The type of a step's results: the message and the new memory of each client, in the group's
+# The type of a step's results: the message and the new state of each client, in the group's
 # order.
-Results = list[tuple[Message, Memory]]
+Results = list[tuple[Message, ClientState]]
 
-# Methods narrow these in their signatures to their own `downlink`, `upload`, `state` and so on.
+# Methods narrow these in their signatures to their own `request`, `upload`, `state` and so on.
 Request = Any
 Upload = Any
 State = Any
@@ -59,14 +59,15 @@ Presets = Mapping[str, Mapping[str, Any]]
 class Method:
     """The base class of all methods. A subclass is a frozen dataclass of validated settings.
 
-    A method implements `broadcast`, `client_step` and `server_step`. The defaults of the other hooks
+    A method implements `broadcast`, `client_step` and `server_step`. The defaults of the other
+    hooks
     suit methods that do not need them, such as a first exchange or synthetic images.
 
     Class attributes:
         name: the method's name in reports, in config files and on the command line.
         summary: a description of one line.
         reference: the paper.
-        downlink: the type of the server's message in a round's main exchange.
+        request: the type of the server's message in a round's main exchange.
         upload: the type of a client's message in a round's main exchange.
         state: the type of the server's state.
         dp_mechanisms: the names of the mechanisms that can protect the method. If empty, the method
@@ -78,7 +79,7 @@ class Method:
             (`ModelSettings.features`). If empty, it can, and the clients' "images" are then feature
             vectors.
         presets: for each data set, the settings whose defaults the method changes.
-        first_downlink: the type of the server's message in the first exchange. None if the method
+        first_request: the type of the server's message in the first exchange. None if the method
             has no first exchange.
         first_upload: the type of a client's message in the first exchange. None if the method has
             no first exchange.
@@ -103,8 +104,8 @@ class Method:
     >>> class Untrained(Method):
     ...     name, upload = "untrained", ModelParameters
     ...     def broadcast(self, state, context): return ModelParameters(state.parameters, 1.0)
-    ...     def client_step(self, message, clients, memories, context):
-    ...         return [(type(message).from_bytes(message.to_bytes()), m) for m in memories]
+    ...     def client_step(self, message, clients, states, context):
+    ...         return [(type(message).from_bytes(message.to_bytes()), m) for m in states]
     ...     def server_step(self, state, uploads, context): return state
     >>> len(simulate(RunSettings(Untrained(), rounds=1)).uploads)
     10
@@ -114,7 +115,7 @@ class Method:
     name: ClassVar[str]
     summary: ClassVar[str]
     reference: ClassVar[str]
-    downlink: ClassVar[type[Message]] = ModelParameters
+    request: ClassVar[type[Message]] = ModelParameters
     upload: ClassVar[type[Message]]
     state: ClassVar[type[ServerState]] = ServerState
     dp_mechanisms: ClassVar[tuple[str, ...]] = ()
@@ -132,16 +133,16 @@ class Method:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
-    def exchange_types(cls, phase: str) -> tuple[type[Message] | None, type[Message] | None]:
+    def exchange_types(cls, exchange: str) -> tuple[type[Message] | None, type[Message] | None]:
         """Returns the message types of an exchange: the type of the server's message and of a
         client's message.
 
-        The exchange `phase` is "first" or "main". Both types are None if the method has no first
+        The exchange `exchange` is "first" or "main". Both types are None if the method has no first
         exchange.
         """
-        if phase == FIRST:
-            return cls.first_downlink, cls.first_upload
-        return cls.downlink, cls.upload
+        if exchange == FIRST:
+            return cls.first_request, cls.first_upload
+        return cls.request, cls.upload
 
     def initial_state(self, parameters: Tensors) -> ServerState:
         """Returns the server's state before the first round.
@@ -162,23 +163,25 @@ class Method:
             RequestRefusedError: a tensor is not as expected. The error names the field.
         """
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         """Returns the rules by which the server checks the fields of this client's upload.
 
         A field without a rule may hold any finite values. The engine checks every tensor once,
         before a step reads it. The rules also determine the largest size of an upload on the wire.
 
         Args:
-            phase: the exchange, "first" or "main".
+            exchange: the exchange, "first" or "main".
             client: the client's index.
             context: the round's context. An implementation reads only its public values.
         """
-        _, declared = self.exchange_types(phase)
+        _, declared = self.exchange_types(exchange)
         if declared is not None and issubclass(declared, ModelParameters):
             return model_rules(client, context)
         return {}
 
-    def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
+    def check_upload(
+        self, exchange: str, upload: Upload, client: int, context: RoundContext
+    ) -> None:
         """Checks that the fields of an upload are consistent with each other.
 
         Each field has already passed its own rule (`upload_rules`).
@@ -190,18 +193,18 @@ class Method:
     def broadcast(self, state: State, context: RoundContext) -> Message:
         """Returns the server's message to the clients of this round.
 
-        By default, the message has the model, and the fields of the state that `downlink` has too.
+        By default, the message has the model, and the fields of the state that `request` has too.
         """
         message: dict[str, Any] = {"weight": 1.0}
-        for field in fields(self.downlink):
+        for field in fields(self.request):
             if field.name != "weight":
                 message[field.name] = getattr(state, field.name)
-        return self.downlink(**message)
+        return self.request(**message)
 
     def client_step(
-        self, message: Request, clients: Group, memories: Memories, context: RoundContext
+        self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Returns each client's upload and new memory, in the group's order."""
+        """Returns each client's upload and new state, in the group's order."""
         raise NotImplementedError  # abstract
 
     def server_step(
@@ -254,7 +257,7 @@ class Method:
         release first.
 
         The engine calls it before any data are read, and charges each client for every plan. A step
-        gets the charged releases by the plan's name (`PrivateClientView.series`).
+        gets the charged releases by the plan's name (`PrivateClientView.mechanisms`).
         """
         raise NotImplementedError  # abstract
 
@@ -273,20 +276,20 @@ class Method:
 
     # ----------------------------- an exchange with the clients before the main exchange of a round
 
-    first_downlink: ClassVar[type[Message] | None] = None
+    first_request: ClassVar[type[Message] | None] = None
     first_upload: ClassVar[type[Message] | None] = None
 
-    def first_request(self, state: State, context: RoundContext) -> Message | None:
+    def first_broadcast(self, state: State, context: RoundContext) -> Message | None:
         """Returns the server's message of the first exchange, or None if this round has no first
         exchange."""
         return None
 
     def first_step(
-        self, message: Request, clients: Group, memories: Memories, context: RoundContext
+        self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the clients' replies to the server's message of the first exchange.
 
-        Returns each client's reply, and the memory that this round's `client_step` receives.
+        Returns each client's reply, and the state that this round's `client_step` receives.
         """
         raise NotImplementedError  # abstract
 
@@ -324,7 +327,7 @@ class Method:
         """
         return 1
 
-    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+    def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
         """Names the release plan of each upload field that the server sees only as a sum.
 
         The keys are the names of the fields, and the values are the names of the plans.
@@ -332,12 +335,12 @@ class Method:
         raise NotImplementedError  # abstract
 
     def from_sum(
-        self, phase: str, state: State, total: Upload, clients: int, context: RoundContext
+        self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
         """Returns the server's state after an exchange in which the server received only a sum.
 
         Args:
-            phase: the exchange, "first" or "main".
+            exchange: the exchange, "first" or "main".
             state: the server's state before the exchange.
             total: a message whose fields are the sums of the uploads' fields, float64.
             clients: the number of uploads that were added.
@@ -429,8 +432,8 @@ class Method:
         """
         return build_network(model, spec, seed)
 
-    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
-        """Returns the model that a client with this memory uses instead of the global model.
+    def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
+        """Returns the model that a client with this state uses instead of the global model.
 
         The engine calls it only if `personal` is True.
         """
@@ -454,8 +457,8 @@ class Method:
         """
         return {}
 
-    def client_metrics(self, memories: Iterable[Memory]) -> Mapping[str, Any]:
-        """Computes additional metrics of a round from its clients' memories, in a simulation.
+    def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
+        """Computes additional metrics of a round from its clients' states, in a simulation.
 
         With differential privacy it may read only values that were computed from the server's
         messages, public noise and released values.

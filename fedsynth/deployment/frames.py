@@ -10,7 +10,7 @@ frame:
     join      {proposal, last_round}          answer {size, history}, or refusal {reason, kind}
     refused   {reason}                        answer {}
     keys, shares, step, unmask                answer, or refusal; for a step also {history}
-              {round, participants, phase, sizes, noise_multiplier}; for a secure sum also {sum}
+              {round, participants, exchange, sizes, noise_multiplier}; for a secure sum also {sum}
     end       {rounds, sizes, noise_multiplier}     answer {history}
 
 Every request has a {number}. Every answer repeats this number and states its {client}. A frame of
@@ -154,14 +154,14 @@ class RoundFacts(TermsFacts):
     Args:
         round: the number of the round.
         participants: the clients that take part in the round.
-        phase: the exchange of the round, "first" or "main".
+        exchange: the exchange of the round, "first" or "main".
         sum: the server's name for a secure sum. None: the exchange uses no secure sum.
         sealed: the other clients' encrypted shares. They are sent only with a step in a secure sum.
     """
 
     round: Count
     participants: Annotated[tuple[Count, ...], Field(strict=False, min_length=1)]
-    phase: Literal["first", "main"]
+    exchange: Literal["first", "main"]
     sum: str | None = None
     sealed: str = ""
 

@@ -20,7 +20,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.data.registry import is_published
 from fedsynth.deployment.frames import FILE, Connection, write_clients
-from fedsynth.deployment.node_exchange import NodeExchange
+from fedsynth.deployment.node_backend import NodeBackend
 from fedsynth.deployment.proposal import Proposal, check_executable, new_run, served_proposal
 from fedsynth.errors import CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device
@@ -62,7 +62,7 @@ class NetworkedRun(ActiveRun):
         TooFewClientsError: if too few nodes have joined.
     """
 
-    exchange: NodeExchange
+    backend: NodeBackend
     folder: RunFolder
     checkpoints: CheckpointFolder
 
@@ -91,7 +91,7 @@ class NetworkedRun(ActiveRun):
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
             raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
-        self.exchange = NodeExchange(
+        self.backend = NodeBackend(
             proposal,
             connection,
             context.device,
@@ -102,7 +102,7 @@ class NetworkedRun(ActiveRun):
         self._join(planned)
         images = None if test is None else test.to(context.device)
         self._begin_record(images, NO_TEST if test is None else PUBLIC, simulated=False)
-        for number, reason in self.exchange.never_joined.items():
+        for number, reason in self.backend.never_joined.items():
             self.record.events.append(Event(kind="absent", client=str(number), why=reason))
         plan = self.plan
         if plan is not None:  # announces a private run and writes its initial state
@@ -117,7 +117,7 @@ class NetworkedRun(ActiveRun):
         """Runs all remaining rounds, and returns the run's folder."""
         try:
             self._rounds()
-            self.exchange.end(len(self.record.rows))
+            self.backend.end(len(self.record.rows))
             self.histories = self._charged_histories()
             self.report = self._finish(self.histories).privacy
             return self.folder.path
@@ -126,7 +126,7 @@ class NetworkedRun(ActiveRun):
 
     def _store(self, checkpoint: Checkpoint) -> None:
         """Writes the clients and then the checkpoint, which must not be ahead of the clients."""
-        write_clients(self.file, self.exchange.clients)
+        write_clients(self.file, self.backend.clients)
         self.checkpoints.write(checkpoint)
 
     def _charged_histories(self) -> list[History]:
@@ -139,15 +139,15 @@ class NetworkedRun(ActiveRun):
         """
         plan = self.plan
         if plan is None:
-            return self.exchange.histories()
+            return self.backend.histories()
         histories: list[History] = []
-        for number, client in sorted(self.exchange.clients.items()):
+        for number, client in sorted(self.backend.clients.items()):
             history = client.history
             if history is None:
                 continue
             assumed = list(history.releases)
-            for round_number, phase in client.unstated:
-                assumed += plan.client_rows(number, self.plain_context(round_number), [phase])
+            for round_number, exchange in client.unstated:
+                assumed += plan.client_rows(number, self.plain_context(round_number), [exchange])
             if len(assumed) > len(history.releases):
                 rounds = sorted(dict(client.unstated))
                 self.record.events.append(Event(kind="unstated", client=str(number), rounds=rounds))

@@ -203,7 +203,7 @@ def _stored_proposal(stated: Any) -> Proposal:
 class State(BaseModel):
     """The values that a client's node stores, so that a new process can continue the run.
 
-    The client's memory is stored in files of its own.
+    The client's state is stored in files of its own.
 
     Args:
         proposal: the proposal that the owner has accepted.
@@ -213,8 +213,9 @@ class State(BaseModel):
         sigma: σ, which is calibrated once for a run. None: the client has not received it yet.
         attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
         steps: the (round, exchange) pairs of all steps since the client joined.
-        memory: the round after which the client's current memory was stored. 0: the client has no
-            memory.
+        client_state: the round after which the client's current client state was stored. 0: the
+            client has no
+            client state.
         recorded: see `ClientRuntime.recorded`.
         pending: the round in `ClientRuntime.pending`.
     """
@@ -230,7 +231,7 @@ class State(BaseModel):
     sigma: float | None = None
     attempts: dict[str, int] = {}
     steps: set[tuple[int, str]] = set()
-    memory: int = 0
+    client_state: int = 0
     recorded: int = 0
     pending: int | None = None
 

@@ -3,13 +3,13 @@
 The session answers the server's requests (`fedsynth.deployment.frames`) and stores its state in
 files. Whatever a request contains, the client uses the settings that its owner accepted, and
 charges its ledger first. The files never leave the machine. After a restart, another process
-continues from the files. The client's memory (the tensors that it keeps between rounds) is stored
-for several rounds. If a server resumes from an older checkpoint, the client still has the memory of
-that round.
+continues from the files. The client's state (the tensors that it keeps between rounds) is stored
+for several rounds. If a server resumes from an older checkpoint, the client still has the client
+state of that round.
 
     HOME/runs/RUN/session.json           the proposal, σ, and the completed steps
-    HOME/runs/RUN/main-ROUND             the client's memory after that round
-    HOME/runs/RUN/first-ROUND            the client's memory after the first exchange of that round
+    HOME/runs/RUN/main-ROUND             the client's state after that round
+    HOME/runs/RUN/first-ROUND            the client's state after the first exchange of that round
     HOME/runs/RUN/answer-ROUND-EXCHANGE-REQUEST    the client's answer to that request. If the
                                          server repeats the request, this answer is sent again,
                                          which costs nothing and releases nothing new.
@@ -31,7 +31,7 @@ import torch
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
@@ -63,7 +63,7 @@ from fedsynth.privacy.files import (
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.report.formatting import format_epsilon
-from fedsynth.results.checkpoint import ClientMemory
+from fedsynth.results.checkpoint import StoredClientState
 
 if TYPE_CHECKING:
     from fedsynth.deployment.node import Node
@@ -142,7 +142,8 @@ class Session:
         """Joins the run, or joins it again after the server was restarted.
 
         `last_round` is 0 for a new run, and the last round in the checkpoint of a restarted server.
-        The client continues with the latest memory that it stored up to this round. This memory may
+        The client continues with the latest client state that it stored up to this round. This
+        client state may
         be older than `last_round`, because a client takes part only in some rounds and may fail in
         others.
 
@@ -150,22 +151,23 @@ class Session:
             The message with which the client joins the run.
 
         Raises:
-            MessageError: if the client no longer stores a memory of `last_round` or of an earlier
+            MessageError: if the client no longer stores a client state of `last_round` or of an
+                earlier
                 round.
         """
         files = self._files()
-        memories = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
-        last = max((number for number in memories if number <= last_round), default=0)
-        if last_round and not last and len(memories) >= STORED_ROUNDS:
+        client_states = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
+        last = max((number for number in client_states if number <= last_round), default=0)
+        if last_round and not last and len(client_states) >= STORED_ROUNDS:
             raise MessageError(f"this client has no stored state of round {last_round} or earlier")
-        for number in memories:
+        for number in client_states:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
                 (self.folder / f"{MAIN}-{number}").unlink()
-        reset = {"steps": set(), "recorded": 0, "pending": None, "memory": last}
+        reset = {"steps": set(), "recorded": 0, "pending": None, "client_state": last}
         self.state = self.state.model_copy(update=reset)
         if last:
-            self.runtime.memory = self._read(f"{MAIN}-{last}")
+            self.runtime.client_state = self._read(f"{MAIN}-{last}")
         self.store()
         return Frame(frames.ANSWER, {"size": self.runtime.join().size, **self.statement()})
 
@@ -186,11 +188,11 @@ class Session:
             if state.sigma is not None:
                 self.accept(RunTerms(noise_multiplier=state.sigma))
             if state.pending is not None:
-                memory = self._read(f"{FIRST}-{state.pending}")
-                self.runtime.pending = (state.pending, memory)
+                client_state = self._read(f"{FIRST}-{state.pending}")
+                self.runtime.pending = (state.pending, client_state)
             self.runtime.recorded = state.recorded
-            if state.memory:
-                self.runtime.memory = self._read(f"{MAIN}-{state.memory}")
+            if state.client_state:
+                self.runtime.client_state = self._read(f"{MAIN}-{state.client_state}")
 
     def statement(self) -> dict[str, Any]:
         """Returns the history of the client's ledger, as a field for an answer to the server."""
@@ -241,8 +243,8 @@ class Session:
             raise MessageError(f"unknown kind of request: {frame.kind!r:.40}")
         question = RoundFacts.of(frame)
         context = self._context(question)
-        phase = question.phase
-        file = self.folder / f"answer-{context.round}-{phase}-{frame.kind}"
+        exchange = question.exchange
+        file = self.folder / f"answer-{context.round}-{exchange}-{frame.kind}"
         answer = _stored_answer(file, frame)
         try:
             if answer is None:
@@ -252,13 +254,13 @@ class Session:
                 answer = self._new_answer(frame, question, context)
                 if answer.kind == frames.ANSWER:
                     self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
-                    if frame.kind == frames.STEP and phase == MAIN:
+                    if frame.kind == frames.STEP and exchange == MAIN:
                         self._tell_owner(context)
             elif frame.kind == frames.STEP:
-                self._restore(phase, context)
+                self._restore(exchange, context)
         finally:
             self.store()
-        if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and phase == FIRST):
+        if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and exchange == FIRST):
             return answer
         return replace(answer, facts={**answer.facts, **self.statement()})
 
@@ -328,27 +330,27 @@ class Session:
         In a secure sum, the upload is masked.
         """
         method = self.runtime.method
-        phase = question.phase
+        exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError("this client sends uploads only in secure sums")
-        message = declared(method, phase, "downlink").from_bytes(frame.payload)
-        step = (context.round, phase)
-        key = f"{context.round}-{phase}"
+        message = declared(method, exchange, "request").from_bytes(frame.payload)
+        step = (context.round, exchange)
+        key = f"{context.round}-{exchange}"
         attempts = self.state.attempts.get(key, 0)
         limited = self.runtime.private or question.sum is not None
         if limited and (step in self.state.steps or attempts >= self._max_attempts):
             raise RequestRefusedError(
-                f"this client has already answered the {phase} exchange of round {context.round}"
+                f"this client has already answered the {exchange} exchange of round {context.round}"
             )
 
         def reply() -> Message | Refusal:
             self.state.steps.add(step)
             self.state.attempts[key] = attempts + 1
             request = message.to(context.device)
-            replies = step_together([self.runtime], phase, request, context)
+            replies = step_together([self.runtime], exchange, request, context)
             if replies.refusals:
                 return replies.refusals[0]
-            self._store_memory(phase, context)
+            self._store_state(exchange, context)
             return replies.messages[self.runtime.number]
 
         if question.sum is None:
@@ -359,14 +361,14 @@ class Session:
             upload = reply()
             if isinstance(upload, Refusal):
                 return _answered(upload)
-            masked = client.mask(upload_layout(method, phase, context).encode(upload))
+            masked = client.mask(upload_layout(method, exchange, context).encode(upload))
             return Frame(frames.ANSWER, {}, masked.astype("<u8").tobytes())
 
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not method.requires_secure_sum:
             raise MessageError(f"the method {method.name} does not use secure sums")
-        return sum_terms(method, question.phase, context, question.sum or "", self._agreement)
+        return sum_terms(method, question.exchange, context, question.sum or "", self._agreement)
 
     @contextmanager
     def _open_sum(self, terms: SumTerms) -> Iterator[SumClient]:
@@ -387,21 +389,21 @@ class Session:
 
     # ------------------------------------------------------------------------------- its files
 
-    def _restore(self, phase: str, context: RoundContext) -> None:
+    def _restore(self, exchange: str, context: RoundContext) -> None:
         """Restores the client's state after a step whose answer is stored."""
-        name = f"{phase}-{context.round}"
-        memory = self._read(name) if (self.folder / name).is_file() else {}
-        self.runtime.store_memory(phase, memory, context)
-        self._store_memory(phase, context)
-        self.state.steps.add((context.round, phase))
+        name = f"{exchange}-{context.round}"
+        client_state = self._read(name) if (self.folder / name).is_file() else {}
+        self.runtime.store_state(exchange, client_state, context)
+        self._store_state(exchange, context)
+        self.state.steps.add((context.round, exchange))
 
-    def _store_memory(self, phase: str, context: RoundContext) -> None:
-        """Stores the client's memory, which are the tensors that it keeps between rounds."""
-        memory = self.runtime.load_memory(MAIN, context)
-        if memory or phase == FIRST:
-            self._write(f"{phase}-{context.round}", ClientMemory(memory).to_bytes())
-        if memory and phase == MAIN:
-            self.state.memory = context.round
+    def _store_state(self, exchange: str, context: RoundContext) -> None:
+        """Stores the client's state, which are the tensors that it keeps between rounds."""
+        client_state = self.runtime.load_state(MAIN, context)
+        if client_state or exchange == FIRST:
+            self._write(f"{exchange}-{context.round}", StoredClientState(client_state).to_bytes())
+        if client_state and exchange == MAIN:
+            self.state.client_state = context.round
 
     def store(self) -> None:
         """Writes the client's state to its file, and deletes the files of old rounds.
@@ -431,10 +433,10 @@ class Session:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_whole(self.folder / name, content, secret=True)
 
-    def _read(self, name: str) -> Memory:
-        """Loads a stored memory of the client onto the client's device."""
-        stored = ClientMemory.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
-        return stored.to(self.runtime.context.device).memory
+    def _read(self, name: str) -> ClientState:
+        """Loads a stored client state of the client onto the client's device."""
+        stored = StoredClientState.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
+        return stored.to(self.runtime.context.device).client_state
 
 
 def _digest(question: Frame) -> bytes:

@@ -1,7 +1,7 @@
-"""One client of a federation, with its records, its privacy budget and its memory.
+"""One client of a federation, with its records, its privacy budget and its state.
 
-The memory is the state that the client stores between rounds. The client's steps are computed in
-`in_process.py`, for several clients together. A client in a separate process is a group of one.
+The client state is what the client stores between rounds. The client's steps are computed
+in `in_process.py`, for several clients together. A client in a separate process is a group of one.
 
 The privacy budget belongs to the client. It holds the public plan, the client's ledger and the
 client's secret generator, and no data of other clients. It refuses every release that would exceed
@@ -20,7 +20,7 @@ from torch import Tensor
 from fedsynth.config.checks import check_own_noise
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import ClientInfo, Refusal, RunTerms
@@ -28,7 +28,13 @@ from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRef
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap, GaussianSumMechanism
-from fedsynth.privacy.plans import FIRST, MakeSeries, ReleaseBudget, UnaccountedNoise, charge_round
+from fedsynth.privacy.plans import (
+    FIRST,
+    MakeMechanism,
+    ReleaseBudget,
+    UnaccountedNoise,
+    charge_round,
+)
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
@@ -44,7 +50,8 @@ class ClientBudget:
         secret: the client's secret generator.
         cap: the data owner's cap, which applies in addition to the cap of the run. None means that
             the data owner has no cap.
-        make_series: the function that charges the ledger and creates a series of releases. An audit
+        make_mechanism: the function that charges the ledger and creates a mechanism of releases. An
+            audit
             replaces it.
 
     Raises:
@@ -56,7 +63,7 @@ class ClientBudget:
     plan: PrivacyPlan
     secret: SecretGenerator
     cap: EpsilonCap | None = None
-    make_series: MakeSeries = GaussianSumMechanism
+    make_mechanism: MakeMechanism = GaussianSumMechanism
 
     def __post_init__(self) -> None:
         self._guard = self.plan.guard(self.ledger, self.cap)
@@ -75,7 +82,7 @@ class ClientBudget:
             self._guard.check(self.plan.planned([number]))
         self.ledger.check_writable()
 
-    def charge(self, context: RoundContext, phase: str) -> ReleaseBudget[Any]:
+    def charge(self, context: RoundContext, exchange: str) -> ReleaseBudget[Any]:
         """Charges the ledger for everything that this client releases in one exchange of a round.
 
         A mechanism without a privacy guarantee is recorded, too. From then on, the ε of the ledger
@@ -93,16 +100,16 @@ class ClientBudget:
                 self.plan.sigma,
                 self._guard,
                 self.secret,
-                phase=phase,
-                make_series=self.make_series,
+                exchange=exchange,
+                make_mechanism=self.make_mechanism,
             )
         rows = self.plan.client_rows(self.client, context)
         granted = []
         for plan, row in zip(plans, rows, strict=True):
-            if plan.phase == phase:
+            if plan.exchange == exchange:
                 self.ledger.charge(row)
                 granted.append((plan, UnaccountedNoise(row, self.secret)))
-        return ReleaseBudget(phase, granted)
+        return ReleaseBudget(exchange, granted)
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:
@@ -175,9 +182,10 @@ class ClientRuntime:
         context: the public context. `start` adds the run terms.
         recorded: the last round that the ledger of a client without privacy has recorded. 0 if
             there is none.
-        pending: the number of a round, and the memory that its first exchange stored. The main
-            exchange of this round uses the memory.
-        stored: True if the client's memory is currently in a file.
+        pending: the number of a round, and the client state that its first exchange stored. The
+            main
+            exchange of this round uses the client state.
+        stored: True if the client's state is currently in a file.
     """
 
     number: int
@@ -192,31 +200,31 @@ class ClientRuntime:
 
     def __post_init__(self) -> None:
         self.method = self.settings.method
-        self._load_memory: Callable[[], Memory] = dict
+        self._load_state: Callable[[], ClientState] = dict
         self.stored = False
         self.budget: ClientBudget | None = None
         self._has_terms = False
-        self.pending: tuple[int, Memory] | None = None
+        self.pending: tuple[int, ClientState] | None = None
         self._granted: tuple[int, str, ReleaseBudget[Any]] | None = None
         self.recorded = 0
 
     @property
-    def memory(self) -> Memory:
+    def client_state(self) -> ClientState:
         """The state that the client stores between rounds."""
-        return self._load_memory()
+        return self._load_state()
 
-    @memory.setter
-    def memory(self, memory: Memory) -> None:
-        self._load_memory = lambda: memory
+    @client_state.setter
+    def client_state(self, client_state: ClientState) -> None:
+        self._load_state = lambda: client_state
         self.stored = False
 
-    def store(self, load: Callable[[], Memory]) -> None:
-        """Frees the client's memory. The next access loads it from a file.
+    def store(self, load: Callable[[], ClientState]) -> None:
+        """Frees the client's state. The next access loads it from a file.
 
         Args:
-            load: a function that reads the memory from the file.
+            load: a function that reads the client state from the file.
         """
-        self._load_memory = load
+        self._load_state = load
         self.stored = True
 
     @property
@@ -340,7 +348,7 @@ class ClientRuntime:
         record_open_round(self.ledger, self.method.name, context.round)
         self.recorded = context.round
 
-    def charge(self, phase: str, context: RoundContext) -> ReleaseBudget[Any]:
+    def charge(self, exchange: str, context: RoundContext) -> ReleaseBudget[Any]:
         """Charges the client for an exchange, and returns the release budget for the client's step.
 
         If the step failed before it drew any noise, the step can be repeated without another
@@ -352,51 +360,51 @@ class ClientRuntime:
         """
         if self.budget is None:
             raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
-        if self._granted is None or not self.may_try_again(phase, context):
-            self._granted = (context.round, phase, self.budget.charge(context, phase))
+        if self._granted is None or not self.may_try_again(exchange, context):
+            self._granted = (context.round, exchange, self.budget.charge(context, exchange))
         return self._granted[2]
 
-    def may_try_again(self, phase: str, context: RoundContext) -> bool:
+    def may_try_again(self, exchange: str, context: RoundContext) -> bool:
         """Returns True if a failed step may be repeated without another charge.
 
         This is the case for steps without differential privacy, and for charged steps that have not
-        taken any series from their release budget.
+        taken any mechanism from their release budget.
         """
         if not self.private:
             return True
         if self._granted is None:
             return False
-        number, charged_phase, allowance = self._granted
-        return (number, charged_phase) == (context.round, phase) and allowance.unused
+        number, charged_exchange, budget = self._granted
+        return (number, charged_exchange) == (context.round, exchange) and budget.unused
 
-    def load_memory(self, phase: str, context: RoundContext) -> Memory:
-        """Returns the client's memory for an exchange.
+    def load_state(self, exchange: str, context: RoundContext) -> ClientState:
+        """Returns the client's state for an exchange.
 
-        If the round had a first exchange, this is the memory that the first exchange stored.
+        If the round had a first exchange, this is the client state that the first exchange stored.
         """
-        if phase != FIRST and self.pending is not None and self.pending[0] == context.round:
+        if exchange != FIRST and self.pending is not None and self.pending[0] == context.round:
             return self.pending[1]
-        return self.memory
+        return self.client_state
 
-    def store_memory(self, phase: str, memory: Memory, context: RoundContext) -> None:
-        """Stores the memory that a step returned.
+    def store_state(self, exchange: str, client_state: ClientState, context: RoundContext) -> None:
+        """Stores the client state that a step returned.
 
-        The memory of a first exchange is used only in the main exchange of the same round.
+        The client state of a first exchange is used only in the main exchange of the same round.
         """
-        if phase == FIRST:
-            self.pending = (context.round, memory)
+        if exchange == FIRST:
+            self.pending = (context.round, client_state)
         else:
             self.pending = None
-            self.memory = memory
+            self.client_state = client_state
 
-    def rollback(self, memory: Memory) -> None:
-        """Restores the memory that the client had before the round, as if its step had failed.
+    def rollback(self, client_state: ClientState) -> None:
+        """Restores the state that the client had before the round, as if its step had failed.
 
         A simulation uses this for a client that timed out.
         """
         self.pending = None
-        self.memory = memory
+        self.client_state = client_state
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the client's personal model, given the `parameters` of the server's model."""
-        return self.method.personal_parameters(parameters, self.memory)
+        return self.method.personal_parameters(parameters, self.client_state)

@@ -21,7 +21,7 @@ from fedsynth.config.participation import CRASHED, TIMED_OUT
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Tensors
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import check_numbers
 from fedsynth.errors import DeviceMemoryError
 from fedsynth.evaluation.accuracy import correct
@@ -33,7 +33,7 @@ from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import USER
 
 
-def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) -> Group:
+def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext) -> Group:
     """Returns the object through which a method's step reads the data of these clients.
 
     In a private run, this charges each client for the exchange.
@@ -57,10 +57,10 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         for client in clients:
             client.begin(context)
         return ExactClientView(ids, resident, records, network=context.architecture)
-    allowances = [client.charge(phase, context) for client in clients]
+    budgets = [client.charge(exchange, context) for client in clients]
     budget = clients[0].budget
     if budget is None or not budget.plan.facts.guaranteed:
-        return ExactClientView(ids, resident, records, allowances, network=context.architecture)
+        return ExactClientView(ids, resident, records, budgets, network=context.architecture)
     users = None
     if context.privacy is not None and context.privacy.unit == USER:
         users = resident.groups
@@ -68,7 +68,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
         ids,
         resident,
         records,
-        allowances,
+        budgets,
         nominal_size=context.nominal_size,
         users=users,
         network=context.architecture,
@@ -78,7 +78,7 @@ def view(clients: Sequence[ClientRuntime], phase: str, context: RoundContext) ->
 
 
 def step_together(
-    clients: Sequence[ClientRuntime], phase: str, message: Message, context: RoundContext
+    clients: Sequence[ClientRuntime], exchange: str, message: Message, context: RoundContext
 ) -> protocol.Replies:
     """Computes one step for all clients of a group together, and returns the clients' replies.
 
@@ -87,26 +87,28 @@ def step_together(
         DivergedError: the personal model of a client is not finite.
     """
     method = clients[0].method
-    protocol.check_declared(method, message, protocol.declared(method, phase, "downlink"))
+    protocol.check_declared(method, message, protocol.declared(method, exchange, "request"))
     try:
         protocol.check_model_request(message, context)
         method.check_request(message, context)
         if context.privacy is not None:
             check_numbers(message.numbers(), context.privacy.max_request_norm)
-        memories = [client.load_memory(phase, context) for client in clients]
-        group = view(clients, phase, context)
-        step = method.first_step if phase == FIRST else method.client_step
-        results = step(message, group, memories, context)
+        client_states = [client.load_state(exchange, context) for client in clients]
+        group = view(clients, exchange, context)
+        step = method.first_step if exchange == FIRST else method.client_step
+        results = step(message, group, client_states, context)
     except RequestRefusedError as error:
         return protocol.Replies(refusals=(protocol.Refusal(str(error), protocol.REQUEST),))
     except BudgetExceededError as error:
         return protocol.Replies(refusals=(protocol.Refusal(str(error), spent=error.spent),))
     replies: dict[int, Message] = {}
-    if method.personal:  # check the models that stay with clients, all before any memory is updated
-        for client, (_, memory) in zip(clients, results, strict=True):
-            protocol.check_finite(memory, f"client {client.number}", context.round)
-    for client, (reply, memory) in zip(clients, results, strict=True):
-        client.store_memory(phase, memory, context)
+    if (
+        method.personal
+    ):  # check the models that stay with clients, all before any client state is updated
+        for client, (_, client_state) in zip(clients, results, strict=True):
+            protocol.check_finite(client_state, f"client {client.number}", context.round)
+    for client, (reply, client_state) in zip(clients, results, strict=True):
+        client.store_state(exchange, client_state, context)
         replies[client.number] = reply
     return protocol.Replies(replies)
 
@@ -142,7 +144,7 @@ def evaluate_together(
 
 
 def _report_group(
-    context: RoundContext, finished: int, size: int, clients: int, phase: str, step: int, total: int
+    context: RoundContext, finished: int, size: int, clients: int, stage: str, step: int, total: int
 ) -> None:
     """Reports the progress of one group of clients as a part of the progress of the round.
 
@@ -151,13 +153,13 @@ def _report_group(
         size: the number of clients in this group.
         clients: the number of clients in all groups.
     """
-    context.report(phase, finished * total + step * size, clients * total)
+    context.report(stage, finished * total + step * size, clients * total)
 
 
 class InProcess:
     """Passes the server's requests to the clients of a simulation, and returns their answers.
 
-    It is an `Exchange`. Clients may fail at random, as the settings state (`client_failures`).
+    It is a `Backend`. Clients may fail at random, as the settings state (`client_failures`).
 
     Args:
         clients: all clients in the order of their indices. They must have the same settings, and
@@ -179,9 +181,9 @@ class InProcess:
     def histories(self) -> list[History]:
         return [client.ledger.history() for client in self.clients if client.ledger is not None]
 
-    def memories(self, clients: Iterable[int]) -> Iterator[Memory]:
+    def client_states(self, clients: Iterable[int]) -> Iterator[ClientState]:
         for number in clients:
-            yield self.clients[number].memory  # which may be in a file
+            yield self.clients[number].client_state  # which may be in a file
 
     def prepare(self, context: RoundContext) -> list[protocol.Refusal]:
         refusals = []
@@ -196,9 +198,9 @@ class InProcess:
             self.clients[number].begin(context)
 
     def step(
-        self, phase: str, message: Message, context: RoundContext, numbers: Sequence[int]
+        self, exchange: str, message: Message, context: RoundContext, numbers: Sequence[int]
     ) -> protocol.Replies:
-        lost = self._failing(phase, numbers, context)
+        lost = self._failing(exchange, numbers, context)
         stepping = []
         hanging = []
         for number in numbers:
@@ -206,24 +208,24 @@ class InProcess:
             if lost.get(number) != CRASHED:
                 stepping.append(client)
             if lost.get(number) == TIMED_OUT:
-                hanging.append((client, client.memory))
+                hanging.append((client, client.client_state))
         messages: dict[int, Message] = {}
         while len(messages) < len(stepping):
             group = stepping[len(messages) :][: self._group_size(context)]
             report = partial(_report_group, context, len(messages), len(group), len(stepping))
             group_context = replace(context, report=report)
             try:
-                replies = step_together(group, phase, message, group_context)
+                replies = step_together(group, exchange, message, group_context)
             except torch.OutOfMemoryError:
                 replies = None
             if replies is None:  # outside `except`: the error keeps the step's allocations alive
-                self._halve(group, phase, context)
+                self._halve(group, exchange, context)
                 continue
             if replies.refusals:
                 return protocol.Replies(messages, replies.refusals)
             messages.update(replies.messages)
-        for client, memory in hanging:
-            client.rollback(memory)
+        for client, client_state in hanging:
+            client.rollback(client_state)
         for number in lost:
             messages.pop(number, None)
         return protocol.Replies(messages, lost=lost)
@@ -236,14 +238,14 @@ class InProcess:
         fitting = context.memory_bytes // 2 // max(1, client_bytes)
         return min(max(1, fitting), self._max_group)
 
-    def _halve(self, group: Sequence[ClientRuntime], phase: str, context: RoundContext) -> None:
+    def _halve(self, group: Sequence[ClientRuntime], exchange: str, context: RoundContext) -> None:
         """Halves the maximum size of a group after a step ran out of memory.
 
         No message has left a client. However, noise may have been drawn, and whether a step fails
         may depend on the data. Therefore a step that has used its charge is not repeated.
 
         Raises:
-            DeviceMemoryError: the group has only one client, or a client has taken a series from
+            DeviceMemoryError: the group has only one client, or a client has taken a mechanism from
                 its release budget.
         """
         device = context.device
@@ -252,7 +254,7 @@ class InProcess:
         location = f"round {context.round}: {device} ran out of memory in a step of {len(group)} "
         location += "client(s)"
         remedy = "Use a smaller batch or a smaller model.width"
-        if not all(client.may_try_again(phase, context) for client in group):
+        if not all(client.may_try_again(exchange, context) for client in group):
             if len(group) > 1:
                 remedy = f"Resume with run.memory_gb below {context.memory_bytes / 2**30:g}"
             raise DeviceMemoryError(f"{location}. The charged step cannot be repeated. {remedy}")
@@ -261,7 +263,9 @@ class InProcess:
         self._max_group = (len(group) + 1) // 2
         context.note(f"{location}. From now on, at most {self._max_group} clients share a pass")
 
-    def _failing(self, phase: str, numbers: Sequence[int], context: RoundContext) -> dict[int, str]:
+    def _failing(
+        self, exchange: str, numbers: Sequence[int], context: RoundContext
+    ) -> dict[int, str]:
         """Returns the kind of failure of each client that fails in this exchange.
 
         If a round has no first exchange, a client that would fail in the first exchange fails in
@@ -270,7 +274,7 @@ class InProcess:
         kinds = {}
         for number in numbers:
             failure = self._settings.failures.of(context.round, number)
-            if failure is not None and phase in (MAIN, failure.phase):
+            if failure is not None and exchange in (MAIN, failure.exchange):
                 kinds[number] = failure.kind
         return kinds
 

@@ -30,7 +30,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.client import PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData, to_stored
 from fedsynth.errors import SettingError
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -53,7 +53,7 @@ from fedsynth.privacy.dpsgd import gradient_dependence
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
-from fedsynth.privacy.plans import FIRST, PHASES, ReleasePlan, charge_round
+from fedsynth.privacy.plans import EXCHANGES, FIRST, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
@@ -72,7 +72,7 @@ MAX_NUMBERS = 2**27
 WEIGHT_NOISE = 0.01
 
 
-class _SeriesEndedError(Exception):
+class _LastReleaseError(Exception):
     """Raised during a trial to end the step after the last release that the trial needs."""
 
 
@@ -192,49 +192,49 @@ class StepTrial:
         context = self._context
         self._generators.rewind()
         server = Server.begun(self._method, context)
-        memory: Memory = {}
-        self._num_series = 0
+        client_state: ClientState = {}
+        self._num_mechanisms = 0
         users = data.groups if self._privacy.unit == USER else None
-        for phase in PHASES:
-            message = server.request(phase, context)
+        for exchange in EXCHANGES:
+            message = server.request(exchange, context)
             if message is None:
                 continue
-            self._phase = phase
+            self._exchange = exchange
             self._releases_left = 0
-            allowance = charge_round(
+            budget = charge_round(
                 self._plans,
                 context.round,
                 self._sigma,
                 BudgetEnforcer(Ledger("public images"), unit=self._privacy.unit or RECORD),
                 _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
-                phase=phase,
-                make_series=partial(TriedSums, self),
+                exchange=exchange,
+                make_mechanism=partial(TriedSums, self),
             )
             clients = PrivateClientView(
                 [self._client],
                 data,
                 [run.order],
-                [allowance],
+                [budget],
                 nominal_size=context.nominal_size,
                 users=users,
                 network=context.architecture,
                 isolated=context.isolated,
             )
-            step = self._method.first_step if phase == FIRST else self._method.client_step
+            step = self._method.first_step if exchange == FIRST else self._method.client_step
             try:
-                [(_, memory)] = step(_disturbed(message), clients, [memory], context)
-            except _SeriesEndedError:
+                [(_, client_state)] = step(_disturbed(message), clients, [client_state], context)
+            except _LastReleaseError:
                 pass
             finally:
                 self._unwatch()
 
-    # ------------------------------------------------------------------ called by the series
+    # ------------------------------------------------------------------ called by the mechanisms
 
     def next_number(self, releases: int) -> int:
-        """Registers a new series with this number of releases, and returns its number."""
-        self._num_series += 1
+        """Registers a new mechanism with this number of releases, and returns its number."""
+        self._num_mechanisms += 1
         self._releases_left += releases
-        return self._num_series
+        return self._num_mechanisms
 
     def watch(self) -> None:
         """Begins to watch for random draws, in a trial of user code.
@@ -257,7 +257,7 @@ class StepTrial:
         """Stores the vectors of records in the first run, and compares later runs with the first.
 
         Args:
-            key: the number of the series, and the number of releases that it has left.
+            key: the number of the mechanisms, and the number of releases that it has left.
             records: the positions of the records among the client's records.
             rows: the vectors of these records, [N, D].
         """
@@ -289,13 +289,13 @@ class StepTrial:
         The weights in the later releases of a step are then the same in every run.
 
         Raises:
-            _SeriesEndedError: this was the last release of the main exchange. A trial omits the
+            _LastReleaseError: this was the last release of the main exchange. A trial omits the
                 computations on the releases, because they are slow and can fail on random images.
         """
         self._unwatch()
         self._releases_left -= 1
-        if self._phase != FIRST and not self._releases_left:
-            raise _SeriesEndedError
+        if self._exchange != FIRST and not self._releases_left:
+            raise _LastReleaseError
         return Released(self._released.setdefault(key, sums).clone())
 
 
@@ -312,7 +312,7 @@ class _NoDraws(SecretGenerator):
 
 
 class TriedSums(GaussianSumMechanism):
-    """A series of sums for a trial.
+    """A mechanism whose sums are compared by a trial.
 
     The trial compares the vectors of the records before they are added.
 
@@ -333,7 +333,7 @@ class TriedSums(GaussianSumMechanism):
     def sample(self, units: int) -> Tensor:
         """Starts a step, and returns the indices of all privacy units instead of a sample."""
         if not self.steps_left:
-            raise _SeriesEndedError
+            raise _LastReleaseError
         sampled = super().sample(units)
         self._at = 0
         self._trial.watch()

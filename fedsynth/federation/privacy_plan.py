@@ -24,7 +24,7 @@ from fedsynth.privacy.disclosure import MechanismFacts, mechanism_facts
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
-from fedsynth.privacy.plans import PHASES, Plans, ReleasePlan, check_plans
+from fedsynth.privacy.plans import EXCHANGES, Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
 from fedsynth.privacy.releases import RECORD, Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
@@ -270,12 +270,12 @@ class PrivacyPlan:
         return plans
 
     def client_rows(
-        self, client: int, context: RoundContext, phases: Sequence[str] = PHASES
+        self, client: int, context: RoundContext, exchanges: Sequence[str] = EXCHANGES
     ) -> list[Release]:
         """Returns the ledger rows of one client for these exchanges of the context's round."""
         rows = []
         for plan in self.client_plans(client, context):
-            if plan.phase in phases:
+            if plan.exchange in exchanges:
                 rows.append(self._row(plan, context.round, self.sigma))
         return rows
 

@@ -3,7 +3,7 @@
 A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
 it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
 the round (`begin`). Then it asks for a step (`step`) in each exchange of the round. Only a
-simulation uses `evaluate` and `memories`. A client that cannot or must not do what it is asked
+simulation uses `evaluate` and `client_states`. A client that cannot or must not do what it is asked
 answers with a `Refusal`.
 
 The server and each client have their own copies of the run's settings. A client refuses a server
@@ -28,7 +28,7 @@ from torch import Tensor
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory, Method
+from fedsynth.core.method import ClientState, Method
 from fedsynth.core.uploads import check_named
 from fedsynth.errors import DivergedError, MessageError
 from fedsynth.privacy.errors import RequestRefusedError
@@ -149,7 +149,7 @@ def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int,
     return context.active
 
 
-class Exchange(Protocol):
+class Backend(Protocol):
     """Carries the server's requests to the clients, and the clients' answers to the server."""
 
     def join(self) -> Sequence[ClientInfo]:
@@ -173,12 +173,12 @@ class Exchange(Protocol):
         return
 
     def step(
-        self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
+        self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
         """Asks clients for a step of the method, and returns the clients' replies.
 
         Args:
-            phase: the exchange of the round, "first" or "main".
+            exchange: the exchange of the round, "first" or "main".
             message: the request, which contains what the step needs from the server.
             context: the context of the round, with all clients that were scheduled for the round.
             clients: the indices of the clients that have not failed in this round, ascending.
@@ -190,7 +190,7 @@ class Exchange(Protocol):
         Clients without a ledger are left out.
         """
 
-    def memories(self, clients: Iterable[int]) -> Iterable[Memory]:
+    def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:
         """Yields what these clients keep between rounds. Only simulations support this."""
         return ()
 
@@ -201,26 +201,26 @@ class Exchange(Protocol):
         return ()
 
 
-Side = Literal["downlink", "upload"]
+Side = Literal["request", "upload"]
 # The maximum size of the header of an answer to a step. The header has only a few small values.
 MAX_FACTS_BYTES = 2**20
 
 
-def declared(method: Method, phase: str, side: Side) -> type[Message]:
+def declared(method: Method, exchange: str, side: Side) -> type[Message]:
     """Returns the message type that a method declares for one direction of an exchange.
 
     Args:
         method: the method.
-        phase: the exchange, "first" or "main".
-        side: "downlink" for the server's request, or "upload" for a client's reply.
+        exchange: the exchange, "first" or "main".
+        side: "request" for the server's request, or "upload" for a client's reply.
 
     Raises:
         MessageError: the method has no such exchange.
     """
-    downlink, upload = method.exchange_types(phase)
-    expected = downlink if side == "downlink" else upload
+    request, upload = method.exchange_types(exchange)
+    expected = request if side == "request" else upload
     if expected is None:
-        raise MessageError(f"method {method.name} has no {phase} exchange")
+        raise MessageError(f"method {method.name} has no {exchange} exchange")
     return expected
 
 
@@ -312,8 +312,8 @@ class Observer:
     def note(self, text: str) -> None:
         """Called with a line for the user, such as a warning or the reason why the run ended."""
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        """Called during a round, after `completed` of `total` steps of a phase.
+    def step(self, round: int, stage: str, completed: int, total: int) -> None:
+        """Called during a round, after `completed` of `total` steps of a stage.
 
         This method is called often, so it must be fast.
         """

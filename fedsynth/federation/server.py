@@ -25,7 +25,7 @@ from fedsynth.federation import protocol
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.plans import FIRST, PHASES
+from fedsynth.privacy.plans import EXCHANGES, FIRST
 
 
 class Server:
@@ -50,7 +50,7 @@ class Server:
         initial = context.architecture.state_dict()
         return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
-    def request(self, phase: str, context: RoundContext) -> Message | None:
+    def request(self, exchange: str, context: RoundContext) -> Message | None:
         """Returns the server's request to the clients of a round in one exchange.
 
         Returns None if the round does not have this exchange.
@@ -58,19 +58,19 @@ class Server:
         Raises:
             TypeError: the method made a message of another type than it declares.
         """
-        if phase == FIRST:
+        if exchange == FIRST:
             self._next = self.state
-            message = self.method.first_request(self._next, context)
+            message = self.method.first_broadcast(self._next, context)
             if message is None:
                 return None
         else:
             message = self.method.broadcast(self._next, context)
-        expected = protocol.declared(self.method, phase, "downlink")
+        expected = protocol.declared(self.method, exchange, "request")
         protocol.check_declared(self.method, message, expected)
         return message
 
     def check(
-        self, phase: str, replies: Mapping[int, Message], context: RoundContext
+        self, exchange: str, replies: Mapping[int, Message], context: RoundContext
     ) -> tuple[dict[int, Message], dict[int, UploadRejectedError]]:
         """Checks the clients' replies against the method's rules, before they are used.
 
@@ -84,16 +84,18 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
-        expected = protocol.declared(self.method, phase, "upload")
+        expected = protocol.declared(self.method, exchange, "upload")
         server_memory = memory_spans(self._next.arrays(), server=True)
         for client, reply in sorted(replies.items()):
             try:
                 if type(reply) is not expected:
                     reason = f"is a {type(reply).__name__}, but must be a {expected.__name__}"
                     raise UploadRejectedError("the message", reason)
-                check_fields(reply, self.method.upload_rules(phase, client, context), server_memory)
+                check_fields(
+                    reply, self.method.upload_rules(exchange, client, context), server_memory
+                )
                 _check_device(reply, context.device.type)
-                self.method.check_upload(phase, reply, client, context)
+                self.method.check_upload(exchange, reply, client, context)
             except UploadRejectedError as error:
                 rejected[client] = error
             else:
@@ -101,7 +103,10 @@ class Server:
         return accepted, rejected
 
     def receive(
-        self, phase: str, replies: Mapping[int, Message] | protocol.SecureSum, context: RoundContext
+        self,
+        exchange: str,
+        replies: Mapping[int, Message] | protocol.SecureSum,
+        context: RoundContext,
     ) -> None:
         """Computes the next state of the server from the clients' replies, which were checked.
 
@@ -111,22 +116,22 @@ class Server:
             TypeError: a reply, the sum or the new state has another type than the method declares.
             DivergedError: the new model has numbers that are not finite.
         """
-        method, expected = self.method, protocol.declared(self.method, phase, "upload")
+        method, expected = self.method, protocol.declared(self.method, exchange, "upload")
         if isinstance(replies, protocol.SecureSum):
             total, count = replies.message, len(replies.clients)
             protocol.check_declared(method, total, expected)
-            state = method.from_sum(phase, self._next, total, count, context)
+            state = method.from_sum(exchange, self._next, total, count, context)
         else:
             for reply in replies.values():
                 protocol.check_declared(method, reply, expected)
-            aggregate = method.first_aggregate if phase == FIRST else method.server_step
+            aggregate = method.first_aggregate if exchange == FIRST else method.server_step
             state = aggregate(self._next, dict(sorted(replies.items())), context)
         if type(state) is not method.state:  # a checkpoint is read as this type
             raise TypeError(
                 f"the server's steps of method {method.name} must return the type `state` that it "
                 f"declares, {method.state.__name__}, got {type(state).__name__}"
             )
-        if phase != FIRST:
+        if exchange != FIRST:
             protocol.check_finite(state.parameters, "the server's model", context.round)
             self.state = state
         self._next = state
@@ -161,12 +166,12 @@ class NoQuorum:
     """The facts about a round that does not count, because too few clients sent usable uploads.
 
     Args:
-        phase: the exchange with too few usable uploads.
+        exchange: the exchange with too few usable uploads.
         uploads: the number of usable uploads.
         needed: the smallest number of usable uploads with which the round would count (the quorum).
     """
 
-    phase: str
+    exchange: str
     uploads: int
     needed: int
 
@@ -198,7 +203,7 @@ class RoundResult:
 def negotiate_terms(
     settings: RunSettings,
     context: RoundContext,
-    exchange: protocol.Exchange,
+    backend: protocol.Backend,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
 ) -> tuple[PrivacyPlan | None, RoundContext]:
     """Lets the clients join, computes the run terms, and sends the terms to every client.
@@ -209,7 +214,7 @@ def negotiate_terms(
     Args:
         settings: the settings of the run.
         context: the public context of round 1.
-        exchange: the connection to the clients.
+        backend: the connection to the clients.
         planned: a function that returns the original plan of a resumed run, given the contents of
             the clients' ledgers. None makes a new plan.
 
@@ -221,10 +226,10 @@ def negotiate_terms(
         PrivacyError: no plan can be made (`PrivacyPlan.make`), a client has no ledger, or the cap
             does not allow a single round.
     """
-    joined = exchange.join()
+    joined = backend.join()
     if settings.privacy is None:
         terms = protocol.RunTerms(sizes=tuple(info.size or 0 for info in joined))
-        exchange.start(terms)
+        backend.start(terms)
         return None, replace(context, sizes=terms.sizes)
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
@@ -237,12 +242,12 @@ def negotiate_terms(
         plan.check_cap()
     else:
         plan = planned(histories)
-    exchange.start(protocol.RunTerms(noise_multiplier=plan.sigma))
+    backend.start(protocol.RunTerms(noise_multiplier=plan.sigma))
     return plan, plan.in_context(context)
 
 
 def run_round(
-    server: Server, exchange: protocol.Exchange, context: RoundContext, quorum: float = QUORUM
+    server: Server, backend: protocol.Backend, context: RoundContext, quorum: float = QUORUM
 ) -> RoundResult:
     """Runs one round, after which the server has its next state.
 
@@ -252,7 +257,7 @@ def run_round(
 
     Args:
         server: the server.
-        exchange: the connection to the clients.
+        backend: the connection to the clients.
         context: the context of the round.
         quorum: the share of the round's clients that must send a usable upload, so that the round
             counts. At least one upload is always needed.
@@ -262,30 +267,30 @@ def run_round(
         DivergedError: the uploads of all clients, or the new model, have numbers that are not
             finite.
     """
-    refusals = exchange.prepare(context)
+    refusals = backend.prepare(context)
     if refusals:
         return RoundResult(refusal=refusals[0])
-    exchange.begin(context)
+    backend.begin(context)
     sent: dict[int, tuple[Message, ...]] = dict.fromkeys(context.active, ())
     uploads: Mapping[int, Message] = {}
     lost: dict[int, str] = {}
     rejected: dict[int, str] = {}
     needed = needed_uploads(quorum, len(context.active))
-    for phase in PHASES:
-        request = server.request(phase, context)
+    for exchange in EXCHANGES:
+        request = server.request(exchange, context)
         if request is None:
             continue
         present = sorted(sent.keys() - lost.keys() - rejected.keys())
-        replies = exchange.step(phase, request, context, present)
+        replies = backend.step(exchange, request, context, present)
         if replies.refusals:
             refusal = replies.refusals[0]
             if refusal.kind == protocol.REQUEST:
                 raise RequestRefusedError(refusal.reason)
             return RoundResult(refusal=refusal)
-        usable, invalid = server.check(phase, replies.messages, context)
+        usable, invalid = server.check(exchange, replies.messages, context)
         uploads = usable
         lost.update(replies.lost)
-        prefix = FIRST_EXCHANGE if phase == FIRST else ""
+        prefix = FIRST_EXCHANGE if exchange == FIRST else ""
         for client, reason in {**replies.rejected, **invalid}.items():
             rejected[client] = f"{prefix}{reason}"
         if replies.total is not None:
@@ -294,9 +299,9 @@ def run_round(
             sent[client] = (*sent[client], message)
         if len(usable) < needed:
             _refuse_divergence(invalid, context)
-            missed = NoQuorum(phase, len(usable), needed)
+            missed = NoQuorum(exchange, len(usable), needed)
             return RoundResult({}, sent, lost=lost, rejected=rejected, no_quorum=missed)
-        server.receive(phase, replies.total or usable, context)
+        server.receive(exchange, replies.total or usable, context)
     return RoundResult(uploads, sent, lost=lost, rejected=rejected)
 
 

@@ -15,7 +15,7 @@ The defaults depart from the paper in four places:
 - Eqs. 8 and 12 divide by K. Here the averages are over the clients that have the class.
 - V is averaged from the uploads of one round and used in the next one, because App. C counts a
   single upload of S, V and R in a round. Round 1 therefore has no collaborative term. With
-  `knowledge_from="first-phase"`, V is exchanged first, by `first_step` and `first_aggregate`.
+  `knowledge_from="first-exchange"`, V is exchanged first, by `first_step` and `first_aggregate`.
 - t_c of Eq. 13 is computed from each minibatch and not from all images (`server_matching`).
 - Eq. 15 is averaged over the classes (`matching_reduction`), and has no normaliser in the paper.
 
@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
-from fedsynth.core.method import Memories, Results
+from fedsynth.core.method import ClientStates, Results
 from fedsynth.data.images import denormalise
 from fedsynth.methods.shared.class_sums import class_means, feature_width, private_matching
 from fedsynth.methods.shared.fedaf_settings import (
@@ -81,19 +81,23 @@ class FedAF(FedAFSettings):
     # ---------------------------------------- class-mean logits: V_k of a client (Eq. 5), V (Eq. 8)
 
     def first_step(
-        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: ModelParameters,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
-        results = zip(self._class_logits(w_r, clients, memories, context), memories, strict=True)
-        return [(LocalKnowledge(**V_k), {**memory, **V_k}) for V_k, memory in results]
+        results = zip(self._class_logits(w_r, clients, states, context), states, strict=True)
+        return [(LocalKnowledge(**V_k), {**state, **V_k}) for V_k, state in results]
 
     def _class_logits(
-        self, w_r: nn.Module, clients: Group, memories: Memories, context: RoundContext
+        self, w_r: nn.Module, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[dict[str, Tensor]]:
         """Returns V_k [C, C] of each client as "logits" (Eq. 5), and a mask [C] of its classes as
         "present"."""
-        if all("logits" in memory for memory in memories):  # released in the first phase
-            return [{name: memory[name] for name in ("logits", "present")} for memory in memories]
+        if all("logits" in state for state in states):  # released in the first exchange
+            return [{name: state[name] for name in ("logits", "present")} for state in states]
         C = context.spec.classes
         V = class_means(clients, w_r, C, LOGITS, context, min_examples=self.min_examples)
         return [{"logits": V_k, "present": present} for V_k, present in V]
@@ -108,16 +112,20 @@ class FedAF(FedAFSettings):
     # ---------------------------------------- the client: collaborative data condensation (Eq. 10)
 
     def client_step(
-        self, message: GlobalLogits, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: GlobalLogits,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
         all (client, class) pairs."""
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
         S = sets.start_images(
-            clients, pairs, memories, context, self.ipc, self.start_average, self.restart
+            clients, pairs, states, context, self.ipc, self.start_average, self.restart
         )
-        V = self._class_logits(w_r, clients, memories, context)  # Eq. 5
+        V = self._class_logits(w_r, clients, states, context)  # Eq. 5
         matcher = self._matcher(clients, pairs, context)
         networks = resampled(with_grouped_statistics(w_r), self.gamma, context)
         slicing = torch_generator(
@@ -152,7 +160,7 @@ class FedAF(FedAFSettings):
         """Returns the upload of a client: S_k, V_k and R_k (Eq. 11). Pixels are sent as 8 bits, as
         in App. C."""
         v, present = V_k["logits"], V_k["present"]
-        if self.knowledge_from == "first-phase":  # the server has V_k, and computes R_k from it
+        if self.knowledge_from == "first-exchange":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
         images = S_k.images if context.spec.bounds else denormalise(S_k.images, context.spec)
         return CondensedSet(images, S_k.labels, v, losses.soft_labels(v, self.temperature), present)

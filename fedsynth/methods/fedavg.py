@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
@@ -56,7 +56,7 @@ class FedAvgM(TrainsLocally):
 
     The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v.
 
-    The memory of the server's state is the velocity v.
+    The `buffers` of the server's state are the velocity v.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -89,11 +89,11 @@ class FedAvgM(TrainsLocally):
         for name in trainable(context):
             w = state.parameters[name]
             v = w - parameters[name]
-            if state.memory:
-                v = self.server_momentum * state.memory[name] + v
+            if state.buffers:
+                v = self.server_momentum * state.buffers[name] + v
             velocity[name] = v
             parameters[name] = w - self.server_lr * v
-        return replace(state, parameters=parameters, memory=velocity)
+        return replace(state, parameters=parameters, buffers=velocity)
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,11 @@ class FedProx(TrainsLocally):
     mu: float = in_range(0.01, 0)
 
     def task(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> LocalObjective:
         center = flatten_named(message.parameters, context.architecture)
         return LocalObjective(penalty=Pull(self.mu, center, torch.zeros_like(center)))
@@ -167,14 +171,22 @@ class Solo(TrainsLocally):
     oca_refusal = "it has no global model"
 
     def start_model(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> nn.Module:
-        return context.load(memory or message.parameters)
+        return context.load(state or message.parameters)
 
     def task(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> LocalObjective:
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             return Nothing(), copy.deepcopy(model.state_dict())
 
         return LocalObjective(make_upload=make_upload)
@@ -184,5 +196,5 @@ class Solo(TrainsLocally):
     ) -> ServerState:
         return state
 
-    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
-        return memory or parameters
+    def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
+        return state or parameters

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -74,24 +74,32 @@ class FedBN(TrainsLocally):
             raise SettingError("model", "norm", reason)
 
     def start_model(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> nn.Module:
-        return context.load({**message.parameters, **memory})
+        return context.load({**message.parameters, **state})
 
     def task(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> LocalObjective:
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             state = copy.deepcopy(model.state_dict())
             batch_norms = {name: state[name] for name in local_names(model)}
             return ModelParameters(shared_values(state, model), trained.weight), batch_norms
 
         return LocalObjective(make_upload=make_upload)
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         network = context.architecture
         rule = Named.like(shared_values(network.state_dict(), network))
-        return {**super().upload_rules(phase, client, context), "parameters": rule}
+        return {**super().upload_rules(exchange, client, context), "parameters": rule}
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
@@ -99,5 +107,5 @@ class FedBN(TrainsLocally):
         """Averages the uploads with equal weights (Algorithm 1) and keeps the batch-norm layers."""
         return replace(state, parameters={**state.parameters, **average(uploads, uniform=True)})
 
-    def personal_parameters(self, parameters: Tensors, memory: Memory) -> Tensors:
-        return {**parameters, **memory}
+    def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
+        return {**parameters, **state}

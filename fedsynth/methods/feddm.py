@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Memories, Plans, Presets, Results
+from fedsynth.core.method import ClientStates, Plans, Presets, Results
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.class_sums import (
     IMAGES,
@@ -132,7 +132,11 @@ class FedDM(CondensingMethod, TrainsInBall):
     # ---------------------------------------------------- ClientUpdate(k, w_r, σ), lines 10 to 19
 
     def client_step(
-        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: ModelParameters,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         """Condenses the data of a group of clients into synthetic images.
 
@@ -145,7 +149,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs = self.pairs(clients)
         S = sets.start_images(  # last round's S_k, or real images (Sec. 4.1)
-            clients, pairs, memories, context, self.ipc, self.start_average, self.restart
+            clients, pairs, states, context, self.ipc, self.start_average, self.restart
         )
         matcher = self._matcher(clients, pairs, context)
         networks = perturbed(
@@ -164,7 +168,7 @@ class FedDM(CondensingMethod, TrainsInBall):
                 gradient = clipped_by_client(gradient, client, self.image_clip)
             velocity.mul_(self.image_momentum).add_(gradient)
             S.add_(velocity, alpha=-self.image_lr)  # line 19: S_k ← S_k − η_c ∇_S L
-        condensed = sets.split_uploads(S, pairs, len(clients.ids))  # S_k, the client's memory
+        condensed = sets.split_uploads(S, pairs, len(clients.ids))  # S_k, the client's state
         uploads = sets.split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
         return [(sent, {"images": S.images}) for sent, S in zip(uploads, condensed, strict=True)]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
@@ -31,7 +31,7 @@ class FedDyn(TrainsLocally):
     """FedDyn: local training with a regulariser that aligns the clients' optima with the global
     one.
 
-    The memory of the server's state is the accumulated drift h.
+    The `buffers` of the server's state are the accumulated drift h.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -56,13 +56,17 @@ class FedDyn(TrainsLocally):
     alpha: float = in_range(0.01, 0)
 
     def task(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> LocalObjective:
         w_t, network = message.parameters, context.architecture
-        g = {name: memory.get(name, w_t[name] * 0) for name in trainable(context)}
+        g = {name: state.get(name, w_t[name] * 0) for name in trainable(context)}
         penalty = Pull(self.alpha, flatten_named(w_t, network), -flatten_named(g, network))
 
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             for name, w_k in model.named_parameters():
                 g[name] = g[name] - self.alpha * (w_k.detach() - w_t[name])
             return ModelParameters(model.state_dict(), trained.weight), g
@@ -81,6 +85,6 @@ class FedDyn(TrainsLocally):
             drift = torch.zeros_like(w_t)
             for upload in uploads.values():
                 drift += upload.parameters[name] - w_t
-            h[name] = state.memory.get(name, 0) - self.alpha / context.clients * drift
+            h[name] = state.buffers.get(name, 0) - self.alpha / context.clients * drift
             parameters[name] -= h[name] / self.alpha
-        return replace(state, parameters=parameters, memory=h)
+        return replace(state, parameters=parameters, buffers=h)

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
-from fedsynth.core.method import Memory, Request
+from fedsynth.core.method import ClientState, Request
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -110,7 +110,7 @@ class FedFAPlus(TrainsLocally):
     reference = (
         "Zhou, Yuan, Wang and Konukoglu 2024, Federated Feature Augmentation and Alignment, TPAMI"
     )
-    downlink = StatisticsDown
+    request = StatisticsDown
     upload = StatisticsUp
     state = StatisticsState
     refusal = (
@@ -137,20 +137,20 @@ class FedFAPlus(TrainsLocally):
             raise SettingError("model", "name", reason)
 
     def task(
-        self, client: int, message: StatisticsDown, memory: Memory, context: RoundContext
+        self, client: int, message: StatisticsDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         seed, number, device = context.seed, context.round, context.device
         coin = torch_generator(seed, "augmentation coin", number, client)
         noise = torch_generator(seed, "augmentation", number, client, device=device)
-        state: dict[str, Any] = {"coin": coin, "noise": noise}
+        shared: dict[str, Any] = {"coin": coin, "noise": noise}
         layers: dict[str, feature_statistics.Augmentation] = {}
         for stage in self._stages(context):
             names = f"mean.{stage}", f"std.{stage}"
             gammas = map(message.statistics.get, names)
-            sums = map(memory.get, names)
+            sums = map(state.get, names)
             layer = feature_statistics.Augmentation(self.probability, coin, noise, *gammas, *sums)
             layers[stage] = layer
-            state[f"statistics.{stage}"] = layer.statistics
+            shared[f"statistics.{stage}"] = layer.statistics
         histogram = message.statistics.get(HISTOGRAM)  # π; never sent by clients of FedFA-l
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class FedFAPlus(TrainsLocally):
             divergence = feature_statistics.symmetric_divergence(batch_histogram, histogram)
             return cross_entropy + self.align_weight * divergence
 
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             means: dict[str, Tensor] = {}
             stds: dict[str, Tensor] = {}
             for stage, layer in layers.items():
@@ -174,7 +174,7 @@ class FedFAPlus(TrainsLocally):
             statistics = means | stds
             return StatisticsUp(model.state_dict(), trained.weight, statistics), statistics
 
-        return LocalObjective(loss=loss, state=state, make_upload=make_upload)
+        return LocalObjective(loss=loss, state=shared, make_upload=make_upload)
 
     def finalize_upload(
         self, upload: StatisticsUp, client: ExactClientView, message: Request, context: RoundContext
@@ -184,13 +184,13 @@ class FedFAPlus(TrainsLocally):
         histogram = self._histogram(context.load(upload.parameters).eval(), client)
         return replace(upload, statistics={**upload.statistics, HISTOGRAM: histogram})
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         """Adds the rules for the statistics, which a client without examples does not send."""
         statistics = Named(self._statistics_rules(context), partial=True)
-        return {**super().upload_rules(phase, client, context), "statistics": statistics}
+        return {**super().upload_rules(exchange, client, context), "statistics": statistics}
 
     def check_upload(
-        self, phase: str, upload: StatisticsUp, client: int, context: RoundContext
+        self, exchange: str, upload: StatisticsUp, client: int, context: RoundContext
     ) -> None:
         if upload.weight > 0:
             Named(self._statistics_rules(context)).check("statistics", upload.statistics)

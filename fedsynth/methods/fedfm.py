@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, released
-from fedsynth.core.method import Memories, Memory, Results
+from fedsynth.core.method import ClientState, ClientStates, Results
 from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
@@ -169,11 +169,11 @@ class FedFM(TrainsLocally):
     name = "fedfm"
     summary = "local training pulls features towards anchors, the class means over all clients"
     reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
-    downlink = AnchorsDown
-    first_downlink: ClassVar[type[Message] | None] = ModelParameters
+    request = AnchorsDown
+    first_request: ClassVar[type[Message] | None] = ModelParameters
     first_upload: ClassVar[type[Message] | None] = FeatureSums
     state = AnchorState
-    sums_phase: ClassVar[str] = FIRST
+    sums_exchange: ClassVar[str] = FIRST
     robust_refusal = (
         "the server adds class sums. In a robust rule, clients without examples of a class would "
         "outvote the clients that have examples"
@@ -200,25 +200,29 @@ class FedFM(TrainsLocally):
             check_tensor("anchors", message.anchors, shape, torch.float32)
             check_tensor("has_anchor", message.has_anchor, shape[:1], torch.bool)
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        rules = super().upload_rules(phase, client, context)
-        if phase == self.sums_phase:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        rules = super().upload_rules(exchange, client, context)
+        if exchange == self.sums_exchange:
             shape = context.spec.classes, feature_width(context, logits=False)
             rules |= sums_rules(client, shape, SUMS, context)
         return rules
 
-    def first_request(self, state: AnchorState, context: RoundContext) -> Message | None:
+    def first_broadcast(self, state: AnchorState, context: RoundContext) -> Message | None:
         if self.first_upload is None or context.round < self.start_round:
             return None
         return ModelParameters(state.parameters, 1.0)
 
     def first_step(
-        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: ModelParameters,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         model = context.load(message.parameters).requires_grad_(False).eval()
         results: Results = []
-        for client, memory in zip(clients.split(), memories, strict=True):
-            results.append((FeatureSums(*self.feature_sums(model, client, context)), memory))
+        for client, state in zip(clients.split(), states, strict=True):
+            results.append((FeatureSums(*self.feature_sums(model, client, context)), state))
         return results
 
     def first_aggregate(
@@ -236,7 +240,7 @@ class FedFM(TrainsLocally):
         return super().broadcast(state, context)
 
     def task(
-        self, client: int, message: AnchorsDown, memory: Memory, context: RoundContext
+        self, client: int, message: AnchorsDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         started = context.round >= self.start_round and bool(message.has_anchor.any())
         if not self.weight or not started:
@@ -268,7 +272,7 @@ class FedFM(TrainsLocally):
             width=feature_width(context, logits=False),
             classes=context.spec.classes,
             noise=self.anchor_noise,
-            phase=self.sums_phase,
+            exchange=self.sums_exchange,
         )
 
     def feature_sums(
@@ -314,9 +318,9 @@ class FedFMLite(FedFM):
     summary = "FedFM with anchors made after local training and sent with the model"
     reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     upload = ModelAndSums
-    first_downlink = None
+    first_request = None
     first_upload = None
-    sums_phase = MAIN
+    sums_exchange = MAIN
 
     def finalize_upload(
         self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from fedsynth.core.client import ExactClientView, Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Array, Rule, check_named, check_tensor, most_examples
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally
@@ -132,7 +132,7 @@ class FedGen(TrainsLocally):
     name = "fedgen"
     summary = "local training with a generator of embeddings, learned from the clients' classifiers"
     reference = "Zhu, Hong and Zhou 2021, FedGen, arXiv 2105.10056"
-    downlink = GeneratorDown
+    request = GeneratorDown
     upload = ModelAndCounts
     state = GeneratorState
     robust_refusal = "the generator learns from each classifier, which a robust rule replaces"
@@ -163,14 +163,14 @@ class FedGen(TrainsLocally):
         expected = self._generator(context)
         check_named("generator", message.generator, named_tensors({"generator": expected}))
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         lowest = float(context.privacy is not None)  # with differential privacy all are 1
         highest = most_examples(client, context)
         counts = Array((context.spec.classes,), low=lowest, high=highest)
-        return {**super().upload_rules(phase, client, context), "counts": counts}
+        return {**super().upload_rules(exchange, client, context), "counts": counts}
 
     def check_upload(
-        self, phase: str, upload: ModelAndCounts, client: int, context: RoundContext
+        self, exchange: str, upload: ModelAndCounts, client: int, context: RoundContext
     ) -> None:
         total = float(upload.counts.double().sum())
         size = most_examples(client, context)
@@ -187,7 +187,7 @@ class FedGen(TrainsLocally):
         return GeneratorDown(state.parameters, 1.0, generator, state.seen_classes)
 
     def task(
-        self, client: int, message: GeneratorDown, memory: Memory, context: RoundContext
+        self, client: int, message: GeneratorDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         if not message.generator or not bool(message.seen_classes.any()):
             return LocalObjective()

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.client_training import LocalObjective
@@ -38,7 +38,7 @@ class TeacherDown(ModelParameters):
 class FedGKD(TrainsLocally):
     """FedGKD: local training in which the average of the last global models is the teacher.
 
-    The memory of the server's state has the last M global models as one tensor [M, …] for each
+    The `buffers` of the server's state have the last M global models as one tensor [M, …] for each
     parameter.
 
     The following settings come in addition to those of `TrainsLocally`.
@@ -57,7 +57,7 @@ class FedGKD(TrainsLocally):
 
     name = "fedgkd"
     summary = "local training distilled from the average of the last global models"
-    downlink = TeacherDown
+    request = TeacherDown
     reference = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
 
     gamma: float = in_range(0.2, 0)
@@ -68,13 +68,13 @@ class FedGKD(TrainsLocally):
 
     def broadcast(self, state: AveragingState, context: RoundContext) -> Message:
         teacher = dict(state.parameters)
-        for name, values in state.memory.items():
+        for name, values in state.buffers.items():
             if values.is_floating_point():
                 teacher[name] = values.double().mean(dim=0).to(values.dtype)
         return TeacherDown(state.parameters, 1.0, teacher)
 
     def task(
-        self, client: int, message: TeacherDown, memory: Memory, context: RoundContext
+        self, client: int, message: TeacherDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         teacher = context.load(message.teacher).requires_grad_(False).eval()
 
@@ -94,6 +94,6 @@ class FedGKD(TrainsLocally):
         parameters = average(uploads)
         past: dict[str, Tensor] = {}
         for name, value in parameters.items():
-            values = state.memory.get(name, state.parameters[name][None])
+            values = state.buffers.get(name, state.parameters[name][None])
             past[name] = torch.cat([values, value[None]])[-self.buffer :]
-        return replace(state, parameters=parameters, memory=past)
+        return replace(state, parameters=parameters, buffers=past)

@@ -12,7 +12,7 @@ On a client (T2, global-local knowledge fusion), each local batch takes two step
 updates the client's generator g(θ_k; ·) down the gradient of L_G (Eq. 5). The second step updates
 the client's model w_k down the gradient of L_CE + γ·L_KL (Eq. 8), with L_CE on the batch (Eq. 7)
 and L_KL on generated images (Eq. 6). The generator and the state of its optimiser are kept in the
-client's memory between rounds.
+client's state between rounds.
 
 With differential privacy, the model is trained by DP-SGD, and all clients have equal weight instead
 of n_k. The teacher and the generator are computed only from the server's messages, from public
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
-from fedsynth.core.method import Memory, Presets
+from fedsynth.core.method import ClientState, Presets
 from fedsynth.core.uploads import check_named
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
 from fedsynth.evaluation.generated import average as average_facts
@@ -52,7 +52,7 @@ from fedsynth.synthesizer.distillation.losses import distillation_loss, generato
 from fedsynth.training.loop import load_tensors, named_tensors
 from fedsynth.validation import in_range, one_of
 
-# The key, in a client's memory, of the class counts of images that its generator made after its
+# The key, in a client's state, of the class counts of images that its generator made after its
 # last training.
 TALLY = "tally"
 
@@ -120,7 +120,7 @@ class FedKF(TrainsLocally):
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}
     }
 
-    downlink = TwoModels
+    request = TwoModels
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,
         GENERATOR: released("made from messages, public noise and released steps", GeneratorFacts),
@@ -159,7 +159,7 @@ class FedKF(TrainsLocally):
         return TwoModels(state.parameters, 1.0, teacher)
 
     def task(
-        self, client: int, message: TwoModels, memory: Memory, context: RoundContext
+        self, client: int, message: TwoModels, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD.
 
@@ -167,19 +167,19 @@ class FedKF(TrainsLocally):
         """
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(
-                make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], memory)
+                make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], state)
             )
-        fusion = KnowledgeFusion(self, client, message, memory, context)
+        fusion = KnowledgeFusion(self, client, message, state, context)
         return LocalObjective(
             before_step=fusion.train_generator,  # θ_k ← θ_k − β·∇L_G (Eq. 5)
             penalty=lambda w_k: self.distillation * fusion.loss(w_k),  # γ·L_KL (Eqs. 6 and 8)
             state=fusion.state,
-            make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], fusion.memory()),
+            make_upload=lambda w_k, trained: (plain_upload(w_k, trained)[0], fusion.client_state()),
         )
 
-    def client_metrics(self, memories: Iterable[Memory]) -> Mapping[str, Any]:
+    def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
         """Averages the measures of generated images over those clients that have a generator."""
-        generators = [describe(memory[TALLY]) for memory in memories if TALLY in memory]
+        generators = [describe(state[TALLY]) for state in states if TALLY in state]
         return {GENERATOR: average_facts(generators)} if generators else {}
 
 
@@ -194,7 +194,12 @@ class KnowledgeFusion:
     """
 
     def __init__(
-        self, method: FedKF, client: int, message: TwoModels, memory: Memory, context: RoundContext
+        self,
+        method: FedKF,
+        client: int,
+        message: TwoModels,
+        state: ClientState,
+        context: RoundContext,
     ) -> None:
         seed, device = context.seed, context.device
         self._method = method
@@ -212,8 +217,8 @@ class KnowledgeFusion:
         )
         self._learner = {"generator": self._generator, "adam": self._adam}
         self.state = {**self._learner, "draws": self._draws}
-        if memory:
-            load_tensors(self._learner, memory)
+        if state:
+            load_tensors(self._learner, state)
 
     def train_generator(self, w_k: nn.Module) -> None:
         """Updates the generator by one step of Adam on L_G (Eqs. 2 to 5), and then generates images
@@ -250,8 +255,8 @@ class KnowledgeFusion:
         logits = computed(w_k, self._images, self._precision)
         return distillation_loss(self._teacher_logits, logits)
 
-    def memory(self) -> Memory:
-        """Returns the client's memory: the generator, its Adam optimiser, and the tally of its
+    def client_state(self) -> ClientState:
+        """Returns the client's state: the generator, its Adam optimiser, and the tally of its
         images."""
         tally = generator_tally(self._teacher, self._generator)
         return {**named_tensors(self._learner), TALLY: tally}

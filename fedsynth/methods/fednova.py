@@ -16,7 +16,7 @@ from torch import nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, public
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
@@ -57,20 +57,24 @@ class FedNova(TrainsLocally):
             raise SettingError("method", "momentum", f"must be below 1, got {self.momentum}")
 
     def task(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> LocalObjective:
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             norm = update_norm(trained.steps, self.momentum)
             return NormalisedModel(model.state_dict(), trained.weight, norm), {}
 
         return LocalObjective(make_upload=make_upload)
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         largest = update_norm(self.most_steps(client, context), self.momentum) * (1 + 1e-9)
-        return {**super().upload_rules(phase, client, context), "norm": Number(high=largest)}
+        return {**super().upload_rules(exchange, client, context), "norm": Number(high=largest)}
 
     def check_upload(
-        self, phase: str, upload: NormalisedModel, client: int, context: RoundContext
+        self, exchange: str, upload: NormalisedModel, client: int, context: RoundContext
     ) -> None:
         if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
             raise UploadRejectedError("norm", f"must be at least 1, got {upload.norm:g}")

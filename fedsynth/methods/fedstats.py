@@ -39,7 +39,7 @@ from torch import Tensor
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
-from fedsynth.core.method import Memories, Results
+from fedsynth.core.method import ClientStates, Results
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.shared.noise_shares import Pool
@@ -87,7 +87,11 @@ class FedStats(PlansStatistics):
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
     def first_step(
-        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: ModelParameters,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
@@ -107,9 +111,9 @@ class FedStats(PlansStatistics):
                 COVARIANCES, features, lambda f, y: covariance_rows(f, features), clients
             )
         results: Results = []
-        for k, memory in enumerate(memories):
+        for k, state in enumerate(states):
             upload = CentreSums(sums[k].clone(), small[k].clone(), covariances[k].clone())
-            results.append((upload, memory))
+            results.append((upload, state))
         return results
 
     def _with_centre(
@@ -139,7 +143,11 @@ class FedStats(PlansStatistics):
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
 
     def client_step(
-        self, message: ModelParameters, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: ModelParameters,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         """Computes the sums that each client releases in the main exchange of a round.
 
@@ -158,11 +166,11 @@ class FedStats(PlansStatistics):
             return class_moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
-        results = zip(self._sums(name, features, rows, clients, embedding), memories, strict=True)
-        return [(StatisticSums(client_sums.clone()), memory) for client_sums, memory in results]
+        results = zip(self._sums(name, features, rows, clients, embedding), states, strict=True)
+        return [(StatisticSums(client_sums.clone()), state) for client_sums, state in results]
 
     def from_sum(
-        self, phase: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
+        self, exchange: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
         """Computes the next state of the server from the sum of all uploads.
 
@@ -172,7 +180,7 @@ class FedStats(PlansStatistics):
         """
         if not self.has_enough_noise(clients, context):
             return state
-        if phase == FIRST:
+        if exchange == FIRST:
             return self._with_centre(state, total, clients, context)
         if context.round > 1:
             return self._step(state, self.pooled(total.sums, clients, STEP, context), context)
@@ -239,7 +247,7 @@ class FedStats(PlansStatistics):
     ) -> Tensor:
         """Computes what each client releases for the plan with this name, [clients, D]."""
         if isinstance(clients, PrivateClientView):
-            return clients.feature_sums(clients.series(name), features, rows, embedding)
+            return clients.feature_sums(clients.mechanisms(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
 
 

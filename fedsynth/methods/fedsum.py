@@ -29,12 +29,18 @@ from torch import Tensor, nn
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Memories, Results, Upload
+from fedsynth.core.method import ClientStates, Results, Upload
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.features.random_images import random_images
 from fedsynth.methods.fedaf import resampled
 from fedsynth.methods.feddm import perturbed
-from fedsynth.methods.shared.class_sums import COUNTS, IMAGES, class_counts, class_sums, series_of
+from fedsynth.methods.shared.class_sums import (
+    COUNTS,
+    IMAGES,
+    class_counts,
+    class_sums,
+    mechanisms_of,
+)
 from fedsynth.methods.shared.fedsum_settings import (
     FRESH,
     CondensedState,
@@ -75,7 +81,11 @@ class FedSum(FedSumSettings):
     # ----------------------------------------------------------------------------------- the client
 
     def client_step(
-        self, message: SumsRequest, clients: Group, memories: Memories, context: RoundContext
+        self,
+        message: SumsRequest,
+        clients: Group,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
         """Computes the class sums of features and the class counts of each client.
 
@@ -85,7 +95,7 @@ class FedSum(FedSumSettings):
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         S = self._by_class(message.images, context)
-        charged = series_of(clients, IMAGES)
+        charged = mechanisms_of(clients, IMAGES)
         sums = []
         for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
             s_m = matching.frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
@@ -93,13 +103,18 @@ class FedSum(FedSumSettings):
             sums.append(class_sums(clients, charged, rows, s_m.shape[1], torch.float64))
             context.report("sums", m + 1, self.networks)
         counts = class_counts(clients)
-        results = zip(torch.stack(sums, dim=1), counts, memories, strict=True)
-        return [(NetworkSums(R.clone(), n.clone()), memory) for R, n, memory in results]
+        results = zip(torch.stack(sums, dim=1), counts, states, strict=True)
+        return [(NetworkSums(R.clone(), n.clone()), state) for R, n, state in results]
 
     # ----------------------------------------------------------------------------------- the server
 
     def from_sum(
-        self, phase: str, state: CondensedState, total: Upload, clients: int, context: RoundContext
+        self,
+        exchange: str,
+        state: CondensedState,
+        total: Upload,
+        clients: int,
+        context: RoundContext,
     ) -> CondensedState:
         """Condenses one synthetic set S towards the class means of all clients, and trains the
         model on S."""

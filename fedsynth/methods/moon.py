@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.methods.shared.client_training import LocalObjective, Trained
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
@@ -69,10 +69,14 @@ class Moon(TrainsLocally):
         check_learned_embedding(self.name, model)
 
     def task(
-        self, client: int, message: ModelParameters, memory: Memory, context: RoundContext
+        self,
+        client: int,
+        message: ModelParameters,
+        state: ClientState,
+        context: RoundContext,
     ) -> LocalObjective:
         global_model = context.load(message.parameters).requires_grad_(False).eval()
-        previous = context.load(memory or message.parameters).requires_grad_(False).eval()
+        previous = context.load(state or message.parameters).requires_grad_(False).eval()
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
             z = network.embed(x)  # type: ignore[operator]
@@ -83,7 +87,7 @@ class Moon(TrainsLocally):
             cross_entropy = F.cross_entropy(logits, y, reduction="none")
             return cross_entropy + self.mu * contrastive(z, z_global, z_previous, self.temperature)
 
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             parameters = model.state_dict()
             return ModelParameters(parameters, trained.weight), copy.deepcopy(parameters)
 

@@ -78,8 +78,8 @@ class QFFL(TrainsLocally):
         w_t = context.load(message.parameters).eval()
         return FairModel(upload.parameters, upload.weight, mean_loss(w_t, client))
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return {**super().upload_rules(phase, client, context), "loss": Number()}
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        return {**super().upload_rules(exchange, client, context), "loss": Number()}
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, FairModel], context: RoundContext

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import unprotected
-from fedsynth.core.method import Memories, Request, Results
+from fedsynth.core.method import ClientStates, Request, Results
 from fedsynth.methods.shared.condensing import TrainsInBall
 from fedsynth.synthesizer.condensation import sets
 from fedsynth.validation import in_range
@@ -56,9 +56,13 @@ class Real(TrainsInBall):
     min_examples: int = in_range(10, 0)
 
     def client_step(  # type: ignore[override]
-        self, message: Request, clients: ExactClientView, memories: Memories, context: RoundContext
+        self,
+        message: Request,
+        clients: ExactClientView,
+        states: ClientStates,
+        context: RoundContext,
     ) -> Results:
-        pairs = clients.segments(self.min_examples)
+        pairs = clients.pairs(self.min_examples)
         images = sets.real_start(clients, pairs, self.ipc, context.seed)
         sampled = sets.split_uploads(images, pairs, len(clients.ids))
         return [(RealImages(S_k.images, S_k.labels), {}) for S_k in sampled]

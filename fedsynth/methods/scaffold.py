@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, released
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Named, Rule, check_named
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
@@ -78,7 +78,7 @@ class Scaffold(TrainsLocally):
     summary = "control variates correct the drift of local training"
     reference = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
     one_pass = True
-    downlink = ControlDown
+    request = ControlDown
     upload = ControlUp
     state = ControlState
 
@@ -95,23 +95,23 @@ class Scaffold(TrainsLocally):
     def check_request(self, message: ControlDown, context: RoundContext) -> None:
         check_named("control", message.control, dict(context.architecture.named_parameters()))
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         rule = Named.like(dict(context.architecture.named_parameters()))
-        return {**super().upload_rules(phase, client, context), "control": rule}
+        return {**super().upload_rules(exchange, client, context), "control": rule}
 
     def task(
-        self, client: int, message: ControlDown, memory: Memory, context: RoundContext
+        self, client: int, message: ControlDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         x = message.parameters
         c_k: dict[str, Tensor] = {}
         correction: dict[str, Tensor] = {}  # c − c_k
         for name in trainable(context):
             zero = torch.zeros_like(x[name])
-            c_k[name] = memory.get(name, zero)
+            c_k[name] = state.get(name, zero)
             correction[name] = message.control.get(name, zero) - c_k[name]
         center, linear = (flatten_named(v, context.architecture) for v in (x, correction))
 
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             new = dict(c_k)
             if trained.steps:
                 for name, y in model.named_parameters():

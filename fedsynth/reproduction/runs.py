@@ -115,8 +115,8 @@ class Deadline(Observer):
     time: float
     rounds: int
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        if phase in CHECKPOINTED:
+    def step(self, round: int, stage: str, completed: int, total: int) -> None:
+        if stage in CHECKPOINTED:
             self._check()
 
     def round_ended(self, row: Mapping[str, Any]) -> None:

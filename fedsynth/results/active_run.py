@@ -14,7 +14,7 @@ from fedsynth.data.images import ImageData
 from fedsynth.federation.context import with_proxy
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.protocol import Exchange, Observer, Refusal
+from fedsynth.federation.protocol import Backend, Observer, Refusal
 from fedsynth.federation.run_data import PRIVATE
 from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
 from fedsynth.privacy.ledger.ledger import Histories, History
@@ -44,7 +44,7 @@ class ActiveRun:
         plan: the privacy plan, or None without differential privacy.
     """
 
-    exchange: Exchange
+    backend: Backend
     record: RunRecord
     folder: RunFolder | None = None
     checkpoints: CheckpointFolder | None = None
@@ -73,7 +73,7 @@ class ActiveRun:
             planned: computes the plan with which a resumed run began (see `negotiate_terms`).
         """
         self.plan, self.context = negotiate_terms(
-            self.settings, self.context, self.exchange, planned
+            self.settings, self.context, self.backend, planned
         )
         self.participation = self.settings.schedule(self.context.sizes)
         self.server = Server.begun(self.method, self.context)
@@ -89,7 +89,7 @@ class ActiveRun:
             self.plan,
             self.folder,
             self.observer,
-            Measure(self.method, self.exchange, test, hidden, local),
+            Measure(self.method, self.backend, test, hidden, local),
             kind,
             simulated,
             self._warnings,
@@ -123,7 +123,7 @@ class ActiveRun:
         If a client refuses to take part, the round is not completed. Returns the refusal then, and
         otherwise None.
         """
-        played = run_round(self.server, self.exchange, context, self.settings.quorum)
+        played = run_round(self.server, self.backend, context, self.settings.quorum)
         if played.refusal is None:
             self.played = played
             if played.no_quorum is None:  # otherwise the uploads of the last counted round remain

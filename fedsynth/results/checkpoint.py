@@ -3,7 +3,7 @@
     simulation_only/checkpoint/
         checkpoint.json              the metrics of the finished rounds, and a list of the files
         state-ROUND.safetensors      the server's state
-        memory-CLIENT-ROUND.…        a client's memory after the last round in which it took part
+        client_state-CLIENT-ROUND.…  a client's state after the last round in which it took part
         upload-CLIENT-ROUND.…        the synthetic images that a client sent in the last round
         steps-ROUND-NAME             a long loop within a round (see `LoopCheckpoints`)
 
@@ -11,7 +11,7 @@
 checkpoint, even if the run is killed or the disk is full. Files that `checkpoint.json` does not
 name are removed afterwards. All files are safetensors or JSON, and reading them executes no code.
 
-A checkpoint contains the clients' memories and exact accuracies. It is therefore stored in
+A checkpoint contains the clients' states and exact accuracies. It is therefore stored in
 `simulation_only`, and is deleted when the run ends. A checkpoint contains no keys for noise or
 masks, and no privacy ledger. A ledger is never rewound: if a round is repeated after its noise was
 drawn, the ledger is charged again.
@@ -36,7 +36,7 @@ from torch import Tensor
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import ServerState
 from fedsynth.core.messages import Message, Packed, Tensors
-from fedsynth.core.method import Memory, Method
+from fedsynth.core.method import ClientState, Method
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
@@ -49,18 +49,18 @@ from fedsynth.validation import read_sections
 FORMAT = 1
 POINTER = "checkpoint.json"
 MAX_POINTER_BYTES = 2**30
-_PRUNED = re.compile(r"(state|memory|upload|steps)-.*|.*\.partial")
+_PRUNED = re.compile(r"(state|client_state|upload|steps)-.*|.*\.partial")
 
 
 @dataclass(frozen=True)
-class ClientMemory(Packed):
+class StoredClientState(Packed):
     """The tensors that a client keeps between rounds.
 
     Args:
-        memory: the tensors by name.
+        client_state: the tensors by name.
     """
 
-    memory: Tensors
+    client_state: Tensors
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,16 @@ class Checkpoint:
         rows: the metrics of the finished rounds, one row per round. They include the values that
             only a simulation may show.
         state: the server's state after the last finished round.
-        memories: the clients' memories, by client index. In a checkpoint that was read from disk,
-            this mapping is empty: `CheckpointFolder.memory` reads each memory from its file.
+        client_states: the clients' states, by client index. In a checkpoint that was read from disk,
+            this mapping is empty: `CheckpointFolder.client_state` reads each client state from its
+            file.
         uploads: the synthetic images that each client sent in the last finished round, by client
             index.
     """
 
     rows: tuple[dict[str, Any], ...]
     state: ServerState
-    memories: Mapping[int, Memory] = field(default_factory=dict)
+    client_states: Mapping[int, ClientState] = field(default_factory=dict)
     uploads: Mapping[int, Message] = field(default_factory=dict)
 
     @property
@@ -109,7 +110,8 @@ class CheckpointFolder:
 
         Args:
             checkpoint: the state after a round.
-            stored: the clients whose memories are only in files and not in RAM. These files are
+            stored: the clients whose client states are only in files and not in RAM. These files
+                are
                 kept unchanged.
 
         Raises:
@@ -119,11 +121,13 @@ class CheckpointFolder:
         number = checkpoint.round
         contents: dict[str, Packed] = {f"state-{number}.safetensors": checkpoint.state}
         hashes: dict[str, str] = {}
-        memory_files = self._memories()
+        state_files = self._client_states()
         for client in stored:
-            hashes[memory_files[client]] = self._files[memory_files[client]]
-        for client, memory in checkpoint.memories.items():
-            contents[f"memory-{client}-{number}.safetensors"] = ClientMemory(memory)
+            hashes[state_files[client]] = self._files[state_files[client]]
+        for client, client_state in checkpoint.client_states.items():
+            contents[f"client_state-{client}-{number}.safetensors"] = StoredClientState(
+                client_state
+            )
         for client, upload in checkpoint.uploads.items():
             contents[f"upload-{client}-{number}.safetensors"] = upload
         with writing(self.path):
@@ -163,7 +167,7 @@ class CheckpointFolder:
         rows = tuple(pointer["rows"])
         state = method.state.from_bytes(self._content(f"state-{len(rows)}.safetensors"))
         for client in self.clients:
-            self.memory(client)
+            self.client_state(client)
         uploads = {}
         for name in self._files:
             if name.startswith("upload-"):
@@ -187,24 +191,24 @@ class CheckpointFolder:
 
     @property
     def clients(self) -> list[int]:
-        """The indices of the clients whose memories are stored in the checkpoint."""
-        return sorted(self._memories())
+        """The indices of the clients whose client states are stored in the checkpoint."""
+        return sorted(self._client_states())
 
-    def memory(self, client: int) -> Memory:
-        """Reads the memory of one client from the checkpoint.
+    def client_state(self, client: int) -> ClientState:
+        """Reads the client state of one client from the checkpoint.
 
         Raises:
-            CheckpointError: the file with the memory is damaged or missing.
+            CheckpointError: the file with the client state is damaged or missing.
         """
-        name = self._memories()[client]
+        name = self._client_states()[client]
         try:
-            return ClientMemory.from_bytes(self._content(name)).memory
+            return StoredClientState.from_bytes(self._content(name)).client_state
         except (OSError, MessageError) as error:
             raise self._damaged(str(error)) from None
 
-    def _memories(self) -> dict[int, str]:
-        """Returns, for each client, the name of the file that contains the client's memory."""
-        return {_client(name): name for name in self._files if name.startswith("memory-")}
+    def _client_states(self) -> dict[int, str]:
+        """Returns, for each client, the name of the file that contains the client's state."""
+        return {_client(name): name for name in self._files if name.startswith("client_state-")}
 
     def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
         """Returns the checkpoint from which a run resumes, or None if the run starts from the
@@ -222,14 +226,14 @@ class CheckpointFolder:
             raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
         return checkpoint
 
-    def give_memories(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
-        """Gives the clients the memories that they had when the checkpoint was written.
+    def give_states(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
+        """Gives the clients the client states that they had when the checkpoint was written.
 
-        A memory stays in its file until the client needs it.
+        A client state stays in its file until the client needs it.
         """
 
-        def load(number: int) -> Memory:
-            return {name: tensor.to(device) for name, tensor in self.memory(number).items()}
+        def load(number: int) -> ClientState:
+            return {name: tensor.to(device) for name, tensor in self.client_state(number).items()}
 
         for number in self.clients:
             clients[number].store(partial(load, number))
@@ -237,24 +241,24 @@ class CheckpointFolder:
     def keep(
         self, checkpoint: Checkpoint, clients: Sequence[ClientRuntime], device: torch.device
     ) -> None:
-        """Writes a checkpoint after a round, and removes the clients' memories from RAM.
+        """Writes a checkpoint after a round, and removes the clients' states from RAM.
 
-        A memory stays in its file until the client needs it again.
+        A client state stays in its file until the client needs it again.
 
         Args:
-            checkpoint: the checkpoint of the round, without the clients' memories.
+            checkpoint: the checkpoint of the round, without the clients' states.
             clients: all clients, in the order of their indices.
             device: the device of the run.
         """
         stored: list[int] = []
-        memories: dict[int, Memory] = {}
+        client_states: dict[int, ClientState] = {}
         for client in clients:
             if client.stored:
                 stored.append(client.number)
-            elif client.memory:
-                memories[client.number] = client.memory
-        self.write(replace(checkpoint, memories=memories), stored)
-        self.give_memories(clients, device)
+            elif client.client_state:
+                client_states[client.number] = client.client_state
+        self.write(replace(checkpoint, client_states=client_states), stored)
+        self.give_states(clients, device)
 
     def steps_of(self, number: int) -> LoopCheckpoints:
         """Returns the object that reads and writes the checkpoints of loops within one round."""

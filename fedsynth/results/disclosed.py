@@ -192,7 +192,7 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
             row[key] = {str(client): reasons[client] for client in sorted(reasons)}
     if (missed := played.no_quorum) is not None:
         counts = {"uploads": missed.uploads, "needed": missed.needed}
-        row[NOT_COUNTED] = {"exchange": missed.phase, **counts}
+        row[NOT_COUNTED] = {"exchange": missed.exchange, **counts}
     return row
 
 

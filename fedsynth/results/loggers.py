@@ -66,8 +66,8 @@ class Several(Observer):
     def note(self, text: str) -> None:
         self._send("note", text)
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
-        self._send("step", round, phase, completed, total)
+    def step(self, round: int, stage: str, completed: int, total: int) -> None:
+        self._send("step", round, stage, completed, total)
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._send("round_ended", row)

@@ -17,7 +17,7 @@ from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.evaluation import classification
 from fedsynth.evaluation.accuracy import domain_masks, local_metrics, predict
-from fedsynth.federation.protocol import Exchange
+from fedsynth.federation.protocol import Backend
 from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
 
@@ -35,14 +35,14 @@ class Measure:
 
     Args:
         method: the run's method, which determines the models to measure.
-        exchange: the connection to the clients, which test models on their own splits.
+        backend: the connection to the clients, which test models on their own splits.
         test: the test set, on the run's device, or None.
         hidden: whether differential privacy protects the test set.
         local: whether the clients have their own test splits.
     """
 
     method: Method
-    exchange: Exchange
+    backend: Backend
     test: ImageData | None
     hidden: bool
     local: bool
@@ -109,7 +109,7 @@ class Measure:
 
         The dictionary is empty if no client has a test record.
         """
-        clients = self.exchange.evaluate(models, context)
+        clients = self.backend.evaluate(models, context)
         tested = [client.tested for client in clients]
         sizes = [client.size for client in clients]
         metrics_by_name = {}

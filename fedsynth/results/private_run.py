@@ -359,10 +359,10 @@ class Charges:
         planned = []
         two = self._has_two_exchanges(number)
         for plan, release in zip(self.plan.client_plans(client, context), releases, strict=True):
-            if not self.plan.run.failures.released(number, client, plan.phase, two=two):
+            if not self.plan.run.failures.released(number, client, plan.exchange, two=two):
                 continue
             required = number <= self.rounds_done
-            if two and plan.phase != FIRST:
+            if two and plan.exchange != FIRST:
                 if row.get(NOT_COUNTED, {}).get("exchange") == FIRST:
                     continue
                 reason = rejected.get(str(client), "")
@@ -374,7 +374,7 @@ class Charges:
         """Returns True if clients make private releases in both exchanges of a round, and not only
         in the second.
         """
-        return any(release.phase == FIRST for release in self.plan.round_plans(number))
+        return any(release.exchange == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[str]:
         """Returns the differences between the ledgers and the plan, as sentences.
@@ -451,7 +451,7 @@ class Charges:
             if self.run.networked or client in rejected:
                 if client in row.get(LOST, {}):
                     lost[client] = row[LOST][client]
-            elif failure is not None and (last_exchange == MAIN or failure.phase == FIRST):
+            elif failure is not None and (last_exchange == MAIN or failure.exchange == FIRST):
                 lost[client] = failure.kind
         uploads = len(active) - len({*lost, *rejected})
         needed = needed_uploads(self.plan.run.quorum, len(active))

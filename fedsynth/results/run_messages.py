@@ -77,7 +77,7 @@ def missing_classes(
         yield f"warning: no client sends images of these classes: {names}. {why}"
 
 
-LONG_PHASE = 1000  # steps
+LONG_STAGE = 1000  # steps
 DAY = 86400.0
 # The number of seconds without output after which the next step is printed.
 PRINT_SECONDS = 30.0
@@ -141,7 +141,7 @@ class StderrObserver(Observer):
     """Prints a line on stderr for each note and each round, and for some steps of long rounds.
 
     A step is printed if nothing else was printed for 30 seconds. With differential privacy,
-    computing times may depend on private data. Steps are then printed at each tenth of a long phase
+    computing times may depend on private data. Steps are then printed at each tenth of a long stage
     instead, and no times are printed.
 
     Args:
@@ -168,19 +168,19 @@ class StderrObserver(Observer):
     def _print(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    def step(self, round: int, phase: str, completed: int, total: int) -> None:
+    def step(self, round: int, stage: str, completed: int, total: int) -> None:
         if round:  # 0 before the first round
-            phase = f"round {round}/{self._settings.rounds} {phase}"
-        self._show_step(phase, completed, total, self._remaining)
+            stage = f"round {round}/{self._settings.rounds} {stage}"
+        self._show_step(stage, completed, total, self._remaining)
 
-    def _show_step(self, phase: str, completed: int, total: int, remaining: str) -> None:
+    def _show_step(self, stage: str, completed: int, total: int, remaining: str) -> None:
         previous = self._tenth
         self._tenth = 10 * completed // max(1, total)
         due = time.monotonic() - self._printed > PRINT_SECONDS
         if self._settings.privacy is not None:
-            due = total >= LONG_PHASE and 0 < self._tenth != previous
+            due = total >= LONG_STAGE and 0 < self._tenth != previous
         if due:
-            self.note(", ".join(filter(None, (f"{phase} {completed}/{total}", remaining))))
+            self.note(", ".join(filter(None, (f"{stage} {completed}/{total}", remaining))))
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self.note(round_line(row, self._settings))

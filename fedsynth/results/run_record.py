@@ -274,14 +274,14 @@ class RunRecord:
         checked = disclosed.without_reserved
         row: dict[str, Any] = {"round": number, **checked(method.planned_facts(context))}
         row |= self.figures("metrics of the server", lambda: checked(method.facts(state, context)))
-        memories = self.measure.exchange.memories(sorted(played.uploads))
+        client_states = self.measure.backend.client_states(sorted(played.uploads))
         row |= self.figures(
-            "metrics of the clients", lambda: checked(method.client_metrics(memories))
+            "metrics of the clients", lambda: checked(method.client_metrics(client_states))
         )
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row |= self.measure.row(state, context, self.figures)
         if self.plan is not None:
-            histories = self.measure.exchange.histories()
+            histories = self.measure.backend.histories()
             if self.plan.guaranteed(histories):
                 row["epsilon"] = self.plan.epsilon(histories)
         row |= {"upload_floats": 0, "client_upload_bytes": []}

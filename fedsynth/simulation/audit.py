@@ -218,12 +218,12 @@ class AuditedRun(Simulation):
             (test.to(device), PUBLIC),
             observer,
         )
-        for client in self.exchange.clients:
+        for client in self.backend.clients:
             if client.budget is not None and test_only is not None:
                 client.budget.secret = SecretGenerator(test_only=test_only)
             if client.number == self._client:
                 self.budget = cast(ClientBudget, client.budget)  # the run is private
-        self.budget.make_series = partial(AuditedSums, self.canaries)
+        self.budget.make_mechanism = partial(AuditedSums, self.canaries)
 
     def watch(self) -> None:
         """Runs all rounds, or as many as the cap allows, so that the canaries get their scores."""

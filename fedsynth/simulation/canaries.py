@@ -194,7 +194,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's series of releases, which an auditor observes to compute scores of canaries.
+    """A client's mechanism of releases, which an auditor observes to compute scores of canaries.
 
     Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
     clips long. The sign of the vectors alternates between releases and between rounds, so that

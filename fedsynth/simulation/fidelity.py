@@ -32,7 +32,7 @@ def fidelity_of_set(
     network: str | Path | nn.Module,
     weights: str = PRETRAINED,
     *,
-    report: Callable[[str, int, int], None] = lambda phase, completed, total: None,
+    report: Callable[[str, int, int], None] = lambda stage, completed, total: None,
 ) -> Fidelity:
     """Computes FID and KID between a synthetic set and real test images.
 
@@ -49,7 +49,7 @@ def fidelity_of_set(
             network with `embed`, which maps normalised images to features [N, d].
         weights: for networks of timm and torchvision, a file of weights, or "pretrained" for the
             weights that the library downloads.
-        report: receives the phase, the number of finished images and their total number.
+        report: receives the stage, the number of finished images and their total number.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: there is no synthetic set in the folder, or

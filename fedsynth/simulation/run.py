@@ -7,9 +7,9 @@
     3. The models are evaluated, and the metrics of the round are written.
 
 As in a real federation, `Server` sees only messages, and each `ClientRuntime` sees only its own
-records, memory and ledger. An `Exchange` carries the messages. Unlike a real server, a simulation
-can also test models on the clients' test splits and draw how the classes are distributed among the
-clients.
+records, client state and ledger. A `Backend` carries the messages. Unlike a real server, a
+simulation can also test models on the clients' test splits and draw how the classes are distributed
+among the clients.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Simulation(ActiveRun):
         trained: the folder in which runs of one round share trained clients, or None.
     """
 
-    exchange: InProcess
+    backend: InProcess
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Simulation(ActiveRun):
         if resumed is not None:
             self.checkpoints = self._checkpoints_of(resumed)
             checkpoint = self.checkpoints.resume(resumed, settings)
-        self.exchange = self._make_clients(clients, train, parts, resumed)
+        self.backend = self._make_clients(clients, train, parts, resumed)
         self._join(self._original_plan(resumed, checkpoint))
         # If earlier runs have exhausted the budget, this one ends before its first round and writes
         # nothing.
@@ -101,7 +101,7 @@ class Simulation(ActiveRun):
             self.folder = self._new_folder(output, clients)
         self._begin_record(*test, simulated=True)
         if self.folder is not None:
-            self.record.begin(self.exchange.histories())
+            self.record.begin(self.backend.histories())
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
             self.folder.write_partition(counts)
         self._announce(new=resumed is None)
@@ -114,12 +114,13 @@ class Simulation(ActiveRun):
 
     def _is_refused(self) -> bool:
         """Returns True if a client refuses the first round."""
-        return self._private and bool(self.exchange.prepare(self.plain_context(1)))
+        return self._private and bool(self.backend.prepare(self.plain_context(1)))
 
     def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
         """Reads the vectors of the run's feature map from the folder that the settings name.
 
-        Vectors that are not there are computed and stored, except if each pass has one record, since
+        Vectors that are not there are computed and stored, except if each pass has one record,
+        since
         stored vectors are those of full passes. `used` are the positions of the clients' images in
         `train`.
         """
@@ -192,8 +193,8 @@ class Simulation(ActiveRun):
         summary = None
         try:
             self._rounds()
-            histories = self.exchange.histories() if self._private else []
-            budgets = [client.budget for client in self.exchange.clients]
+            histories = self.backend.histories() if self._private else []
+            budgets = [client.budget for client in self.backend.clients]
             secret = all(budget.secret.is_secret for budget in budgets if budget is not None)
             result = self._finish(histories, secret=secret)
             summary = result.summary
@@ -228,9 +229,9 @@ class Simulation(ActiveRun):
         completed = 0
         if checkpoint is not None and self.checkpoints is not None:
             completed = checkpoint.round
-            self.checkpoints.give_memories(self.exchange.clients, self.context.device)
+            self.checkpoints.give_states(self.backend.clients, self.context.device)
         if completed < self.settings.rounds:
-            for client in self.exchange.clients:
+            for client in self.backend.clients:
                 if client.budget is not None:  # before the folder claims that it was resumed
                     client.budget.ledger.note_resumption(completed)
         super()._restore(folder, checkpoint)
@@ -244,7 +245,7 @@ class Simulation(ActiveRun):
             name = f"{ROUNDS}/round-{checkpoint.round:05d}.png"
             self.record.draw(sent_sets(self.uploads), self.context.spec, name)
         if self.checkpoints is not None:
-            self.checkpoints.keep(checkpoint, self.exchange.clients, self.context.device)
+            self.checkpoints.keep(checkpoint, self.backend.clients, self.context.device)
 
     def _spent(self) -> str:
         """Describes how much ε the clients have spent so far.
@@ -252,9 +253,9 @@ class Simulation(ActiveRun):
         Returns an empty string if the run has no privacy guarantee.
         """
         plan = self.plan
-        if plan is None or not plan.guaranteed(self.exchange.histories()):
+        if plan is None or not plan.guaranteed(self.backend.histories()):
             return ""
-        spent = format_epsilon(plan.epsilon(self.exchange.histories()))
+        spent = format_epsilon(plan.epsilon(self.backend.histories()))
         return f". Spent: ε = {spent} at δ = {plan.privacy.delta:g}"
 
     def _interrupted(self, reason: str) -> str:
@@ -276,7 +277,7 @@ class Simulation(ActiveRun):
         privacy = self.settings.privacy
         if privacy is not None and privacy.ledger_folder is None:
             ledgers = new_ledgers(clients.ledger_names, folder.path / "ledger", self.settings)
-            for client, ledger in zip(self.exchange.clients, ledgers, strict=True):
+            for client, ledger in zip(self.backend.clients, ledgers, strict=True):
                 client.move_ledger(ledger)
         self.checkpoints = self._checkpoints_of(folder)
         return folder

@@ -360,7 +360,7 @@ def distil_files(
     *,
     evaluate: bool,
     output: Path,
-    report: Callable[[str, int, int], None] = lambda phase, completed, total: None,
+    report: Callable[[str, int, int], None] = lambda stage, completed, total: None,
 ) -> Iterator[str]:
     """Distils several models into one student network, and writes the student to a file.
 
@@ -373,7 +373,7 @@ def distil_files(
             "data", as for `real_images`. The settings of the model are those of the student.
         evaluate: True tests the models and the student on the data set.
         output: the file to which the student is written.
-        report: receives the phase, the number of its finished steps and their total number.
+        report: receives the stage, the number of its finished steps and their total number.
 
     Raises:
         SettingError: the method needs data, or the models were trained for different images.

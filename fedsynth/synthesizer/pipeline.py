@@ -91,21 +91,21 @@ def sliced_wasserstein(
 class ModuleFeatures(matching.NetworkFeatures):
     """The features that a module computes from records of any shape."""
 
-    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def __call__(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         features: Tensor = self._network(x_NCHW)
         return features.flatten(1)
 
-    def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def real(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         with torch.no_grad():
             parts = x_NCHW.split(self.images_at_once(x_NCHW))
-            return torch.cat([self(part, segment_N) for part in parts])
+            return torch.cat([self(part, pair_N) for part in parts])
 
     def vjp(
-        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
+        self, x_NCHW: Tensor, pair_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
-            features = self(leaf, segment_N)
+            features = self(leaf, pair_N)
 
         def pull(vectors_VND: Tensor) -> Tensor:
             pulled: list[Tensor] = []
@@ -132,7 +132,7 @@ def _step_features(
     return ModuleFeatures(network)
 
 
-def _segment(x: Tensor) -> Tensor:
+def _pair(x: Tensor) -> Tensor:
     """Returns the group index 0 for each record.
 
     Group indices select augmentations, and nothing is augmented here.
@@ -198,8 +198,8 @@ class FeatureMatching:
         for label, members in enumerate(self._members):
             order = torch.randperm(len(members), generator=draws)[: self.batch_size]
             batch = self.x[members[order.to(members.device)]]
-            real = features.real(batch, _segment(batch))
-            u, pull = features.vjp(synthetic[label], _segment(synthetic[label]))
+            real = features.real(batch, _pair(batch))
+            u, pull = features.vjp(synthetic[label], _pair(synthetic[label]))
             out[label] = pull(loss_gradient(self.loss, real, u)[None])[0]
         return out
 
@@ -227,7 +227,7 @@ class _PrivateMatching:
         self.bounds = self.owner.bounds
         self._divisor = self.sample_rate * self.owner.nominal_size / self.classes
         self._per_class = 0
-        self._series: list[GaussianSumMechanism] = []
+        self._mechanisms: list[GaussianSumMechanism] = []
 
     def start(self, per_class: int, seed: int) -> Tensor:
         """Returns random records within the owner's bounds. They contain nothing private."""
@@ -255,12 +255,12 @@ class _PrivateMatching:
             dimension=self.classes * self._width(features),
             groups=self.classes,
         )
-        self._series = [self.owner.charge(plan, self.total_epsilon)]
+        self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
     def _check(self, features: matching.NetworkFeatures) -> None:
         """Tries the vectors that a step computes from records, before anything is charged."""
         self.owner.check_independent(
-            lambda x, y: features.real(x, _segment(x)), sample_rate=self.sample_rate
+            lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
         )
 
     def _features(self, step: int) -> matching.NetworkFeatures:
@@ -297,10 +297,10 @@ class ResidualMatching(_PrivateMatching):
 
     def _width(self, features: matching.NetworkFeatures) -> int:
         x = self.owner.public_records(2)
-        return features.real(x, _segment(x)).shape[1]
+        return features.real(x, _pair(x)).shape[1]
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
-        matcher = private_matchers.ResidualMatcher(self.owner, self._series, self._divisor)
+        matcher = private_matchers.ResidualMatcher(self.owner, self._mechanisms, self._divisor)
         return matcher.gradient(step, self._features(step), synthetic)
 
 
@@ -341,7 +341,7 @@ class GradientMatching(_PrivateMatching):
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
         matcher = private_matchers.GradientMatcher(
-            self.owner, self._series, self._divisor, self._cotangents
+            self.owner, self._mechanisms, self._divisor, self._cotangents
         )
         return matcher.gradient(step, self._features(step), synthetic)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.releases import Release
 
-Key = tuple[str, int, int]  # the client, the number of its series, and the step
+Key = tuple[str, int, int]  # the client, the number of its mechanism, and the step
 
 
 @dataclass
@@ -54,7 +54,7 @@ def recorded(
         replayed: the tape of the run whose outputs this run receives.
         extra: the position of the additional record of a client, which is in each sample.
     """
-    tape, series, extra = Tape(), Counter[str](), extra or {}
+    tape, mechanism, extra = Tape(), Counter[str](), extra or {}
     init, sample, release = (
         getattr(GaussianSumMechanism, name) for name in ("__init__", "sample", "release")
     )
@@ -63,8 +63,8 @@ def recorded(
         init(self, row, groups, guard, secret)
         self.client = guard.ledger.client
         if type(self) is GaussianSumMechanism:  # not a trial on public images
-            self.number = series[self.client]
-            series[self.client] += 1
+            self.number = mechanism[self.client]
+            mechanism[self.client] += 1
 
     def public_sample(self: Any, units: int) -> Tensor:
         sampled = sample(self, units)

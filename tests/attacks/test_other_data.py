@@ -32,7 +32,7 @@ RUNS: dict[str, tuple[str, list[str]]] = {
     "residual": ("--method feddm", CONDENSED),
     "features": ("--method feddm --dp-mechanism features", CONDENSED),
     "cap": ("--method feddm --dp-epsilon 4", CONDENSED),
-    "fedaf": ("--method fedaf", [*CONDENSED, "knowledge_from=first-phase"]),
+    "fedaf": ("--method fedaf", [*CONDENSED, "knowledge_from=first-exchange"]),
     "fedavg": ("--method fedavg --participation 0.5 --local-test 0.2", LOCAL),
     "fedfm": ("--method fedfm", LOCAL),
     "scaffold": ("--method scaffold", LOCAL),

@@ -24,23 +24,23 @@ def owner(folder: Path | None = None, epsilon: float = 2.0) -> DataOwner:
     return DataOwner("a", x, nominal_size=60, epsilon=epsilon, delta=1e-5, ledger=folder)
 
 
-def test_one_series_in_four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, 26 of 200 series made more releases than charged, and 40 counted records twice."""
+def test_one_mechanism_in_four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, 26 of 200 mechanism made more releases than charged, and 40 counted records twice."""
     counted = torch.full((1, 3), 20.0)
     monkeypatch.setattr(DataOwner, "check_independent", lambda *_, **__: (64, 64))
     for _ in range(200):
         one = owner(epsilon=1e4)
-        series = one.charge(plan(steps=2, dimension=3, groups=1, clip=1.0))
+        mechanism = one.charge(plan(steps=2, dimension=3, groups=1, clip=1.0))
         released: list[Tensor] = []
 
-        def use(one: Any = one, series: Any = series, released: Any = released) -> None:
+        def use(one: Any = one, mechanism: Any = mechanism, released: Any = released) -> None:
             for _ in range(3):
-                released.append(one.class_sums([series], lambda x, _: x))
+                released.append(one.class_sums([mechanism], lambda x, _: x))
 
         in_threads(use)
-        assert len(released) == 2 - series.steps_left
+        assert len(released) == 2 - mechanism.steps_left
         for sums in released:
-            assert float((sums - counted).abs().max()) < 8 * series.noise_std < 2
+            assert float((sums - counted).abs().max()) < 8 * mechanism.noise_std < 2
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -354,10 +354,10 @@ def test_functions_of_labels_that_mix_records_are_refused() -> None:
         return torch.where(y[:, None] == 1, x - x[y != 1].mean(dim=0), x)
 
     data_owner = owner()
-    series = data_owner.charge(plan(dimension=18, groups=3))
+    mechanism = data_owner.charge(plan(dimension=18, groups=3))
     with pytest.raises(PrivacyError, match="mixes"):
-        data_owner.class_sums([series], centred)
-    assert series.steps_left == 1
+        data_owner.class_sums([mechanism], centred)
+    assert mechanism.steps_left == 1
 
 
 @pytest.mark.parametrize("objective", [GradientMatching, ResidualMatching])
@@ -473,8 +473,8 @@ def test_isolated_passes_have_one_record_at_the_first_position(without_noise: No
     first = full._x[0]
     sums = []
     for data_owner in (full, fewer):
-        series = data_owner.charge(plan(dimension=18, groups=3, clip=100.0))
-        sums.append(data_owner.class_sums([series], values))
+        mechanism = data_owner.charge(plan(dimension=18, groups=3, clip=100.0))
+        sums.append(data_owner.class_sums([mechanism], values))
     assert lengths >= {MIN_LENGTH}
     difference = sums[0] - sums[1]
     torch.testing.assert_close(difference[0], first, atol=1e-4, rtol=0)

@@ -23,7 +23,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
 from fedsynth.results.file_names import LOCK
-from fedsynth.results.run_messages import LONG_PHASE, StderrObserver, round_line
+from fedsynth.results.run_messages import LONG_STAGE, StderrObserver, round_line
 from tests.cli.conftest import LOCAL, Call, call_train
 from tests.quick_runs import interrupt_in_round
 from tests.user_files import make_image_folder, write_declaration
@@ -182,10 +182,10 @@ def test_private_runs_show_no_times(outcomes: Callable[[str], Any], train: Call,
 def test_private_progress_is_printed_by_steps(capsys: pytest.CaptureFixture[str]) -> None:
     observer = StderrObserver(resolve({"privacy": {"noise_multiplier": 3.0}}), "")
     observer._printed -= 3600
-    for total in (LONG_PHASE - 1, LONG_PHASE):
+    for total in (LONG_STAGE - 1, LONG_STAGE):
         for step in range(1, total + 1):
             observer.step(1, "condense", step, total)
-    steps = [f"{n * LONG_PHASE // 10}/{LONG_PHASE}" for n in range(1, 11)]
+    steps = [f"{n * LONG_STAGE // 10}/{LONG_STAGE}" for n in range(1, 11)]
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"round 1/3 condense {step}" for step in steps]
 
@@ -212,7 +212,7 @@ def test_remaining_time_follows_mean_round(
         assert times[1:] == ["round 3/10 train 1/10, about 4 days, 15:10:40 left"]
 
 
-def test_remaining_time_of_steps_is_that_of_their_phase(
+def test_remaining_time_of_steps_is_that_of_their_stage(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = iter((0.0, 600.0, 640.0))

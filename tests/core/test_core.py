@@ -52,7 +52,7 @@ def test_declared_types_have_unique_names() -> None:
     assert sum(issubclass(kind, Message) for kind in types) >= 17
     model = build_model(ModelSettings(width=4, depth=1, norm="batch"), (1, 8, 8), 10, 0)
     for cls in map(method_class, METHODS):
-        declared = {cls.downlink, cls.upload, cls.first_downlink, cls.first_upload, cls.state}
+        declared = {cls.request, cls.upload, cls.first_request, cls.first_upload, cls.state}
         assert declared <= {*types, None}
         state = cls().initial_state(model.state_dict())
         assert type(state) is cls.state
@@ -229,7 +229,7 @@ def test_malformed_frames_are_rejected(sent: bytes) -> None:
 
 
 def test_frames_are_short_and_finite() -> None:
-    """Parsed JSON takes many times the memory of its text."""
+    """Parsed JSON takes many times the client state of its text."""
     frame = json.dumps({"kind": "x" * LONGEST_HEADER, "facts": {}}).encode()
     with pytest.raises(MessageError, match="truncated"):
         Frame.from_bytes(frame_bytes(frame))

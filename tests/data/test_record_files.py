@@ -127,7 +127,7 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
 
 
 def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
-    """MedMNIST3D: volumes are no images of 9 channels. Time series and 5 bands stay as they are."""
+    """MedMNIST3D: volumes are no images of 9 channels. time series and 5 bands stay as they are."""
     volumes = np.random.default_rng(1).integers(0, 256, (6, 9, 9, 9), dtype=np.uint8)
     file, labels = tmp_path / "organs.npz", np.arange(6) % 2
     np.savez(file, x=volumes, y=labels)

@@ -18,7 +18,7 @@ from fedsynth import FedSum, ModelParameters, register_model, resolve, simulate
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import DatasetPart, Node
-from fedsynth.deployment.node_exchange import TooFewClientsError
+from fedsynth.deployment.node_backend import TooFewClientsError
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal, new_run
 from fedsynth.deployment.session import Session
@@ -443,11 +443,11 @@ def test_repeated_requests_repeat_the_answer_without_charge(
     setup: Setup, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If an answer is lost or the server restarts, the stored bytes are sent again, in this process
-    and in another one, even with an exhausted budget; no step is taken, and the client's memory is
+    and in another one, even with an exhausted budget; no step is taken, and the client's state is
     unchanged."""
     settings = sections(method, privacy={"noise_multiplier": 50.0})
-    if method == "fedaf":  # whose first phase is an exchange of its own
-        settings["method"]["knowledge_from"] = "first-phase"
+    if method == "fedaf":  # whose first exchange is an exchange of its own
+        settings["method"]["knowledge_from"] = "first-exchange"
     proposal, steps = recorded_steps(setup, settings)
     nodes = [setup.node(0, home="another") for _ in range(3)]
     join(nodes[0], proposal)
@@ -455,7 +455,7 @@ def test_repeated_requests_repeat_the_answer_without_charge(
     def payload(node: Node, request: Frame) -> bytes:
         answer = replay(node, proposal.run, request)
         assert answer.kind == "answer"
-        assert ("history" in answer.facts) == (request.facts["phase"] == "main")
+        assert ("history" in answer.facts) == (request.facts["exchange"] == "main")
         return answer.payload
 
     def stored() -> tuple[Any, dict[str, bytes]]:

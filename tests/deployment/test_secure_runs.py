@@ -93,24 +93,24 @@ def observe_sums(monkeypatch: pytest.MonkeyPatch, runs: Path) -> Any:
     seen = SimpleNamespace(plain={}, uploads={}, masked={}, totals={}, server_data=[])
     answers, receive, take_step = SecureStep._answers, Server.receive, session.step_together
 
-    def at_client(clients: Any, phase: str, message: Any, context: Any) -> Any:
-        replies = take_step(clients, phase, message, context)
+    def at_client(clients: Any, exchange: str, message: Any, context: Any) -> Any:
+        replies = take_step(clients, exchange, message, context)
         for number, reply in replies.messages.items():
-            key = (context.round, phase, number)
-            seen.plain[key] = upload_layout(clients[0].method, phase, context).encode(reply)
+            key = (context.round, exchange, number)
+            seen.plain[key] = upload_layout(clients[0].method, exchange, context).encode(reply)
             seen.uploads[key] = reply
         return replies
 
     def at_server(self: SecureStep, *arguments: Any) -> Any:
         answered = answers(self, *arguments)
         for client, words in self.server.masked.items():
-            seen.masked[self.context.round, self.phase, client] = words
+            seen.masked[self.context.round, self.exchange, client] = words
         seen.server_data.append(pickle.dumps(self.server))
         return answered
 
-    def summed(self: Server, phase: str, total: SecureSum, context: Any) -> None:
-        seen.totals[context.round, phase] = total
-        receive(self, phase, total, context)
+    def summed(self: Server, exchange: str, total: SecureSum, context: Any) -> None:
+        seen.totals[context.round, exchange] = total
+        receive(self, exchange, total, context)
         seen.server_data.append(pickle.dumps(self.state))
         seen.server_data.extend(file.read_bytes() for file in runs.rglob("*") if file.is_file())
 
@@ -150,13 +150,13 @@ def test_server_holds_only_masked_vectors_and_the_sum(
         pairs_ = np.frombuffer(narrow[: len(narrow) // 2 * 2].tobytes(), "<u8")
         assert not np.isin(pairs_, known_words).any()
         check_uniform(seen.masked[key], words)
-    for number, phase in seen.totals:
-        check_total(seen, number, phase, range(CLIENTS))
+    for number, exchange in seen.totals:
+        check_total(seen, number, exchange, range(CLIENTS))
 
 
-def check_total(seen: Any, number: int, phase: str, clients: Sequence[int]) -> None:
-    for name, total in seen.totals[number, phase].message.arrays():
-        parts = [getattr(seen.uploads[number, phase, k], name).double() for k in clients]
+def check_total(seen: Any, number: int, exchange: str, clients: Sequence[int]) -> None:
+    for name, total in seen.totals[number, exchange].message.arrays():
+        parts = [getattr(seen.uploads[number, exchange, k], name).double() for k in clients]
         torch.testing.assert_close(total, torch.stack(parts).sum(0), rtol=1e-15, atol=1e-12)
 
 
@@ -248,7 +248,7 @@ def test_thresholds_are_majorities_above_the_honest_clients_and_bound_quorums(se
     context = PrivacyPlan.checked(accepted.settings, context).in_context(context)
 
     def terms(**changes: Any) -> SumTerms:
-        arguments = {"phase": "main", "context": context, "name": "ab" * 16, "agreed": "1"}
+        arguments = {"exchange": "main", "context": context, "name": "ab" * 16, "agreed": "1"}
         return sum_terms(accepted.settings.method, **{**arguments, **changes})
 
     assert (terms().threshold, terms().clients) == (4, (0, 1, 2, 3, 4))
@@ -290,7 +290,7 @@ class FakeServer:
 
 
 def join_all(setup: Setup, settings: Any, policy: Policy | None = None) -> FakeServer:
-    """Returns nodes that have joined a run and the message of the first exchange."""
+    """Returns nodes that have joined a run and the message of the first transport."""
     proposal = new_proposal(settings)
     clients = settings["partition"]["clients"]
     nodes = [setup.node(k, policy) for k in range(clients)]
@@ -299,11 +299,11 @@ def join_all(setup: Setup, settings: Any, policy: Policy | None = None) -> FakeS
     state = method.initial_state(context.architecture.state_dict())
     facts = {"round": 1, "participants": list(range(clients)), "sum": "ab" * 16}
     if "privacy" in settings:
-        facts |= {"phase": "main", "noise_multiplier": 2.0}
+        facts |= {"exchange": "main", "noise_multiplier": 2.0}
         message = method.broadcast(state, context)
     else:
-        facts |= {"phase": "first", "sizes": [100] * clients}
-        message = method.first_request(state, context)
+        facts |= {"exchange": "first", "sizes": [100] * clients}
+        message = method.first_broadcast(state, context)
     for node in nodes:
         assert join(node, proposal).kind == "answer"
     return FakeServer(nodes, proposal, facts, message.to_bytes())

@@ -31,7 +31,7 @@ from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, kil
 from tests.quick_runs import NoteRecorder, by_family
 from tests.results.test_tampering import Tamper, changed, delete, edit, put, row
 
-ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "phase": "main"}
+ROUND: dict[str, Any] = {"round": 1, "participants": list(range(CLIENTS)), "exchange": "main"}
 EPSILON = {"epsilon": 8.0}
 # A cap, with which an exchange is answered again after a server restarts.
 CAPPED = {"epsilon": 50.0, "noise_multiplier": 5.0}
@@ -69,7 +69,7 @@ class Client:
 def test_hostile_requests_are_answered_with_errors(setup: Setup) -> None:
     client = Client(setup, sections("fedavg"), sizes=[1] * CLIENTS)
     requests: list[tuple[str, dict[str, Any]]] = [
-        *(("step", {"phase": phase}) for phase in ("other", "first", None, 7)),
+        *(("step", {"exchange": exchange}) for exchange in ("other", "first", None, 7)),
         ("read the disk", {}),
         ("step", {}),  # whose message is junk
         *(("step", {"sizes": sizes}) for sizes in (["many"], [1], [True] * 3, 7, [-1] * 3)),
@@ -99,7 +99,7 @@ def test_private_requests_without_noise_terms_are_errors(setup: Setup, method: s
     state = client.runtime.method.initial_state(client.model())
     sent = client.runtime.method.broadcast(state, client.runtime.context).to_bytes()
     for kind in ("step", "keys"):
-        for facts in ({}, {"phase": "first"}, {"sizes": [1] * CLIENTS}):
+        for facts in ({}, {"exchange": "first"}, {"sizes": [1] * CLIENTS}):
             assert client.request(kind, sent, **facts).kind == "error", kind
     assert client.rows == ()
 
@@ -126,7 +126,7 @@ def test_noise_must_match_the_settings_or_the_first_terms(setup: Setup) -> None:
 
 def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(setup: Setup) -> None:
     settings = sections("fedaf", privacy=PRIVATE)
-    settings["method"]["knowledge_from"] = "first-phase"
+    settings["method"]["knowledge_from"] = "first-exchange"
     client = Client(setup, settings, noise_multiplier=5.0)
     client.node._session(client.proposal.run).accept(RunTerms(noise_multiplier=5.0))
     context = replace(client.runtime.context, participants=tuple(range(CLIENTS)))
@@ -134,7 +134,7 @@ def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(se
     assert budget is not None
     rows = budget.plan.client_rows(0, context)
     plans = budget.plan.client_plans(0, context)
-    first = [row for row, plan in zip(rows, plans, strict=True) if plan.phase == "first"]
+    first = [row for row, plan in zip(rows, plans, strict=True) if plan.exchange == "first"]
     first_epsilon, round_epsilon = epsilon(first, 1e-5), epsilon(rows, 1e-5)
     assert first_epsilon < 0.9 * round_epsilon
     method: Any = client.runtime.method
@@ -143,7 +143,7 @@ def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(se
     for share, kind in ((0.5, "refusal"), (1.01, "answer")):
         policy = Policy(epsilon=first_epsilon + share * (round_epsilon - first_epsilon), delta=1e-5)
         capped = Client(Setup(setup.folder / kind), settings, policy, **client.terms)
-        assert capped.request("step", sent, phase="first").kind == kind
+        assert capped.request("step", sent, exchange="first").kind == kind
         assert bool(capped.rows) == (kind == "answer")
 
 
@@ -311,7 +311,7 @@ def test_resumed_open_run_keeps_its_client_sizes(setup: Setup) -> None:
 
 
 def test_resumed_run_equals_uninterrupted_run(setup: Setup) -> None:
-    """One client's newest memory is of an earlier round than the checkpoint, another has none."""
+    """One client's newest client state is of an earlier round than the checkpoint, another has none."""
     settings = sections("scaffold", run={"rounds": 6, "participation": 0.34, "seed": 45})
     folder = kill(setup, settings, setup.link(), 4)
     served = setup.serve(settings, setup.link(*map(setup.node, range(CLIENTS))), resume=folder)

@@ -31,12 +31,12 @@ from fedsynth.privacy.plans import FIRST, MAIN
 from tests.quick_runs import by_family
 from tests.simulation.test_recorded_numbers import CASES, OWN_MODELS, case, settings_of
 
-QUICK = ("fedavg", "feddm", "fedaf, first phase", "fedgen", "fednova", "fedstats")
+QUICK = ("fedavg", "feddm", "fedaf, first exchange", "fedgen", "fednova", "fedstats")
 ATTACKER = 1
 CLIENTS = 4
 TINY: dict[str, Any] = {
     **{name: case(name) for name in METHODS},
-    "fedaf, first phase": CASES["fedaf, first phase"],
+    "fedaf, first exchange": CASES["fedaf, first exchange"],
     "feddf, own architectures": case("feddf", run={"rounds": 1}, model=OWN_MODELS),
 }
 
@@ -47,7 +47,7 @@ class RecordedExchange:
 
     method: Any
     state: ServerState
-    phase: str
+    exchange: str
     replies: Mapping[int, Message]
     context: RoundContext
 
@@ -59,7 +59,7 @@ class RecordedExchange:
     def rejection(self, message: Message) -> str:
         """Returns the reason for which the server rejects the attacker's message, and only this."""
         replies = {**self.replies, ATTACKER: message}
-        accepted, rejected = self.server().check(self.phase, replies, self.context)
+        accepted, rejected = self.server().check(self.exchange, replies, self.context)
         assert list(rejected) == [ATTACKER]
         assert accepted == {k: sent for k, sent in self.replies.items() if k != ATTACKER}
         return str(rejected[ATTACKER])
@@ -71,9 +71,9 @@ def exchanges(name: str) -> tuple[RecordedExchange, ...]:
     seen: list[RecordedExchange] = []
 
     class RecordingServer(Server):
-        def check(self, phase: str, replies: Any, context: RoundContext) -> Any:
-            seen.append(RecordedExchange(self.method, self._next, phase, dict(replies), context))
-            return super().check(phase, replies, context)
+        def check(self, exchange: str, replies: Any, context: RoundContext) -> Any:
+            seen.append(RecordedExchange(self.method, self._next, exchange, dict(replies), context))
+            return super().check(exchange, replies, context)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsynth.results.active_run.Server", RecordingServer)
@@ -191,20 +191,20 @@ def test_fields_of_uploads_are_checked(name: str) -> None:
 def test_honest_uploads_of_any_clients_are_accepted_within_size_limit(name: str) -> None:
     """The clients may differ between the exchanges of a round."""
     for exchanged in exchanges(name):
-        phase, context = exchanged.phase, exchanged.context
+        exchange, context = exchanged.exchange, exchanged.context
         for client, message in exchanged.replies.items():
-            rules = exchanged.method.upload_rules(phase, client, context)
+            rules = exchanged.method.upload_rules(exchange, client, context)
             packed = message.to_bytes()
             assert len(packed) <= most_bytes(type(message), rules)
             unpacked = {client: type(message).from_bytes(packed)}
-            assert list(exchanged.server().check(phase, unpacked, context)[0]) == [client]
+            assert list(exchanged.server().check(exchange, unpacked, context)[0]) == [client]
         for subset in ([0], [3], [1, 2], [0, 2, 3], range(CLIENTS)):
             server = exchanged.server()
             replies = {k: exchanged.replies[k] for k in subset}
-            assert server.check(phase, replies, context)[1] == {}
-            server.receive(phase, replies, context)
+            assert server.check(exchange, replies, context)[1] == {}
+            server.receive(exchange, replies, context)
             assert all(bool(torch.isfinite(t).all()) for _, t in server._next.arrays())
-            assert phase != FIRST or server._next is not exchanged.state
+            assert exchange != FIRST or server._next is not exchanged.state
 
 
 def with_fields(reason: str, **changes: Callable[[Any], Any]) -> tuple[Attack, str]:
@@ -263,7 +263,7 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
 
 @pytest.mark.parametrize(
     ("name", "attack"),
-    [(name, key) for name in ("feddm", "fedaf, first phase") for key in INCONSISTENT_ATTACKS]
+    [(name, key) for name in ("feddm", "fedaf, first exchange") for key in INCONSISTENT_ATTACKS]
     + list(METHOD_ATTACKS),
 )
 def test_inconsistent_fields_are_rejected(name: str, attack: str) -> None:
@@ -303,9 +303,9 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, attacked: bool) -> Any:
     rounds: set[int] = set()
 
     def step(
-        self: InProcess, phase: str, request: Message, context: RoundContext, clients: Any
+        self: InProcess, exchange: str, request: Message, context: RoundContext, clients: Any
     ) -> Replies:
-        messages = dict(honest(self, phase, request, context, clients).messages)
+        messages = dict(honest(self, exchange, request, context, clients).messages)
         if ATTACKER not in messages or context.round in rounds:
             return Replies(messages)
         rounds.add(context.round)
@@ -322,7 +322,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, attacked: bool) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    by_family([n for n in TINY if n != "solo"], ("fedavg", "fedaf, first phase", "fedstats")),
+    by_family([n for n in TINY if n != "solo"], ("fedavg", "fedaf, first exchange", "fedstats")),
 )
 def test_run_with_attacker_equals_one_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that is rejected in the first exchange takes no part in the second one."""
@@ -334,7 +334,7 @@ def test_run_with_attacker_equals_one_without(name: str, monkeypatch: pytest.Mon
         assert client == str(ATTACKER)
         assert dropped_row.pop("lost") == {str(ATTACKER): "dropped"}
         assert {**attacked_row, "seconds": 0} == {**dropped_row, "seconds": 0}
-    assert reason.startswith("first exchange: ") == (exchanges(name)[0].phase == FIRST)
+    assert reason.startswith("first exchange: ") == (exchanges(name)[0].exchange == FIRST)
 
 
 @pytest.mark.parametrize(
@@ -346,8 +346,8 @@ def test_round_below_quorum_keeps_state(quorum: float, attackers: int, reached: 
     server = exchanged.server()
     attacks: Any = {k: replace(exchanged.replies[k], weight=-1.0) for k in range(attackers)}  # type: ignore[call-arg]
     replies = {**exchanged.replies, **attacks}
-    exchange = Mock(step=lambda *_: Replies(replies), **{"prepare.return_value": []})
-    outcome = run_round(server, exchange, exchanged.context, quorum)
+    backend = Mock(step=lambda *_: Replies(replies), **{"prepare.return_value": []})
+    outcome = run_round(server, backend, exchanged.context, quorum)
     assert set(outcome.rejected) == set(range(attackers))
     assert outcome.no_quorum == (
         None if reached else NoQuorum(MAIN, CLIENTS - attackers, ceil(quorum * CLIENTS))

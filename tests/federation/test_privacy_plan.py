@@ -136,7 +136,7 @@ WRONG_PLANS: dict[str, Callable[[ReleasePlan], tuple[ReleasePlan, ...]]] = {
     "ratio": lambda plan: (replace(plan, relative_noise_multiplier=0.5),),
     "rate": lambda plan: (replace(plan, sample_rate=plan.sample_rate / 2),),
     "name": lambda plan: (replace(plan, name="another"),),
-    "phase": lambda plan: (replace(plan, phase=FIRST),),
+    "exchange": lambda plan: (replace(plan, exchange=FIRST),),
     "more": lambda plan: (plan, replace(plan, name="another")),
     "none": lambda plan: (),
 }
@@ -170,7 +170,7 @@ def test_stragglers_and_client_networks_have_separate_rows() -> None:
 
 
 def test_budget_is_charged_per_exchange() -> None:
-    plan = plan_of(settings(own={"knowledge_from": "first-phase"}))
+    plan = plan_of(settings(own={"knowledge_from": "first-exchange"}))
     ledger = Ledger("a")
     budget = ClientBudget(0, ledger, plan, SecretGenerator())
     other = ClientBudget(1, Ledger("b"), plan, SecretGenerator())
@@ -188,7 +188,7 @@ def test_budget_is_charged_per_exchange() -> None:
     assert other.ledger.history().releases == ()
 
 
-def test_unguaranteed_mechanisms_are_recorded_without_series() -> None:
+def test_unguaranteed_mechanisms_are_recorded_without_mechanism() -> None:
     plan = plan_of(settings("feddm", mechanism="paper", noise_multiplier=2.0))
     assert not plan.guaranteed(plan.histories)
     assert {row.unaccounted for row in plan.planned()} == {"FedDM's Algorithm 1 as printed"}
@@ -202,13 +202,13 @@ def test_unguaranteed_mechanisms_are_recorded_without_series() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedaf", "fedfm", "fedfm-lite", "feddm", "fedavg"])
-def test_steps_take_all_charged_series(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_all_charged_mechanisms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = create_autospec(ReleaseBudget.__init__, side_effect=ReleaseBudget.__init__)
     monkeypatch.setattr(ReleaseBudget, "__init__", spy)
     monkeypatch.setattr(
         active_run, "check_private_steps", lambda *args: StepCheck()
     )  # charges nothing
-    method_settings = {"knowledge_from": "first-phase"} if name == "fedaf" else {}
+    method_settings = {"knowledge_from": "first-exchange"} if name == "fedaf" else {}
     privacy = {"mechanism": "features"} if name == "feddm" else {}
     run = settings(name, clients=2, own=method_settings, noise_multiplier=3.0, **privacy)
     simulate(replace(run, rounds=1))

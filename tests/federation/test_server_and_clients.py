@@ -28,7 +28,7 @@ from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.models.small import Linear
 from fedsynth.privacy import Ledger
 from fedsynth.privacy.errors import RequestRefusedError, UnplannedReleaseError
-from fedsynth.privacy.plans import FIRST, MAIN, PHASES
+from fedsynth.privacy.plans import EXCHANGES, FIRST, MAIN
 from tests.digits import CPU, SPEC, digits
 
 
@@ -80,37 +80,37 @@ def test_replies_are_ordered_and_state_changes_after_round(
     assert list(replies) == [3, 0, 2]  # the argument is unchanged
 
 
-@pytest.mark.parametrize(("phase", "name"), [(FIRST, "first_request"), (MAIN, "broadcast")])
+@pytest.mark.parametrize(("exchange", "name"), [(FIRST, "first_request"), (MAIN, "broadcast")])
 def test_messages_of_wrong_type_are_rejected(
-    server: Server, phase: str, name: str, monkeypatch: pytest.MonkeyPatch
+    server: Server, exchange: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Subclasses are rejected too, since only the declared type was checked for privacy."""
-    server.request(phase, in_round())
+    server.request(exchange, in_round())
     state, tensors = server.state, (torch.ones(10, 64), torch.ones(10))
-    replies = sums(0) if phase == FIRST else models(0)
+    replies = sums(0) if exchange == FIRST else models(0)
     wide_sums = type("WideSums", (FeatureSums,), {})
     for reply in (wide_sums(*tensors), ModelAndSums({}, 1.0, *tensors)):
         message = rf"fedfm must send messages of type \w+, got {type(reply).__name__}"
         with pytest.raises(TypeError, match=message):
-            server.receive(phase, {**replies, 1: reply}, in_round())
+            server.receive(exchange, {**replies, 1: reply}, in_round())
     assert server.state is state
-    step = "first_aggregate" if phase == FIRST else "server_step"
+    step = "first_aggregate" if exchange == FIRST else "server_step"
     monkeypatch.setattr(fs.FedFM, step, lambda *_: {})
     with pytest.raises(TypeError, match=r"fedfm must return the type `state`.*got dict"):
-        server.receive(phase, replies, in_round())
+        server.receive(exchange, replies, in_round())
     monkeypatch.setattr(fs.FedFM, name, lambda *_: FeatureSums(*tensors))
     with pytest.raises(TypeError, match=r"fedfm must send messages of type \w+, got FeatureSums"):
-        server.request(phase, in_round())
+        server.request(exchange, in_round())
 
 
 def test_non_finite_replies_and_models_are_rejected(server: Server) -> None:
     state = server.state
-    for phase, replies in (
+    for exchange, replies in (
         (FIRST, {**sums(3, value=math.nan), **sums(1, 0)}),
         (MAIN, {**models(3, value=math.inf), **models(1, 0)}),
     ):
-        server.request(phase, in_round())
-        accepted, rejected = server.check(phase, replies, in_round())
+        server.request(exchange, in_round())
+        accepted, rejected = server.check(exchange, replies, in_round())
         assert list(rejected) == [3]
         assert "is not finite" in str(rejected[3])
         assert list(accepted) == [0, 1]
@@ -169,10 +169,10 @@ def test_requests_of_wrong_type_are_rejected() -> None:
     unrelated = type("Unrelated", (fs.Message,), {})()
     for name in METHODS:
         client = client_of(0, method_class(name)())
-        for phase in PHASES:
+        for exchange in EXCHANGES:
             with pytest.raises((TypeError, MessageError), match=rf"{name} (must send|has no)"):
-                step_together([client], phase, unrelated, context())
-        assert client.memory == {}
+                step_together([client], exchange, unrelated, context())
+        assert client.client_state == {}
 
 
 def test_replies_and_memories_belong_to_their_clients() -> None:
@@ -187,8 +187,8 @@ def test_replies_and_memories_belong_to_their_clients() -> None:
         assert group.weight == reply.weight == len(PARTS[client.number])
     clients = runtimes(fs.Solo(local_epochs=1, batch=8, lr=0.1))
     step_together(clients[:2], MAIN, request(ctx), ctx)
-    assert clients[2].memory == {}
-    first, second = (clients[k].memory for k in (0, 1))
+    assert clients[2].client_state == {}
+    first, second = (clients[k].client_state for k in (0, 1))
     assert set(first) == set(request(ctx).parameters)
     assert not any(torch.equal(first[name], second[name]) for name in first)
     assert clients[0].personal({}) is first
@@ -198,10 +198,10 @@ def test_invalid_requests_are_refused_by_reply() -> None:
     """The remote server receives a refusal instead of an exception, and no data are read."""
     privacy = {"noise_multiplier": 1.0, "max_request_norm": 1.0}
     ctx = context(privacy=fs.PrivacySettings(**privacy), sizes=None)
-    for method, phase in ((fs.FedAvg(), MAIN), (fs.FedFM(), FIRST)):
+    for method, exchange in ((fs.FedAvg(), MAIN), (fs.FedFM(), FIRST)):
         client = client_of(2, method, **privacy)
         for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
-            replies = step_together([client], phase, request(ctx, value), ctx)
+            replies = step_together([client], exchange, request(ctx, value), ctx)
             assert replies.messages == {}
             (refusal,) = replies.refusals
             assert refusal.kind == REQUEST
@@ -243,7 +243,7 @@ def test_models_are_tested_on_splits_of_clients() -> None:
     assert [e.right["one"] for e in evaluations] == [0, 1, 1, 2]
     assert [e.tested for e in evaluate_together(runtimes(fs.FedAvg()), models, ctx)] == [0] * 4
     personal = runtimes(fs.Solo(), [torch.arange(120, 131)] * 4)
-    personal[1].memory = constant(5)
+    personal[1].client_state = constant(5)
     evaluations = evaluate_together(personal, {"global": constant(0)}, ctx)
     assert [e.right["global"] for e in evaluations] == [2, 1, 2, 2]
 
@@ -281,11 +281,11 @@ def test_mechanisms_are_bound_to_clients() -> None:
     ctx = clients[0].context
     group = view(clients, MAIN, ctx)
     assert isinstance(group, PrivateClientView)
-    other = group.select(1).series(COUNTS)
+    other = group.select(1).mechanisms(COUNTS)
     with pytest.raises(
         UnplannedReleaseError, match=r"records of client 0 cannot be used .* charged to client 1"
     ):
-        group.select(0).class_sums(other, lambda x, segment: x.new_ones(len(x), 1))
+        group.select(0).class_sums(other, lambda x, pair: x.new_ones(len(x), 1))
     clients = [client_of(k, fs.FedAvg(), parts(2)[k]) for k in range(2)]
     with pytest.raises(ValueError, match="share one data set"):
         step_together(clients, MAIN, request(context()), context())

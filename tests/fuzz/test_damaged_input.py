@@ -154,9 +154,9 @@ DAMAGED_FILES = 150  # cases; the others change the JSON
 
 def write_checkpoint(path: Path) -> Checkpoint:
     state = METHOD.initial_state({"weight": torch.arange(6.0).view(2, 3)})
-    memories = {k: {"h.weight": torch.full((2, 3), float(k))} for k in (0, 2)}
+    client_states = {k: {"h.weight": torch.full((2, 3), float(k))} for k in (0, 2)}
     rows = ({"round": 1, "loss": 0.5}, {"round": 2, "loss": 0.25, "participants": [0, 2]})
-    valid = Checkpoint(rows, state, memories)
+    valid = Checkpoint(rows, state, client_states)
     CheckpointFolder(path, "run").write(valid)
     return valid
 
@@ -171,14 +171,14 @@ def same_checkpoint(path: Path, valid: Checkpoint) -> bool:
         for state in (checkpoint.state, valid.state)
     )
     assert arrays == expected
-    assert folder.clients == sorted(valid.memories)
-    for client, memory in valid.memories.items():
-        assert torch.equal(folder.memory(client)["h.weight"], memory["h.weight"])
+    assert folder.clients == sorted(valid.client_states)
+    for client, client_state in valid.client_states.items():
+        assert torch.equal(folder.client_state(client)["h.weight"], client_state["h.weight"])
     return True
 
 
 def checkpoints(fuzzer: Fuzzer) -> None:
-    """No other round, state or memory than the written one is read."""
+    """No other round, state or client state than the written one is read."""
     path = fuzzer.folder / "checkpoint"
     valid = write_checkpoint(path)
     assert same_checkpoint(path, valid)
@@ -368,7 +368,7 @@ def conversation() -> Iterator[Frame]:
     context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
     message, _ = proposal.settings.method.exchange_types("main")
     sent = message(parameters=context.architecture.state_dict(), weight=1.0).to_bytes()
-    step = {"participants": [0], "sizes": None, "noise_multiplier": 3.0, "phase": "main"}
+    step = {"participants": [0], "sizes": None, "noise_multiplier": 3.0, "exchange": "main"}
     yield Frame("join", {"proposal": proposal.to_json(), "last_round": 0, "number": 1}, b"")
     yield Frame("step", {**step, "round": 1, "number": 2}, sent)
     yield Frame("step", {**step, "round": 2, "number": 3}, sent)

@@ -250,11 +250,11 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
         shared, norms = np.mean(trained, axis=0)[:24], [w[24:] for w in trained]
         expected.append(shared)
     method = fs.FedBN(**FULL)
-    models, state, memories = tiny.run_rounds(method, partial(TwoLayers, True), device)
+    models, state, client_states = tiny.run_rounds(method, partial(TwoLayers, True), device)
     np.testing.assert_allclose([tiny.flat(model) for model in models], expected, atol=5e-5)
     assert models[1]["norm.weight"].tolist() == [1.0] * 4  # no client sends it
     for k in ALL:
-        personal = tiny.as_arrays(method.personal_parameters(state.parameters, memories[k]))
+        personal = tiny.as_arrays(method.personal_parameters(state.parameters, client_states[k]))
         assert personal.keys() == models[1].keys()
         batch_norm = np.concatenate([personal["norm.weight"], personal["norm.bias"]])
         np.testing.assert_allclose(batch_norm, norms[k], atol=5e-5)
@@ -266,12 +266,12 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
 
 
 def test_solo_clients_keep_their_models(device: torch.device) -> None:
-    models, _, memories = tiny.run_rounds(fs.Solo(**FULL), TwoLayers, device)
+    models, _, client_states = tiny.run_rounds(fs.Solo(**FULL), TwoLayers, device)
     for k in ALL:
         w = tiny.START
         for _ in range(2):
             w = descend(w, lambda v, k=k: tiny.cross_entropy(v, tiny.X[PARTS[k]], LABELS[PARTS[k]]))  # type: ignore[misc]
-        np.testing.assert_allclose(tiny.flat(tiny.as_arrays(memories[k])), w, atol=5e-5)
+        np.testing.assert_allclose(tiny.flat(tiny.as_arrays(client_states[k])), w, atol=5e-5)
     np.testing.assert_allclose(tiny.flat(models[1]), tiny.START, atol=1e-6)
 
 
@@ -337,9 +337,9 @@ def test_dense_networks_train_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("kind", [*PLAIN[:-1], fs.FedGKD, fs.FedGen])
 def test_rounds_without_counted_clients_change_nothing(kind: Any) -> None:
     method = kind(**LOCAL)
-    server, memories = Server(method, LINEAR.state_dict()), dict[int, Any]()
+    server, client_states = Server(method, LINEAR.state_dict()), dict[int, Any]()
     for number in (1, 2):
-        uploads = play_round(server, [group()], memories, context(number))
+        uploads = play_round(server, [group()], client_states, context(number))
     dropped = {k: replace(u, weight=0.0) for k, u in uploads.items()}
     next_state = method.server_step(server.state, dropped, context(3))
     old, new = dict(server.state.numbers()), dict(next_state.numbers())
@@ -353,8 +353,10 @@ def test_local_steps_are_equal_for_all_clients() -> None:
     empty = ExactClientView((0,), DATA, [torch.arange(0)])
     scaffold = fs.Scaffold(**settings)
     message = scaffold.broadcast(scaffold.initial_state(LINEAR.state_dict()), context())
-    ((empty_upload, memory),) = scaffold.client_step(message, empty, [control], context(clients=1))
-    assert all(torch.equal(memory[name], control[name]) for name in control)
+    ((empty_upload, client_state),) = scaffold.client_step(
+        message, empty, [control], context(clients=1)
+    )
+    assert all(torch.equal(client_state[name], control[name]) for name in control)
     assert empty_upload.weight == 0  # type: ignore[attr-defined]
 
 
@@ -379,12 +381,12 @@ def test_private_clients_have_separate_penalties(kind: type[fs.TrainsLocally]) -
     exact = fs.PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)
     ctx = context(clients=3, privacy=exact)
     ones = {name: torch.ones_like(value) for name, value in LINEAR.state_dict().items()}
-    memories = [{name: 0.3 * (k - 1) * one for name, one in ones.items()} for k in range(3)]
+    client_states = [{name: 0.3 * (k - 1) * one for name, one in ones.items()} for k in range(3)]
     clients = private_clients(method, ctx, DATA, BLOCKS[:3])
-    together = [u.parameters for u in client_uploads(method, ctx, clients, memories)]
+    together = [u.parameters for u in client_uploads(method, ctx, clients, client_states)]
     for k in range(3):
         single_client = private_clients(method, ctx, DATA, [BLOCKS[k]])
-        (single,) = client_uploads(method, ctx, single_client, [memories[k]])
+        (single,) = client_uploads(method, ctx, single_client, [client_states[k]])
         torch.testing.assert_close(together[k], single.parameters, atol=1e-4, rtol=1e-4)
     first, _, last = (flatten_named(model, LINEAR) for model in together)
     assert float((first - last).norm()) > 0.1
@@ -475,7 +477,7 @@ class _LargestTensor(TorchDispatchMode):
 
 
 def test_averaging_needs_memory_of_one_tensor() -> None:
-    """Stacking fifty uploads would need fifty times the memory."""
+    """Stacking fifty uploads would need fifty times the client state."""
     network = nn.Linear(20, 10)
     network.register_buffer("batches", torch.tensor(3))
     uploads = random_uploads(network, 50)

@@ -20,7 +20,7 @@ from torch.nn.utils import vector_to_parameters
 import fedsynth as fs
 from fedsynth import FedAF, FedDM, PrivacySettings, RoundContext
 from fedsynth.core.client import ExactClientView
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.data.images import denormalise, normalise
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.server import Server
@@ -87,17 +87,17 @@ def test_two_rounds_equal_plain_torch(change: dict[str, Any]) -> None:
     method = replace(slow, min_examples=1, **change)
     group, base = clients(0, 1), round_context()
     x = normalise(digits(LABELS).images, SPEC)
-    server, memories = Server(method, base.architecture.state_dict()), dict[int, Memory]()
+    server, client_states = Server(method, base.architecture.state_dict()), dict[int, ClientState]()
     model: Any = base.load(server.state.parameters)
-    segments = group.segments(1)
-    S = [s.clone() for s in real_start(group, segments, 2, 0)]
+    pairs = group.pairs(1)
+    S = [s.clone() for s in real_start(group, pairs, 2, 0)]
 
     def set_weights(network: torch.nn.Module, center: torch.Tensor, offset: torch.Tensor) -> None:
         scale = min(1.0, method.radius / float(offset.norm()))
         vector_to_parameters(center + offset * scale, network.parameters())
 
     for number in (1, 2):
-        uploads = play_round(server, [group], memories, replace(base, round=number))
+        uploads = play_round(server, [group], client_states, replace(base, round=number))
         generator = torch_generator(0, "parameter perturbation", number)
         velocity = [torch.zeros_like(s) for s in S]
         start = flatten(model)
@@ -107,21 +107,21 @@ def test_two_rounds_equal_plain_torch(change: dict[str, Any]) -> None:
             w: Any = base.load(model.state_dict())
             set_weights(w, start, torch.empty_like(start).normal_(generator=generator))
             gradients = []
-            for i, label in enumerate(segments.label.tolist()):
-                part = PARTS[int(segments.position[i])]
+            for i, label in enumerate(pairs.label.tolist()):
+                part = PARTS[int(pairs.position[i])]
                 real = x[part[torch.from_numpy(LABELS)[part] == label]]
                 leaf = S[i].clone().requires_grad_()
                 h, z = (f(leaf).mean(0) - f(real).mean(0) for f in (w.embed, w))
                 loss = h.square().sum() + method.logit_weight**2 * z.square().sum()
                 gradients += torch.autograd.grad(loss, leaf)
             for i, gradient in enumerate(gradients):
-                rows = [gradients[j] for j in segments.of(int(segments.position[i])).tolist()]
+                rows = [gradients[j] for j in pairs.of(int(pairs.position[i])).tolist()]
                 norm = float(torch.stack(rows).norm())  # of all images of a client
                 if method.image_clip and norm > method.image_clip:
                     gradient = gradient * method.image_clip / norm
                 velocity[i] = method.image_momentum * velocity[i] + gradient
                 S[i] = S[i] - method.image_lr * velocity[i]
-        union, labels = torch.cat(S), segments.label.repeat_interleave(2)
+        union, labels = torch.cat(S), pairs.label.repeat_interleave(2)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
         shuffle = torch_generator(0, "server training", number)
         for _ in range(2):
@@ -230,11 +230,11 @@ context = functools.partial(round_context, nominal=6.0, clients=2)
 
 def run_rounds(method: FedAF, active: Any, device: torch.device = CPU) -> tuple[list[Any], Any]:
     server = Server(method, context().architecture.to(device).state_dict())
-    memories, states, uploads = dict[int, Any](), [], dict[int, Any]()
+    client_states, states, uploads = dict[int, Any](), [], dict[int, Any]()
     for number, ids in enumerate(active, 1):
         clients = ExactClientView(ids, FEW.to(device), [FEW_PARTS[k] for k in ids])
         ctx = context(number=number, device=device, participants=ids)
-        uploads = play_round(server, [clients], memories, ctx)
+        uploads = play_round(server, [clients], client_states, ctx)
         states.append(server.state)
     return states, uploads
 
@@ -260,7 +260,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
         # Eqs. 5 and 8
         v = [{c: z[part][y[part] == c].mean(0) for c in C[k]} for k, part in enumerate(FEW_PARTS)]
         average = {c: torch.stack([z[c] for z in v if c in z]).mean(0) for c in C[0]}
-        if method.knowledge_from == "first-phase":
+        if method.knowledge_from == "first-exchange":
             V = average
         pixels = []
         for k, part in enumerate(FEW_PARTS):
@@ -315,7 +315,7 @@ def plain_rounds(method: FedAF, count: int) -> tuple[Tensor, list[Tensor]]:
     [
         ("gamma", 0.9),
         ("gamma", 0.0),
-        ("knowledge_from", "first-phase"),
+        ("knowledge_from", "first-exchange"),
         ("server_matching", "union"),
         ("matching_reduction", "sum"),
     ],
@@ -377,7 +377,7 @@ def test_resampling_interpolates_and_repeats() -> None:
     assert torch.equal(rng_state, torch.get_rng_state())
 
 
-@pytest.mark.parametrize("knowledge_from", ["previous-round", "first-phase"])
+@pytest.mark.parametrize("knowledge_from", ["previous-round", "first-exchange"])
 def test_logits_of_absent_clients_persist(knowledge_from: str) -> None:
     states, _ = run_rounds(replace(FEDAF, knowledge_from=knowledge_from), ((0,), (1,)))
     assert [s.has_logits.nonzero().flatten().tolist() for s in states] == [[0, 1, 2]] * 2

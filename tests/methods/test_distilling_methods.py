@@ -139,18 +139,20 @@ def test_two_client_rounds_equal_plain_torch(kind: str, use_kl: bool, device: to
     parameters, overall = (
         {name: v.to(device) for name, v in net.state_dict().items()} for net in (start, other)
     )
-    memory: Any = {}
+    client_state: Any = {}
     for number in (1, 2):
         ctx = context(number, device)
         message = method.broadcast(AveragingState(parameters, overall=overall), ctx)
         assert type(message) is TwoModels
-        ((upload, memory),) = method.client_step(message, clients(device), [memory], ctx)
+        ((upload, client_state),) = method.client_step(
+            message, clients(device), [client_state], ctx
+        )
     model = convnet(weights={name: v.cpu() for name, v in upload.parameters.items()})  # type: ignore[attr-defined]
     expected = plain_step(method, start, other if kind == "oca" else start, device)
     torch.testing.assert_close(flatten(model), expected, atol=2e-4, rtol=1e-3)
 
 
-def test_fedkf_minus_halves_the_downlink() -> None:
+def test_fedkf_minus_halves_the_request() -> None:
     state = AveragingState({"w": torch.ones(4)}, overall={"w": torch.zeros(4)})
     messages = [replace(FAST, teacher=kind).broadcast(state, context()) for kind in ("oca", "aca")]
     assert [message.floats for message in messages] == [8, 4]
@@ -161,14 +163,14 @@ def test_fedkf_minus_halves_the_downlink() -> None:
 
 
 def test_private_generator_is_independent_of_the_data() -> None:
-    memories = []
+    client_states = []
     ctx = context(2, privacy=PrivacySettings(noise_multiplier=1.0, sample_rate=0.5), sizes=None)
     state = AveragingState(convnet().state_dict(), overall=convnet(seed=5).state_dict())
     for size in (10, 4):
         group = private_clients(FAST, ctx, digits(np.arange(size) % 2))
-        ((_, memory),) = FAST.client_step(FAST.broadcast(state, ctx), group, [{}], ctx)
-        memories.append(memory)
-    torch.testing.assert_close(*memories, rtol=0, atol=0)
+        ((_, client_state),) = FAST.client_step(FAST.broadcast(state, ctx), group, [{}], ctx)
+        client_states.append(client_state)
+    torch.testing.assert_close(*client_states, rtol=0, atol=0)
 
 
 def run(method: str, rounds: int = 1, **model: Any) -> Any:

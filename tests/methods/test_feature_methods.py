@@ -103,7 +103,7 @@ def test_two_fedfm_rounds_equal_numpy(kind: str, device: torch.device) -> None:
     first = np.average(models, axis=0, weights=SIZES)
     anchors = class_means(dict(enumerate(models)))
     second = np.average([fit(first, k, anchors, kind) for k in ALL], axis=0, weights=SIZES)
-    assert FedFMLite().first_request(state, tiny.context(1, device)) is None
+    assert FedFMLite().first_broadcast(state, tiny.context(1, device)) is None
     assert_close(run_rounds(FedFMLite(**settings), device)[0], [first, second])
 
 
@@ -270,10 +270,10 @@ def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
     clients = ExactClientView([0, 1], digits(np.arange(8)), parts)
     settings = {**FULL, "lr": 0.05, "probability": 1.0, "align_weight": 0.5}
     method = FedFAPlus(**settings, bins=4, bin_temperature=0.1)
-    server, memories = Server(method, dict(convnet().state_dict())), dict[int, Any]()
+    server, client_states = Server(method, dict(convnet().state_dict())), dict[int, Any]()
     for number in (1, 2):
         ctx = round_context(None, number, nominal=4.0, clients=2)
-        uploads = play_round(server, [clients], memories, ctx)
+        uploads = play_round(server, [clients], client_states, ctx)
         assert all(type(u) is StatisticsUp for u in uploads.values())
     net, pi = convnet(), None
     gammas: Any = [[1.0, 1.0], [1.0, 1.0]]
@@ -530,9 +530,9 @@ def test_secure_aggregation_shares_noise_of_honest_clients() -> None:
         assert [plan.shares for plan in plans] == [shares, shares]
         rows = [plan.release(1, sigma) for plan in plans]
         assert epsilon(rows, 1e-5) == epsilon(plain, 1e-5)
-        (allowance,) = setup.charge_for(method, ctx, [0], [guard()], [SecretGenerator()])
+        (budget,) = setup.charge_for(method, ctx, [0], [guard()], [SecretGenerator()])
         expected = sigma * plans[0].clip / sqrt(shares)
-        assert allowance.take(IMAGES).noise_std == pytest.approx(expected)
+        assert budget.take(IMAGES).noise_std == pytest.approx(expected)
         assert method.pooled_deviation(COUNTS, 5, ctx) == pytest.approx(7 * sqrt(5 / shares))
     method = replace(open_method, aggregation="secure")
     client_sums = {k: NetworkSums(torch.zeros(3, 10, WIDTH), torch.ones(10)) for k in range(5)}

@@ -80,7 +80,7 @@ class Case:
 
     method: fs.FedStats
     number: int
-    phase: str
+    exchange: str
     name: str
     field: str = "sums"
 
@@ -91,7 +91,7 @@ class Case:
     def step(self, clients: Group, ctx: Any = None) -> Tensor:
         """Returns the clients' uploads, [clients, D]."""
         message = ModelParameters(network(self.method).state_dict(), 1.0)
-        take = self.method.first_step if self.phase == FIRST else self.method.client_step
+        take = self.method.first_step if self.exchange == FIRST else self.method.client_step
         # without privacy nothing is whitened, and no covariances are sent
         sigma = 1.0 if self.field == COVARIANCES else None
         ctx = ctx or context(self.number, sigma, self.method)
@@ -106,8 +106,8 @@ class Case:
     def release(self, part: Tensor, ctx: Any) -> tuple[Tensor, Ledger]:
         """Returns the upload of a private client and its ledger."""
         ledger, generator = Ledger("c"), SecretGenerator(test_only=np.random.default_rng(0))
-        allowances = charge_for(self.method, ctx, [0], [guard(ledger)], [generator], self.phase)
-        clients = PrivateClientView([0], data(), [part], allowances, nominal_size=20.0)
+        budgets = charge_for(self.method, ctx, [0], [guard(ledger)], [generator], self.exchange)
+        clients = PrivateClientView([0], data(), [part], budgets, nominal_size=20.0)
         return self.step(clients, ctx)[0], ledger
 
 

@@ -43,15 +43,15 @@ def context(number: int, device: Any = CPU, network: Any = None, active: Any = A
 def run_rounds(
     method: Any, network: Any, device: Any, active: Any = (ALL, ALL), grouped: bool = True
 ) -> Any:
-    """Returns models after each round, the last state and memories; groups may be of one client."""
+    """Returns models after each round, the last state and client states; groups may be of one client."""
     server = Server(method, {n: v.to(device) for n, v in network().state_dict().items()})
-    memories: dict[int, Any] = {}
+    client_states: dict[int, Any] = {}
     models = []
     for number, ids in enumerate(active, 1):
         groups = [clients(device, group) for group in ([ids] if grouped else [(k,) for k in ids])]
-        play_round(server, groups, memories, context(number, device, network(), ids))
+        play_round(server, groups, client_states, context(number, device, network(), ids))
         models.append(as_arrays(server.state.parameters))
-    return models, server.state, memories
+    return models, server.state, client_states
 
 
 def as_arrays(parameters: Any) -> dict[str, Array]:

@@ -27,7 +27,7 @@ from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeat
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from fedsynth.training.sgd import MomentumSgd
 from tests.digits import digits
-from tests.privacy.support import series
+from tests.privacy.support import mechanism
 from tests.quick_runs import by_family
 
 TORCHVISION = ("resnet18", "resnet50", "googlenet")
@@ -148,7 +148,7 @@ def test_architectures_support_private_steps(name: str) -> None:
     groups = [m for m in model.modules() if isinstance(m, nn.GroupNorm)]
     assert name != "resnet8" or all(m.num_groups == m.num_channels for m in groups)
     start = flatten(model)
-    noiseless = series(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(start))
+    noiseless = mechanism(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(start))
     x = random_tensor(3, 1, side, side)
     dp_sgd(model, lambda i: x[i], torch.arange(3), noiseless, DpSgdSettings(MomentumSgd(0.1), 3.0))
     # three clipped gradients of norm 1, over 3, times the rate
@@ -278,9 +278,9 @@ def test_real_and_synthetic_images_never_share_statistics(precision: torch.dtype
     running = [b.clone() for b in net.buffers()]
     parts = [torch.tensor([0, 10, 20, 1, 11]), torch.tensor([30, 31, 41, 51])]
     clients = ExactClientView([0, 1], digits(np.arange(60) % 10), parts)
-    segments = clients.segments(1)
-    exact = ExactMatcher(clients, BatchIndices(clients, segments, 9, 1, seed=0, round=1))
-    converted, positions = with_grouped_statistics(net), segments.position
+    pairs = clients.pairs(1)
+    exact = ExactMatcher(clients, BatchIndices(clients, pairs, 9, 1, seed=0, round=1))
+    converted, positions = with_grouped_statistics(net), pairs.position
     maps = NetworkFeatures(converted, 0.7, None, precision, statistics=positions)
     actual, expected = exact.gradient(0, maps, S), []
     assert all(torch.equal(a, b) for a, b in zip(running, net.buffers(), strict=True))

@@ -1,4 +1,4 @@
-"""Releases, guards, charged series and the facts of a report for tests."""
+"""Releases, guards, charged mechanism and the facts of a report for tests."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def guard(ledger: Ledger | None = None, unit: str = RECORD) -> BudgetEnforcer:
     return BudgetEnforcer(ledger or Ledger("c"), unit=unit)
 
 
-def series(groups: int = 1, unit: str = RECORD, **values: Any) -> GaussianSumMechanism:
-    """Returns a charged series of `release(**values)`."""
+def mechanism(groups: int = 1, unit: str = RECORD, **values: Any) -> GaussianSumMechanism:
+    """Returns a charged mechanism of `release(**values)`."""
     return GaussianSumMechanism(release(**values), groups, guard(unit=unit), SecretGenerator())
 
 

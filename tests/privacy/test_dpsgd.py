@@ -20,7 +20,7 @@ from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.seeding import forked_rng
 from fedsynth.training.sgd import MomentumSgd
 from tests.digits import convnet
-from tests.privacy.support import series
+from tests.privacy.support import mechanism
 
 
 def linear() -> nn.Module:
@@ -35,7 +35,7 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: A
     start = flatten(model)
     defaults = {"noise_multiplier": 1e-9, "sensitivity": 1.0, "dimension": len(start)}
     options = {name: values.pop(name) for name in ("penalty", "loss") if name in values}
-    charged = series(**{**defaults, **values})
+    charged = mechanism(**{**defaults, **values})
     settings = dpsgd.DpSgdSettings(MomentumSgd(lr), 8.0, **options)
     dpsgd.dp_sgd(model, lambda i: x[i], y, charged, settings)
     assert charged.steps_left == 0

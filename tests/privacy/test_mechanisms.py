@@ -32,7 +32,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from tests.conftest import NO_CUDA
 from tests.digits import digits
-from tests.privacy.support import NUMBERS, guard, in_threads, plan, release, series
+from tests.privacy.support import NUMBERS, guard, in_threads, mechanism, plan, release
 
 rows = st.lists(NUMBERS, min_size=4, max_size=4)
 TINY = {"noise_multiplier": 1e-12, "sensitivity": 1e6}
@@ -64,7 +64,7 @@ def test_noise_is_independent_and_as_charged(sigma: float, clip: float, shares: 
     """Broken versions would divide the noise by the batch size, or reuse it for other classes or
     steps."""
     width = 4000
-    s = series(3, noise_multiplier=sigma, sensitivity=clip, steps=3, dimension=3 * width)
+    s = mechanism(3, noise_multiplier=sigma, sensitivity=clip, steps=3, dimension=3 * width)
     s.shares = shares
     draws = []
     for _ in range(3):
@@ -80,7 +80,7 @@ def test_noise_is_independent_and_as_charged(sigma: float, clip: float, shares: 
     assert (torch.corrcoef(noise) - torch.eye(9)).abs().max() < 0.1
 
 
-def test_series_is_limited_to_charged_releases() -> None:
+def test_mechanism_is_limited_to_charged_releases() -> None:
     ledger = Ledger("c")
     s = GaussianSumMechanism(release(steps=2), 3, guard(ledger), SecretGenerator())
     assert [row.steps for row in ledger.releases] == [2]  # charged before any draw
@@ -98,7 +98,7 @@ def test_series_is_limited_to_charged_releases() -> None:
 
 
 def test_step_belongs_to_its_thread() -> None:
-    s = series(1, steps=2, dimension=1)
+    s = mechanism(1, steps=2, dimension=1)
     rows = torch.ones(1, 1), torch.zeros(1, dtype=torch.int64)
     s.sample(1)
     for use in (partial(s.sample, 1), partial(s.add, *rows), s.release):
@@ -114,7 +114,7 @@ def test_step_belongs_to_its_thread() -> None:
 
 def test_threads_neither_exceed_charge_nor_add_record_twice() -> None:
     for _ in range(300):
-        s = series(1, steps=2, dimension=1, **TINY)
+        s = mechanism(1, steps=2, dimension=1, **TINY)
         released: list[float] = []
 
         def steps(s: GaussianSumMechanism = s, released: list[float] = released) -> None:
@@ -173,8 +173,8 @@ def test_class_sums_equal_loop_over_clients_and_classes() -> None:
     data = digits(np.arange(40) % 10)
     parts = [torch.arange(25), torch.arange(25, 40)]
     group = PrivateClientView(range(2), data, parts, [])
-    charged = [series(10, dimension=640, **TINY) for _ in parts]
-    out = group.class_sums(charged, lambda x, segment: x.flatten(1) + segment[:, None])
+    charged = [mechanism(10, dimension=640, **TINY) for _ in parts]
+    out = group.class_sums(charged, lambda x, pair: x.flatten(1) + pair[:, None])
     for client, part in enumerate(parts):
         for label in range(10):
             indices = part[data.labels[part] == label]
@@ -196,9 +196,9 @@ def test_batches_are_uncapped_secret_samples(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(SecretGenerator, "poisson_sample", spy)
     group = PrivateClientView([0], data, [torch.arange(records)], [])
-    charged = [series(10, dimension=10, sample_rate=0.9, steps=2, **TINY)]
+    charged = [mechanism(10, dimension=10, sample_rate=0.9, steps=2, **TINY)]
     for step in range(2):
-        out = group.class_sums(charged, lambda x, segment: torch.ones(len(x), 1))
+        out = group.class_sums(charged, lambda x, pair: torch.ones(len(x), 1))
         counts = torch.bincount(data.labels[masks[step]], minlength=10).float()
         torch.testing.assert_close(out[:, 0], counts, atol=1e-3, rtol=0)
     assert len(masks) == 2
@@ -207,7 +207,7 @@ def test_batches_are_uncapped_secret_samples(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_widths_must_match_charged_dimension() -> None:
     """Narrower noise would be broadcast, so that coordinates share a draw."""
-    s = series(3, dimension=3)
+    s = mechanism(3, dimension=3)
     s.sample(2)
     with pytest.raises(errors.PrivacyError, match="rows_ND must have shape"):
         s.add(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))
@@ -217,8 +217,8 @@ def test_widths_must_match_charged_dimension() -> None:
     assert ledger.releases == ()
 
 
-# After a fork two processes hold a client's secret and its charged series, which must not be used
-# twice.
+# After a fork two processes hold a client's secret and its charged mechanism, which must not be
+# used twice.
 
 
 def in_fork(work: Callable[[], bytes]) -> bytes:
@@ -266,10 +266,10 @@ def test_threads_of_fork_do_not_draw_with_old_key(monkeypatch: pytest.MonkeyPatc
     assert in_fork(draw) != secret.normal((2,), 1.0).numpy().tobytes()
 
 
-def test_forked_series_and_memory_ledgers_are_rejected() -> None:
-    """Parent and child would both release a series that was charged once, or the parent would
+def test_forked_mechanisms_and_memory_ledgers_are_rejected() -> None:
+    """Parent and child would both release a mechanism that was charged once, or the parent would
     report an ε without the child's charge."""
-    forked, charged = series(3, steps=2), guard()
+    forked, charged = mechanism(3, steps=2), guard()
     forked.sample(0)
 
     def check_rejected() -> bytes:
@@ -291,15 +291,15 @@ def test_forked_series_and_memory_ledgers_are_rejected() -> None:
 CLIP, GROUPS, WIDTH = 2.0, 3, 4
 
 
-def users_series(rate: float = 1.0) -> GaussianSumMechanism:
-    return series(GROUPS, unit=USER, sample_rate=rate)
+def users_mechanism(rate: float = 1.0) -> GaussianSumMechanism:
+    return mechanism(GROUPS, unit=USER, sample_rate=rate)
 
 
 def user_sums(
     rows: Tensor, groups: Tensor, users: Tensor, piece: int = 1000, device: str = "cpu"
 ) -> Tensor:
     """Returns the sums without noise [GROUPS, WIDTH] over all users, computed in pieces."""
-    mechanism = users_series()
+    mechanism = users_mechanism()
     for part in Units(len(rows), users).sample(mechanism).split(piece):
         mechanism.add(rows[part.records].to(device), groups[part.records].to(device), part)
     mechanism._users.close(mechanism._sums)
@@ -362,7 +362,7 @@ def test_users_are_sampled_independently_as_a_whole() -> None:
     users = torch.tensor([4, 9, 4, 4, 1, 9])
     together = np.zeros((3, 3))
     for _ in range(400):
-        sample = Units(6, users).sample(users_series(0.5))
+        sample = Units(6, users).sample(users_mechanism(0.5))
         counts = [int((users[sample.records] == user).sum()) for user in (1, 4, 9)]
         assert all(n in (0, size) for n, size in zip(counts, (1, 3, 2), strict=True))
         sampled = np.array(counts) > 0
@@ -374,7 +374,7 @@ def test_users_are_sampled_independently_as_a_whole() -> None:
 
 
 def test_shares_of_user_sum_to_one() -> None:
-    mechanism = users_series()
+    mechanism = users_mechanism()
     with pytest.raises(errors.PrivacyError, match="no step is open"):
         mechanism.add(torch.ones(4, WIDTH), torch.zeros(4, dtype=torch.int64))
     sample = Units(5, torch.tensor([2, 0, 2, 2, 0])).sample(mechanism)
@@ -410,16 +410,16 @@ COUNTS = plan(
     groups=10,
     relative_noise_multiplier=4.0,
 )
-LOGITS = replace(COUNTS, name="logits", quantity="sums of logits", phase=plans.FIRST)
+LOGITS = replace(COUNTS, name="logits", quantity="sums of logits", exchange=plans.FIRST)
 PLANS = (IMAGES, COUNTS, LOGITS)
 DATA = digits(np.arange(20) % 10)
 
 
 def budget(
-    ledger: Ledger, phase: str = plans.MAIN, planned: Any = PLANS, cap: float = 1e6
+    ledger: Ledger, exchange: str = plans.MAIN, planned: Any = PLANS, cap: float = 1e6
 ) -> plans.ReleaseBudget[GaussianSumMechanism]:
     capped = BudgetEnforcer(ledger, [EpsilonCap(cap, 1e-5)])
-    return plans.charge_round(planned, 4, 3.0, capped, SecretGenerator(), phase=phase)
+    return plans.charge_round(planned, 4, 3.0, capped, SecretGenerator(), exchange=exchange)
 
 
 def group(*budgets: plans.ReleaseBudget[GaussianSumMechanism]) -> PrivateClientView:
@@ -442,26 +442,26 @@ def test_exchange_is_charged_for_planned_releases() -> None:
     assert [release.quantity for release in ledger.releases[2:]] == ["sums of logits"]
 
 
-def test_series_are_taken_by_name_once() -> None:
+def test_mechanisms_are_taken_by_name_once() -> None:
     clients = group(budget(Ledger("a")), budget(Ledger("b")))
-    images = clients.series("images")
+    images = clients.mechanisms("images")
     assert [mechanism.steps_left for mechanism in images] == [3, 3]
     assert [mechanism.noise_std for mechanism in images] == [6.0, 6.0]
-    (counts,) = clients.select(1).series("counts")
+    (counts,) = clients.select(1).mechanisms("counts")
     for view in (clients.select(1), clients):  # what a client has taken is taken for the group
         for name in ("images", "counts"):
             with pytest.raises(errors.UnplannedReleaseError, match=f"'{name}' only once a round"):
-                view.series(name)
-    (other_counts,) = clients.select(0).series("counts")  # the rejected call consumed nothing
+                view.mechanisms(name)
+    (other_counts,) = clients.select(0).mechanisms("counts")  # the rejected call consumed nothing
     assert [mechanism.noise_std for mechanism in (counts, other_counts)] == [12.0, 12.0]
     assert counts is not other_counts
     for name in ("weights", "logits"):
         with pytest.raises(errors.UnplannedReleaseError, match=f"'{name}' .*main exchange"):
-            clients.series(name)
+            clients.mechanisms(name)
     first = group(budget(Ledger("a"), plans.FIRST))
     with pytest.raises(errors.UnplannedReleaseError, match="first exchange"):
-        first.series("images")
-    assert first.series("logits")[0].steps_left == 1
+        first.mechanisms("images")
+    assert first.mechanisms("logits")[0].steps_left == 1
 
 
 def test_step_reads_charged_plan() -> None:
@@ -469,7 +469,7 @@ def test_step_reads_charged_plan() -> None:
     clients = group(budget(Ledger("a")), budget(Ledger("b"), planned=(shortened, COUNTS, LOGITS)))
     assert clients.plan("counts") == COUNTS
     assert [clients.select(k).plan("images").steps for k in (0, 1)] == [3, 1]
-    assert [mechanism.steps_left for mechanism in clients.series("images")] == [3, 1]
+    assert [mechanism.steps_left for mechanism in clients.mechanisms("images")] == [3, 1]
     with pytest.raises(errors.UnplannedReleaseError, match="different plans for release 'images'"):
         clients.plan("images")
 
@@ -484,7 +484,7 @@ def test_unaccounted_noise_is_taken_once() -> None:
     assert clients.noise("images")[0].noise_std == 6.0
     with pytest.raises(errors.UnplannedReleaseError, match="only once a round"):
         clients.noise("images")
-    for take in (PrivateClientView(*records, []).series, ExactClientView(*records).noise):
+    for take in (PrivateClientView(*records, []).mechanism, ExactClientView(*records).noise):
         with pytest.raises(errors.UnplannedReleaseError, match="not charged to any client"):
             take("images")
 
@@ -513,11 +513,11 @@ def test_client_view_references_no_ledger_or_guard() -> None:
     assert reachable([clients, enforcer], (Ledger, BudgetEnforcer)) == [enforcer, ledger]
 
 
-def test_secrets_series_and_budgets_cannot_be_copied() -> None:
-    """A deep copy would allow a second series for one charge; a shallow one shares the budget."""
+def test_secrets_mechanisms_and_budgets_cannot_be_copied() -> None:
+    """A deep copy would allow a second mechanism for one charge; a shallow one shares the budget."""
     secret, charged = SecretGenerator(), budget(Ledger("a"))
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
-        for value in (secret, series(), Ledger("a"), charged)[: 3 if copier is copy.copy else 4]:
+        for value in (secret, mechanism(), Ledger("a"), charged)[: 3 if copier is copy.copy else 4]:
             with pytest.raises(TypeError, match="cannot be"):
                 copier(value)
     shallow_copy = copy.copy(charged)
@@ -532,7 +532,7 @@ def test_secrets_series_and_budgets_cannot_be_copied() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"phase": "last"}, "phase"),
+        ({"exchange": "last"}, "exchange"),
         ({"groups": 3}, "must divide"),
         ({"groups": 0}, "must divide"),
         ({"shares": 0}, "at least 1"),

@@ -211,14 +211,14 @@ def test_invalid_arguments_are_rejected(change: dict[str, object], message: str)
         unlabelled(torch.rand(10, 2), **{"classes": 3, "y": torch.arange(10) % 3, **change})
 
 
-def test_series_of_other_owners_are_rejected() -> None:
+def test_mechanisms_of_other_owners_are_rejected() -> None:
     with pytest.raises(PrivacySettingError, match="shares=1"):
         owner().charge(plan(shares=100))
     with pytest.raises(PrivacySettingError, match="clip must be a finite number above 0, got 0"):
         owner().noisy_mean(clip=0)
-    series = owner().charge(plan())
+    mechanism = owner().charge(plan())
     with pytest.raises(PrivacyError, match="not charged to"):
-        owner().class_sums([series], lambda x, _: x)
+        owner().class_sums([mechanism], lambda x, _: x)
 
 
 @pytest.mark.parametrize("optimizer", [lambda p: torch.optim.Adam(p, lr=-1.0), torch.optim.LBFGS])

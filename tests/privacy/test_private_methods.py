@@ -448,13 +448,15 @@ ONE_EPOCH = FedAvg(local_epochs=1, batch=100, lr=0.1, momentum=0.0)
 
 
 @pytest.mark.parametrize(
-    ("method", "privacy", "memory"),
+    ("method", "privacy", "client_state"),
     [
         *((ONE_STEP, {"mechanism": name}, {"images": START}) for name in ("residual", "gradient")),
         (ONE_EPOCH, {}, {}),
     ],
 )
-def test_updates_are_divided_by_nominal_size(method: Method, privacy: Any, memory: Any) -> None:
+def test_updates_are_divided_by_nominal_size(
+    method: Method, privacy: Any, client_state: Any
+) -> None:
     """Compares an exact client with a private one at 4 times its size."""
     data = digits(np.arange(60) % 10)
     settings = PrivacySettings(noise_multiplier=1e-12, clip=1e6, sample_rate=1.0, **privacy)
@@ -464,9 +466,9 @@ def test_updates_are_divided_by_nominal_size(method: Method, privacy: Any, memor
         if ctx.privacy is not None:
             clients = private_clients(method, ctx, data)
         weights = ctx.architecture.state_dict()
-        (upload,) = client_uploads(method, ctx, clients, [memory])
+        (upload,) = client_uploads(method, ctx, clients, [client_state])
         arrays = dict(upload.arrays())
-        start = memory or {f"parameters.{name}": value for name, value in weights.items()}
+        start = client_state or {f"parameters.{name}": value for name, value in weights.items()}
         results.append(torch.cat([(arrays[name] - start[name]).flatten() for name in start]))
     exact, private = results
     torch.testing.assert_close(private, exact * 60 / 240, atol=1e-5, rtol=1e-3)

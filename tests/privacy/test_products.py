@@ -24,7 +24,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.products import Grams, LayerGradients, Moments, Outer, Products, Rows
 from fedsynth.privacy.randomness import FINE, TAIL, Addends, Grid, SecretGenerator, grid_of
 from fedsynth.privacy.releases import USER
-from tests.privacy.support import NUMBERS, guard, plan, series
+from tests.privacy.support import NUMBERS, guard, mechanism, plan
 
 CLASSES, D, CLIP = 4, 3, 0.7
 B = math.sqrt(1 - 1 / CLASSES)
@@ -143,9 +143,9 @@ def test_moments_equal_numpy() -> None:
 
 
 def charged(width: int, clip: float = 1.0, groups: int = 1, **unit: str) -> GaussianSumMechanism:
-    """Returns a series with negligible noise."""
+    """Returns a mechanism with negligible noise."""
     values = {"noise_multiplier": 1e-9, "sensitivity": clip, "dimension": groups * width}
-    return series(groups, **unit, **values)
+    return mechanism(groups, **unit, **values)
 
 
 def test_uncharged_products_are_rejected() -> None:

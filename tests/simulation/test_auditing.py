@@ -64,7 +64,7 @@ def settings_with(mechanism: str, **privacy: Any) -> RunSettings:
 
 SMALL_SHARES = {"centre_share": 0.01, "moment_share": 0.01}
 # FedStats with most of the budget in one release.
-PHASES: dict[str, dict[str, Any]] = {
+EXCHANGES: dict[str, dict[str, Any]] = {
     "centre": {"centre_share": 0.9, "moment_share": 0.05},
     "moments": {"centre_share": 0.01, "moment_share": 0.97},
     "steps": SMALL_SHARES,
@@ -76,9 +76,9 @@ PHASES: dict[str, dict[str, Any]] = {
 SCATTERED = ("centre", "covariances")
 
 
-def statistics(phase: str, sigma: float) -> RunSettings:
-    features = "scattering" if phase in SCATTERED else "pixels"
-    method = {"features": features, "second_moments": "yes", **PHASES[phase]}
+def statistics(exchange: str, sigma: float) -> RunSettings:
+    features = "scattering" if exchange in SCATTERED else "pixels"
+    method = {"features": features, "second_moments": "yes", **EXCHANGES[exchange]}
     return audit_settings("fedstats", method, rounds=3, noise_multiplier=sigma)
 
 
@@ -98,7 +98,7 @@ QUICK = ("residual", "features", "dp-sgd", "moments")
 
 @pytest.mark.parametrize("mechanism", by_family((*MECHANISMS, "moments", "covariances"), QUICK))
 def test_audits_of_honest_runs_are_powerful_and_consistent(mechanism: str) -> None:
-    sums = mechanism in PHASES
+    sums = mechanism in EXCHANGES
     audit = seeded_audit(statistics(mechanism, 1.37) if sums else settings_of(mechanism, 3.0))
     assert 2.97 < audit.epsilon <= (3.1 if sums else 3)
     assert (0.2 if sums else 0.3) < audit.epsilon_lower_bound < audit.epsilon
@@ -172,13 +172,13 @@ def test_faulty_mechanisms_are_detected(
     assert audit.fault
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_reduced_noise_is_detected_in_each_fedstats_release(
-    phase: str, monkeypatch: pytest.MonkeyPatch
+    exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quarter_noise(monkeypatch)
-    canaries = 320 if phase in SCATTERED else 1000
-    assert seeded_audit(statistics(phase, 3.74), canaries=canaries).fault
+    canaries = 320 if exchange in SCATTERED else 1000
+    assert seeded_audit(statistics(exchange, 3.74), canaries=canaries).fault
 
 
 @pytest.mark.parametrize("clips", [True, False])
@@ -191,10 +191,10 @@ def test_audited_sums_clip_products(clips: bool, monkeypatch: pytest.MonkeyPatch
     release = Release(1, "x", "audit", "rows", 1e-9, 1.0, 1.0, "full", 1, 6)
     canaries = Canaries(torch.tensor([0]), torch.tensor([True]), 1, torch.Generator())
     guard = BudgetEnforcer(Ledger("c"))
-    series = AuditedSums(canaries, release, 1, guard, SecretGenerator())
-    series.sample(2)
-    series.add_products(products)
-    released = series.release()[0].double()
+    mechanism = AuditedSums(canaries, release, 1, guard, SecretGenerator())
+    mechanism.sample(2)
+    mechanism.add_products(products)
+    released = mechanism.release()[0].double()
     first = products.part(slice(0, 1)).sums()  # the record without a canary
     assert float((released - first).norm()) == pytest.approx(1.0, rel=1e-4)  # the canary's, clipped
     assert (float(released.norm()) > 50) is not clips
@@ -252,17 +252,17 @@ def test_vectors_belong_only_to_included_canaries(scale: float, device: torch.de
     audited = canaries()
     row = Release(1, "x", "m", "x", 1e-9, 2.0, 1.0, "full", 1, 50)  # almost no noise
     secret = SecretGenerator(test_only=np.random.default_rng(0))
-    series = AuditedSums(audited, row, 10, BudgetEnforcer(Ledger("0")), secret)
+    mechanism = AuditedSums(audited, row, 10, BudgetEnforcer(Ledger("0")), secret)
     indices = audited.among_records()
     records, labels = 30 + len(indices), torch.cat([torch.arange(30) % 10, audited.labels[indices]])
-    sampled = series.sample(records)
+    sampled = mechanism.sample(records)
     assert len(sampled) == 30 + int(audited.included.sum())
     rows = scale * torch.randn(records, 5, generator=torch.Generator().manual_seed(1))
     for batch in sampled.split(7):
-        series.add(rows[batch].to(device), labels[batch].to(device))
+        mechanism.add(rows[batch].to(device), labels[batch].to(device))
     clipped = rows[:30].double() * (2.0 / rows[:30].double().norm(dim=1, keepdim=True)).clamp_max(1)
     sums = torch.zeros(10, 5, dtype=torch.float64).index_add(0, labels[:30], clipped)
-    remainder = series.release().cpu().double() - sums
+    remainder = mechanism.release().cpu().double() - sums
     counts = torch.bincount(audited.labels[audited.included], minlength=10)
     assert counts.tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
     torch.testing.assert_close(remainder.norm(dim=1), 2.0 * counts.double(), rtol=0, atol=1e-5)
@@ -274,11 +274,11 @@ def test_sampled_records_missing_from_the_sum_raise_errors() -> None:
     """A broken version would cap batches, which the accounting ignores."""
     audited = canaries()
     row = Release(1, "x", "m", "x", 1.0, 2.0, 1.0, "full", 1, 50)
-    series = AuditedSums(audited, row, 10, BudgetEnforcer(Ledger("0")), SecretGenerator())
-    series.sample(37)
-    series.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
+    mechanism = AuditedSums(audited, row, 10, BudgetEnforcer(Ledger("0")), SecretGenerator())
+    mechanism.sample(37)
+    mechanism.add(torch.ones(36, 5), torch.zeros(36, dtype=torch.int64))
     with pytest.raises(PrivacyError, match="all 37 sampled records, but added 36"):
-        series.release()
+        mechanism.release()
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])

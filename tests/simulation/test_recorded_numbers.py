@@ -137,8 +137,8 @@ CASES: dict[str, Sections] = {
     "feddm, ended by its cap": private("feddm", run={"rounds": 4}, privacy={"epsilon": 1.4}),
     "feddm, one replaced": private("feddm", privacy={"adjacency": "replace-one"}),
     "feddm, users": private("feddm", privacy=USERS),
-    "fedaf, first phase": case("fedaf", method={"knowledge_from": "first-phase"}),
-    "fedaf, first phase, private": private("fedaf", method={"knowledge_from": "first-phase"}),
+    "fedaf, first exchange": case("fedaf", method={"knowledge_from": "first-exchange"}),
+    "fedaf, first exchange, private": private("fedaf", method={"knowledge_from": "first-exchange"}),
     "fedaf, batch norm": case("fedaf", model=BATCH_NORM),
     "fedaf, some clients": case("fedaf", run={**HALF, "rounds": 3}),
     "fedaf, users": private("fedaf", privacy={**USERS, "user_records": 4}),
@@ -349,7 +349,7 @@ def test_every_case_is_recorded() -> None:
 # The cases that are not slow tests: one of each loop and mechanism.
 SHORT = {
     "feddm, open", "feddm, private", "feddm, features", "feddm, paper", "feddm, batch norm",
-    "feddm, siamese, inside the ball", "feddm, some clients", "fedaf, first phase", "fedaf, users",
+    "feddm, siamese, inside the ball", "feddm, some clients", "fedaf, first exchange", "fedaf, users",
     "fedaf, some clients", "fedsum, open", "fedsum, private", "fedstats, open", "fedstats, private",
     "fedstats, users, secure", "fedkf, open", "dense, one round", "fedhydra, open",
     "feddf, one round", "fedavg, private", "fedavg, some clients, oca", "fedavg, all in one pass",

@@ -153,8 +153,8 @@ def test_runs_killed_while_writing_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def full_disk(path: Path, content: bytes, **values: bool) -> None:
-    """Writes half of a client's memory after round 2, and other files whole."""
-    if path.name.startswith("memory-") and path.name.endswith("-2.safetensors"):
+    """Writes half of a client's state after round 2, and other files whole."""
+    if path.name.startswith("client_state-") and path.name.endswith("-2.safetensors"):
         path.with_name(f"{path.name}.partial").write_bytes(content[: len(content) // 2])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     write_whole(path, content, **values)
@@ -276,7 +276,7 @@ def test_private_checkpoints_contain_no_keys_and_are_needed_to_resume(tmp_path: 
     assert notes.lines[-1].endswith(f"--resume {run_folder}")
     folder = run_folder / "simulation_only" / "checkpoint"
     kinds = {path.name.split("-")[0] for path in folder.iterdir()}
-    assert POINTER in kinds <= {"state", "memory", "upload", POINTER}
+    assert POINTER in kinds <= {"state", "client_state", "upload", POINTER}
     for path in folder.iterdir():
         content = path.read_bytes().lower()
         for word in (b"generator", b"secret", b"chacha", b"quantity"):
@@ -353,11 +353,13 @@ def test_runs_with_truncated_ledgers_are_not_resumed(loss: str, tmp_path: Path) 
 def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One state and one memory of each client are kept for any number of rounds."""
+    """One state and one client state of each client are kept for any number of rounds."""
     settings = sections("scaffold", run={"rounds": 5, "participation": 0.25})
     expected = simulate(resolve(settings))
     keep = simulated_run.Simulation._store
-    memory = create_autospec(CheckpointFolder.memory, side_effect=CheckpointFolder.memory)
+    client_state = create_autospec(
+        CheckpointFolder.client_state, side_effect=CheckpointFolder.client_state
+    )
     in_memory: list[Any] = []
     kinds: list[list[str]] = []
 
@@ -365,15 +367,15 @@ def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
         keep(self, checkpoint)
         (folder,) = tmp_path.glob("*/simulation_only/checkpoint")
         kinds.append(sorted(path.name.split("-")[0] for path in folder.iterdir()))
-        in_memory.extend(c for c in self.exchange.clients if not c.stored and c.memory)
+        in_memory.extend(c for c in self.backend.clients if not c.stored and c.client_state)
 
     monkeypatch.setattr(simulated_run.Simulation, "_store", counting)
-    monkeypatch.setattr(CheckpointFolder, "memory", memory)
+    monkeypatch.setattr(CheckpointFolder, "client_state", client_state)
     result = run(settings, tmp_path)
     clients = {client for row in result.metrics for client in row["participants"]}
-    assert kinds[-1] == sorted([POINTER, "state", *["memory"] * len(clients)])
+    assert kinds[-1] == sorted([POINTER, "state", *["client_state"] * len(clients)])
     assert all(names.count("state") == 1 and len(names) <= len(kinds[-1]) for names in kinds)
     assert in_memory == []
-    assert memory.call_count <= sum(len(row["participants"]) for row in result.metrics)
+    assert client_state.call_count <= sum(len(row["participants"]) for row in result.metrics)
     weights = expected.model.state_dict(), result.model.state_dict()
     torch.testing.assert_close(*weights, atol=0, rtol=0)

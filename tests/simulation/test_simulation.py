@@ -1,4 +1,4 @@
-"""Tests of the round loop: reproducibility, accounting, refusals, failures, and memory."""
+"""Tests of the round loop: reproducibility, accounting, refusals, failures, and client state."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ PRIVATE = [name for name in METHODS if method_class(name).dp_mechanisms]
 
 def failing_case(name: str, make: Any = recorded.case, **run: Any) -> Any:
     """Returns settings with which about half of the clients fail in each round."""
-    first = {"method": {"knowledge_from": "first-phase"}} if name == "fedaf" else {}
+    first = {"method": {"knowledge_from": "first-exchange"}} if name == "fedaf" else {}
     return recorded.settings_of(make(name, run={**FAILING, **run}, **first))
 
 
@@ -197,8 +197,8 @@ def test_failures_are_reproducible_shares_of_each_kind() -> None:
     every = draw(1, 0.3)
     assert draw(1, 0.3) == every != draw(2, 0.3)
     assert every.count(None) == pytest.approx(2800, abs=4 * np.sqrt(4000 * 0.3 * 0.7))
-    for kind, phase in product(KINDS, (FIRST, MAIN)):
-        assert every.count(Failure(kind, phase)) == pytest.approx(200, abs=60)
+    for kind, exchange in product(KINDS, (FIRST, MAIN)):
+        assert every.count(Failure(kind, exchange)) == pytest.approx(200, abs=60)
     assert not any(draw(1, 0.0))
     assert all(draw(1, 1.0))
 
@@ -231,7 +231,7 @@ def test_uploads_are_those_of_the_last_round_with_a_quorum() -> None:
 
 
 @pytest.mark.parametrize(("kind", "moves"), [(CRASHED, False), (TIMED_OUT, False), (LATE, True)])
-def test_only_late_clients_update_their_memory(
+def test_only_late_clients_update_their_state(
     kind: str, moves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = {(2, 1): Failure(kind, MAIN)}
@@ -240,9 +240,9 @@ def test_only_late_clients_update_their_memory(
     original = Simulation.play
 
     def watch(self: Simulation, context: fs.RoundContext) -> Any:
-        earlier = self.exchange.clients[1].memory
+        earlier = self.backend.clients[1].client_state
         result = original(self, context)
-        moved.append(self.exchange.clients[1].memory is not earlier)
+        moved.append(self.backend.clients[1].client_state is not earlier)
         return result
 
     monkeypatch.setattr(Simulation, "play", watch)
@@ -273,13 +273,13 @@ def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_p
         releases = [(row.round, row.mechanism) for row in read_ledger(file).releases]
         for number in range(1, ROUNDS + 1):
             failure = charged.settings.failures.of(number, client)
-            in_first = failure is not None and failure.phase == FIRST
+            in_first = failure is not None and failure.exchange == FIRST
             crashed = failure is not None and failure.kind == CRASHED
             sums = 0 if in_first and crashed else 2
             assert releases.count((number, "sums")) == sums
             assert releases.count((number, "dp-sgd")) == (not in_first and not crashed)
             if failure is not None:
-                kinds.add((failure.kind, failure.phase))
+                kinds.add((failure.kind, failure.exchange))
     assert len(kinds) >= 4
 
     index = next(index for index, row in enumerate(rows) if "lost" in row)
@@ -460,12 +460,13 @@ def test_steps_after_noise_are_not_repeated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The run ends with a one-line error, and a report built from the ledgers, including the failed
-    round, is verified. A forced repetition releases nothing, as a series cannot be taken twice."""
+    round, is verified. A forced repetition releases nothing, as a mechanism cannot be taken
+    twice."""
     sums = PrivateClientView.class_sums
 
-    def without_memory(self: PrivateClientView, series: Any, *args: Any, **kwargs: Any) -> Any:
-        released = sums(self, series, *args, **kwargs)
-        if series[0]._release.round == 2:
+    def without_memory(self: PrivateClientView, mechanism: Any, *args: Any, **kwargs: Any) -> Any:
+        released = sums(self, mechanism, *args, **kwargs)
+        if mechanism[0]._release.round == 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return released
 

@@ -55,7 +55,7 @@ def exact(device: torch.device = CPU, ids: Sequence[int] = (0, 1)) -> ExactMatch
     data = digits(LABELS, device=device)
     data.images[8:] = 255  # far from client 0's images
     clients = ExactClientView(ids, data, [PARTS[k] for k in ids])
-    batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
+    batches = BatchIndices(clients, clients.pairs(1), 100, 1, seed=0, round=1)
     return ExactMatcher(clients, batches)
 
 
@@ -77,11 +77,11 @@ def sinkhorn(x: Array, y: Array, blur: float) -> float:
 
 @pytest.mark.parametrize("cost", [gaussian, energy, sinkhorn])
 def test_gradient_matches_the_oracle(cost: Any, device: torch.device) -> None:
-    """Regression: a Sinkhorn schedule that starts from the spread of all segments."""
+    """Regression: a Sinkhorn schedule that starts from the spread of all pairs."""
     S, net, matching = synthetic(5, device), network().to(device).double(), cost.__name__
     gradient = DistributionMatcher(exact(device), matching, 0.5).gradient(0, features_of(device), S)
     clients = exact(device).clients
-    segments = clients.segments(1)
+    pairs = clients.pairs(1)
 
     def cloud(images: Tensor) -> Array:
         h = net.embed(images.double())
@@ -92,8 +92,8 @@ def test_gradient_matches_the_oracle(cost: Any, device: torch.device) -> None:
         return 2 * WIDTH * (cost(x, y, 0.5) - cost(x, x, 0.5) / 2 - cost(y, y, 0.5) / 2)
 
     def value(images: Tensor) -> float:
-        pairs = zip(segments.position.tolist(), segments.label.tolist(), strict=True)
-        real = [cloud(clients.images(clients.examples(k, c))) for k, c in pairs]
+        sources = zip(pairs.position.tolist(), pairs.label.tolist(), strict=True)
+        real = [cloud(clients.images(clients.examples(k, c))) for k, c in sources]
         return sum(divergence(cloud(x), y) for x, y in zip(images, real, strict=True))
 
     with torch.no_grad():
@@ -363,7 +363,7 @@ def test_images_of_a_segment_share_their_transform() -> None:
     t = augmentation.SiameseAugmentation(40, draws(1), flip=True)
     out = t(x.expand(80, -1, -1, -1), torch.arange(40).repeat(2))
     assert torch.equal(out[:40], out[40:])
-    assert len(out[:40].flatten(1).unique(dim=0)) > 30  # segments differ
+    assert len(out[:40].flatten(1).unique(dim=0)) > 30  # pairs differ
     torch.testing.assert_close(t(x, torch.tensor([7])), out[7:8])
     ramp = torch.linspace(0, 1, 16).expand(400, 1, 16, 16)
     for flip in (False, True):

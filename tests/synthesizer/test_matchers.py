@@ -29,7 +29,7 @@ from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeat
 from fedsynth.synthesizer.condensation.private_matchers import GradientMatcher, ResidualMatcher
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, convnet, digits, round_context
-from tests.privacy.support import series
+from tests.privacy.support import mechanism
 from tests.quick_runs import quick_sections
 
 N, CLASSES, IPC = 60, 10, 3
@@ -46,15 +46,15 @@ def features_of(device: torch.device = CPU, **other: Any) -> NetworkFeatures:
     return NetworkFeatures(network().to(device), 1.0, None, **other)
 
 
-def synthetic(segments: int = CLASSES, device: torch.device = CPU) -> Tensor:
+def synthetic(pairs: int = CLASSES, device: torch.device = CPU) -> Tensor:
     draws = torch.Generator().manual_seed(1)
-    return torch.randn(segments, IPC, 1, 8, 8, generator=draws).to(device)
+    return torch.randn(pairs, IPC, 1, 8, 8, generator=draws).to(device)
 
 
 def exact_matcher(parts: Any = (), device: torch.device = CPU) -> ExactMatcher:
     images, parts = digits(np.arange(N) % CLASSES, device=device), parts or [torch.arange(N)]
     clients = ExactClientView(range(len(parts)), images, parts)
-    batches = BatchIndices(clients, clients.segments(1), 100, 1, seed=0, round=1)
+    batches = BatchIndices(clients, clients.pairs(1), 100, 1, seed=0, round=1)
     return ExactMatcher(clients, batches)
 
 
@@ -63,20 +63,20 @@ def group(*parts: Tensor) -> PrivateClientView:
 
 
 def synthetic_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
-    segments, ipc = synthetic_SICHW.shape[:2]
-    numbers = torch.arange(segments, device=synthetic_SICHW.device)
+    pairs, ipc = synthetic_SICHW.shape[:2]
+    numbers = torch.arange(pairs, device=synthetic_SICHW.device)
     u = features(synthetic_SICHW.flatten(0, 1), numbers.repeat_interleave(ipc))
-    return u.view(segments, ipc, -1).mean(dim=1)
+    return u.view(pairs, ipc, -1).mean(dim=1)
 
 
-def noisy_series(clients: int, sigma: float, clip: float, width: int, **other: Any) -> list[Any]:
+def noisy_mechanism(clients: int, sigma: float, clip: float, width: int, **other: Any) -> list[Any]:
     row = {"noise_multiplier": sigma, "sensitivity": clip, "steps": 50, **other}
-    return [series(CLASSES, **row, dimension=CLASSES * width) for _ in range(clients)]
+    return [mechanism(CLASSES, **row, dimension=CLASSES * width) for _ in range(clients)]
 
 
 def private_matcher(kind: Any, sigma: float, clip: float, divisor: float, rate: float = 1) -> Any:
     width = WIDTH if kind is ResidualMatcher else IPC * 64
-    noisy = noisy_series(1, sigma, clip, width, sample_rate=rate)
+    noisy = noisy_mechanism(1, sigma, clip, width, sample_rate=rate)
     return kind(group(torch.arange(N)), noisy, divisor)  # type: ignore[no-any-return]
 
 
@@ -84,16 +84,16 @@ def test_mean_of_per_example_gradients_is_the_batch_gradient(device: torch.devic
     """Eq. 15 (FedDM's App. B) for classes of unequal sizes, one empty, in several passes."""
     features, S = features_of(device), synthetic(4, device)
     x = torch.randn(23, 1, 8, 8, generator=torch.Generator().manual_seed(3)).to(device)
-    segment = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
-    rows, present = private.per_example_gradients(features, S, x, segment), [0, 1, 3]
-    leaf, real = S.clone().requires_grad_(), features(x, segment)
+    pair = torch.tensor([0] * 11 + [1] + [3] * 11, device=device)
+    rows, present = private.per_example_gradients(features, S, x, pair), [0, 1, 3]
+    leaf, real = S.clone().requires_grad_(), features(x, pair)
     real_means, row_means = (
-        torch.stack([values[segment == c].mean(0) for c in present]) for values in (real, rows)
+        torch.stack([values[pair == c].mean(0) for c in present]) for values in (real, rows)
     )
     difference = synthetic_means(features, leaf)[present] - real_means
     (autograd,) = torch.autograd.grad(difference.square().sum(), leaf)
     near(row_means.view_as(autograd[present]), autograd[present], rtol=1e-5)
-    single = private.per_example_gradients(features, S, x[5:6], segment[5:6])
+    single = private.per_example_gradients(features, S, x[5:6], pair[5:6])
     # an example's row does not depend on the batch
     torch.testing.assert_close(rows[5:6], single, atol=1e-6, rtol=1e-4)
 
@@ -131,7 +131,7 @@ def test_paper_mechanism_clips_the_batch_gradient() -> None:
     def with_noise(sigma: float, clip: float) -> Tensor:
         row = Release(1, "images", "paper", "x", sigma, clip, 1.0, "full", 1, 1, "not private")
         noise = [UnaccountedNoise(row, SecretGenerator())]
-        matcher = private.PaperMatcher(exact, exact.clients.segments(1), noise)
+        matcher = private.PaperMatcher(exact, exact.clients.pairs(1), noise)
         return matcher.gradient(0, features, S)
 
     assert with_noise(0.0, clip).flatten(1).norm(dim=1).max() <= clip * (1 + 1e-5)
@@ -141,20 +141,20 @@ def test_paper_mechanism_clips_the_batch_gradient() -> None:
 def test_batches_are_drawn_without_replacement_by_default() -> None:
     images = digits(np.repeat([0, 1, 2], [40, 5, 15]))
     clients = ExactClientView([4], images, [torch.arange(N)])
-    segments = clients.segments(1)
-    batches = BatchIndices(clients, segments, 10, 70, seed=0, round=1)
+    pairs = clients.pairs(1)
+    batches = BatchIndices(clients, pairs, 10, 70, seed=0, round=1)
     assert batches.sizes.tolist() == [10, 5, 10]
     pair = ExactClientView([2, 4], images, [torch.arange(20), torch.arange(N)])
-    both = BatchIndices(pair, pair.segments(1), 10, 70, seed=0, round=1)
+    both = BatchIndices(pair, pair.pairs(1), 10, 70, seed=0, round=1)
     assert torch.equal(both.at(3)[10:], batches.at(3))  # independent of other clients
     draw_counts = torch.zeros(N)
     for step in range(70):
-        indices, positions = batches.at(step), batches.segment
-        assert torch.equal(clients.labels(indices), segments.label[positions])
+        indices, positions = batches.at(step), batches.pair
+        assert torch.equal(clients.labels(indices), pairs.label[positions])
         assert len(set(indices.tolist())) == len(indices)
         draw_counts[indices] += 1
     assert (draw_counts > 0).all()
-    resampled = BatchIndices(clients, segments, 10, 70, small_class="resample", seed=0, round=1)
+    resampled = BatchIndices(clients, pairs, 10, 70, small_class="resample", seed=0, round=1)
     assert resampled.sizes.tolist() == [10, 10, 10]
     draws = torch.stack([resampled.at(step)[10:20] for step in range(70)]) - 40
     assert 0 <= draws.min() <= draws.max() < 5
@@ -165,15 +165,15 @@ def test_batches_are_drawn_without_replacement_by_default() -> None:
 @pytest.mark.parametrize("images", [1, 8, 256])
 def test_pass_size_changes_only_rounding(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
     features, S = features_of(), synthetic()
-    x, segment = torch.randn(50, 1, 8, 8), (torch.arange(50) ** 2) % CLASSES
-    expected = features(x, segment), private.per_example_gradients(features, S, x, segment)
+    x, pair = torch.randn(50, 1, 8, 8), (torch.arange(50) ** 2) % CLASSES
+    expected = features(x, pair), private.per_example_gradients(features, S, x, pair)
     leaf = S.clone().requires_grad_()
     means = synthetic_means(features, leaf)
     (pulled,) = torch.autograd.grad(means, leaf, torch.ones_like(means))
     monkeypatch.setattr(matching, "CPU_BYTES", images * 4 * 64 * 4)
     assert features.images_at_once(x) == images
-    near(features.real(x, segment), expected[0])
-    near(private.per_example_gradients(features, S, x, segment), expected[1])
+    near(features.real(x, pair), expected[0])
+    near(private.per_example_gradients(features, S, x, pair), expected[1])
     near(matching.pull_back(features, S, lambda m, numbers: torch.ones_like(m)), pulled)
 
 
@@ -181,13 +181,13 @@ def test_pass_size_changes_only_rounding(images: int, monkeypatch: pytest.Monkey
 def test_feature_vjp_equals_autograd(norm: str) -> None:
     """Also for networks without a VJP."""
     transform = SiameseAugmentation(4, torch.Generator().manual_seed(3), flip=True)
-    x, segment = torch.randn(9, 1, 8, 8), torch.arange(9) % 4
+    x, pair = torch.randn(9, 1, 8, 8), torch.arange(9) % 4
     features = NetworkFeatures(network(norm=norm), 0.4, transform)
     leaf = x.clone().requires_grad_()
-    u = features(leaf, segment)
+    u = features(leaf, pair)
     vectors = torch.randn(3, *u.shape)
     (expected,) = torch.autograd.grad(u, leaf, vectors, is_grads_batched=True)
-    actual, pull = features.vjp(x, segment)
+    actual, pull = features.vjp(x, pair)
     near(actual, u.detach())
     near(pull(vectors), expected)
     near(pull(vectors[:1]), expected[:1])
@@ -199,16 +199,16 @@ def test_chunks_may_split_classes_and_clients(size: int, monkeypatch: pytest.Mon
     features, parts = features_of(), torch.arange(N).split([5, 28, 27])
     exact = exact_matcher(parts)
     clients = exact.clients
-    segments, sums = clients.segments(1), torch.zeros(3 * CLASSES, WIDTH)
+    pairs, sums = clients.pairs(1), torch.zeros(3 * CLASSES, WIDTH)
     means: list[Tensor] = []
-    for position, label in zip(segments.position.tolist(), segments.label.tolist(), strict=True):
+    for position, label in zip(pairs.position.tolist(), pairs.label.tolist(), strict=True):
         x = clients.images(clients.examples(position, label))
         rows = features(x, torch.full((len(x),), len(means)))
         means.append(rows.mean(0))
         sums[CLASSES * position + label] = rows.sum(0)
     monkeypatch.setattr("fedsynth.core.client.CPU_CHUNK", size)
     near(exact.real_means(0, features), torch.stack(means))
-    private_sums = group(*parts).class_sums(noisy_series(3, 1e-12, 1e6, WIDTH), features.real)
+    private_sums = group(*parts).class_sums(noisy_mechanism(3, 1e-12, 1e6, WIDTH), features.real)
     torch.testing.assert_close(private_sums, sums, atol=1e-4, rtol=1e-4)
 
 
@@ -224,16 +224,16 @@ def test_compiled_real_pass_equals_the_eager_pass(
     monkeypatch.setattr(matching, "CPU_BYTES", 4 * 4 * 64 * precision.itemsize)
     plain = NetworkFeatures(net, 1.0, None, precision)
     compiled = NetworkFeatures(net, 1.0, None, precision, compiled=True)
-    segment = torch.zeros(13, dtype=torch.int64)
+    pair = torch.zeros(13, dtype=torch.int64)
     tolerance = 1e-5 if precision == torch.float32 else 0.03
-    first = plain.real(x, segment)
-    near(compiled.real(x, segment), first, atol=tolerance, rtol=tolerance)
+    first = plain.real(x, pair)
+    near(compiled.real(x, pair), first, atol=tolerance, rtol=tolerance)
     net.features[0].weight.mul_(-0.5)  # type: ignore[operator,union-attr]
     for features in (plain, compiled):
         features.use(net, None)
-    second = plain.real(x, segment)
+    second = plain.real(x, pair)
     assert (second - first).norm() > 0.1 * first.norm()
-    near(compiled.real(x, segment), second, atol=tolerance, rtol=tolerance)
+    near(compiled.real(x, pair), second, atol=tolerance, rtol=tolerance)
     assert torch.equal(rng_state, torch.get_rng_state())
 
 
@@ -250,10 +250,10 @@ def test_compiled_synthetic_pass_equals_the_eager_pass(monkeypatch: pytest.Monke
     draws = torch.Generator().manual_seed(0)
     for images in (2, 4, 2, 4):
         x = torch.randn(images, 1, 8, 8, generator=draws)
-        segment = torch.zeros(images, dtype=torch.int64)
-        u, pull = plain.vjp(x, segment)
+        pair = torch.zeros(images, dtype=torch.int64)
+        u, pull = plain.vjp(x, pair)
         vectors = torch.randn(1, *u.shape, generator=draws)
-        actual, pull_actual = compiled.vjp(x, segment)
+        actual, pull_actual = compiled.vjp(x, pair)
         near(actual, u, rtol=1e-5)
         near(pull_actual(vectors), pull(vectors), rtol=1e-5)
     requests = [call.args[0] for call in parts.call_args_list]
@@ -263,8 +263,8 @@ def test_compiled_synthetic_pass_equals_the_eager_pass(monkeypatch: pytest.Monke
 
 
 def sum_matcher(clients: PrivateClientView, networks: int, sigma: float, clip: float) -> Any:
-    sums = noisy_series(len(clients.ids), sigma, clip, WIDTH, steps=networks)
-    counts = noisy_series(len(clients.ids), sigma, 1.0, 1, steps=1)
+    sums = noisy_mechanism(len(clients.ids), sigma, clip, WIDTH, steps=networks)
+    counts = noisy_mechanism(len(clients.ids), sigma, 1.0, 1, steps=1)
     return private.FeatureSumMatcher(clients, sums, counts, networks, 1.0)
 
 

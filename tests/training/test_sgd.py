@@ -24,7 +24,7 @@ from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, learner_bytes, train_together
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, train_on
 from tests.conftest import NO_CUDA
-from tests.privacy.support import series
+from tests.privacy.support import mechanism
 from tests.rounds import take_step
 
 
@@ -219,7 +219,7 @@ def test_optimisers_train_one_network_or_many(
 def test_optimisers_train_with_dp_sgd(rule: Optimiser) -> None:
     """With σ → 0, a huge clip and full batches, steps follow the mean gradient."""
     model = dense(16, 3)
-    noiseless = series(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=51)
+    noiseless = mechanism(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=51)
     dp_sgd(model, lambda i: IMAGES[i], LABELS[:24], noiseless, DpSgdSettings(rule, 24.0))
     expected = numpy_training(rule, [np.arange(24)] * 3)
     np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)

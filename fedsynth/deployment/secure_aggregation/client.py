@@ -393,21 +393,21 @@ class UploadLayout:
         return self.kind(**tensors)
 
 
-def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLayout:
+def upload_layout(method: Method, exchange: str, context: RoundContext) -> UploadLayout:
     """Returns the public encoding of the uploads in one exchange of a round.
 
     Args:
         method: a method whose server sees only sums of uploads.
-        phase: the exchange of the round, "first" or "main".
+        exchange: the exchange of the round, "first" or "main".
         context: the context of the round, with the settings that were agreed once all clients had
             joined.
 
     Raises:
         SecureSumError: if a field is not a tensor of known size.
     """
-    rules = method.upload_rules(phase, 0, context)
+    rules = method.upload_rules(exchange, 0, context)
     fields = {}
-    for name, plan in method.sum_releases(phase, context).items():
+    for name, plan in method.sum_releases(exchange, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(f"the field {name} must have a fixed size in a secure sum")
@@ -415,11 +415,11 @@ def upload_layout(method: Method, phase: str, context: RoundContext) -> UploadLa
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
         fields[name] = (tuple(size or 0 for size in rule.shape), FixedPoint(grid, wraps=private))
-    return UploadLayout(declared(method, phase, "upload"), fields)
+    return UploadLayout(declared(method, exchange, "upload"), fields)
 
 
 def sum_terms(
-    method: Method, phase: str, context: RoundContext, name: str, agreed: str
+    method: Method, exchange: str, context: RoundContext, name: str, agreed: str
 ) -> SumTerms:
     """Returns the parameters of the secure sum in one exchange.
 
@@ -427,7 +427,7 @@ def sum_terms(
 
     Args:
         method: a method whose server sees only sums of uploads.
-        phase: the exchange of the round, "first" or "main".
+        exchange: the exchange of the round, "first" or "main".
         context: the context of the round, with the settings that were agreed once all clients had
             joined.
         name: the server's unique name for this sum.
@@ -440,10 +440,10 @@ def sum_terms(
         raise SecureSumError(f"the name of a secure sum must have {NAME_DIGITS} hexadecimal digits")
     clients = context.active
     private = context.privacy is not None
-    about = f"{agreed} {context.round} {phase} {name}"
+    about = f"{agreed} {context.round} {exchange} {name}"
     return SumTerms(
         hashlib.sha256(about.encode()).digest(),
         threshold=fewest(method, len(clients), context.clients, private=private),
         clients=clients,
-        length=upload_layout(method, phase, context).length,
+        length=upload_layout(method, exchange, context).length,
     )

@@ -185,7 +185,7 @@ class SecureStep:
 
     Args:
         method: a method whose server sees only sums of uploads.
-        phase: the exchange of the round, "first" or "main".
+        exchange: the exchange of the round, "first" or "main".
         context: the context of the round.
         facts: the header fields that all requests in this exchange contain.
         agreement: the hash of the run's settings.
@@ -197,7 +197,7 @@ class SecureStep:
     """
 
     method: Method
-    phase: str
+    exchange: str
     context: RoundContext
     facts: Mapping[str, Any]
     agreement: str
@@ -206,8 +206,8 @@ class SecureStep:
     def __post_init__(self) -> None:
         name = secrets.token_hex(NAME_DIGITS // 2)
         self.facts = {**self.facts, "sum": name}
-        self._layout = upload_layout(self.method, self.phase, self.context)
-        terms = sum_terms(self.method, self.phase, self.context, name, self.agreement)
+        self._layout = upload_layout(self.method, self.exchange, self.context)
+        terms = sum_terms(self.method, self.exchange, self.context, name, self.agreement)
         self.server = SumServer(terms)
 
     def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:

@@ -182,14 +182,14 @@ class AveragingState(ServerState):
             empty if the method keeps no cache.
         seen: a boolean mask [K] of the clients that have sent a model, or None without a cache.
         overall: the parameters of OCA. The mapping is empty if the method keeps no cache.
-        memory: further tensors that the method keeps between rounds, by parameter. The mapping is
+        buffers: further tensors that the method keeps between rounds, by parameter. The mapping is
             empty before the first round.
     """
 
     cache: Tensors = field(default_factory=dict)
     seen: Tensor | None = None
     overall: Tensors = field(default_factory=dict)
-    memory: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
 
 
 Averaging = TypeVar("Averaging", bound=AveragingState)

@@ -49,7 +49,7 @@ def sums_plans(
     width: int,
     classes: int,
     noise: float,
-    phase: str,
+    exchange: str,
 ) -> tuple[ReleasePlan, ReleasePlan]:
     """Returns the release plans of the class sums and of the class counts.
 
@@ -63,7 +63,7 @@ def sums_plans(
         width: D, the dimension of the vectors.
         classes: number of classes.
         noise: noise multiplier of the sums and of the counts, divided by the run's σ.
-        phase: the exchange of the round in which they are released.
+        exchange: the exchange of the round in which they are released.
     """
     sums = ReleasePlan(
         name=name,
@@ -76,7 +76,7 @@ def sums_plans(
         dimension=classes * width,
         groups=classes,
         relative_noise_multiplier=noise,
-        phase=phase,
+        exchange=exchange,
     )
     return sums, counts_plan(sums, noise)
 
@@ -136,7 +136,7 @@ def class_counts(clients: Group) -> Tensor:
     """
     classes = clients.spec.classes
     if isinstance(clients, PrivateClientView):
-        noisy = clients.class_sums(clients.series(COUNTS), private_matchers.ones)
+        noisy = clients.class_sums(clients.mechanisms(COUNTS), private_matchers.ones)
         return noisy.view(len(clients.ids), classes)
     counts = torch.zeros(len(clients.ids), classes, device=clients.data.labels.device)
     for k in range(len(clients.ids)):
@@ -144,10 +144,10 @@ def class_counts(clients: Group) -> Tensor:
     return counts
 
 
-def series_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
-    """Returns the series that each private client was charged for. Other clients have none."""
+def mechanisms_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
+    """Returns the mechanisms that each private client was charged for. Other clients have none."""
     if isinstance(clients, PrivateClientView):
-        return clients.series(plan)
+        return clients.mechanisms(plan)
     return ()
 
 
@@ -172,9 +172,9 @@ def class_sums(
     classes = clients.spec.classes
     if isinstance(clients, PrivateClientView):
 
-        def by_pair(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            # segments number (client, class) pairs; −1, which is discarded, becomes some class
-            return rows(x_NCHW, (segment_N % classes).to(x_NCHW.device, non_blocking=True))
+        def by_pair(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
+            # pairs number (client, class) pairs; −1, which is discarded, becomes some class
+            return rows(x_NCHW, (pair_N % classes).to(x_NCHW.device, non_blocking=True))
 
         return clients.class_sums(charged, by_pair).view(len(clients.ids), classes, -1)
     device = clients.data.labels.device
@@ -202,7 +202,7 @@ def sums_and_counts(
         plan: the name of the plan of the sums.
     """
     counts = class_counts(client)
-    sums = class_sums(client, series_of(client, plan), lambda x, labels: vectors(x), width)
+    sums = class_sums(client, mechanisms_of(client, plan), lambda x, labels: vectors(x), width)
     return sums[0], counts[0]
 
 
@@ -316,17 +316,17 @@ def private_matching(
         SettingError: the clients were charged for a different mechanism.
     """
     plan = clients.plan(IMAGES)
-    series = clients.series(IMAGES)
+    mechanisms = clients.mechanisms(IMAGES)
     divisor = plan.sample_rate * context.nominal_size / context.spec.classes
     if plan.mechanism == "residual":
-        return private_matchers.ResidualMatcher(clients, series, divisor, columns)
+        return private_matchers.ResidualMatcher(clients, mechanisms, divisor, columns)
     if plan.mechanism == "gradient":
-        return private_matchers.GradientMatcher(clients, series, divisor)
+        return private_matchers.GradientMatcher(clients, mechanisms, divisor)
     if plan.mechanism != "features":
         raise unsupported(plan.mechanism)
-    counts = clients.series(COUNTS)
+    counts = clients.mechanisms(COUNTS)
     floor = max(1.0, min_examples * plan.sample_rate, 2 * counts[0].noise_std)
-    return private_matchers.FeatureSumMatcher(clients, series, counts, plan.steps, floor)
+    return private_matchers.FeatureSumMatcher(clients, mechanisms, counts, plan.steps, floor)
 
 
 def unsupported(mechanism: str) -> SettingError:

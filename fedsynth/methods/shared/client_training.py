@@ -18,7 +18,7 @@ from torch import nn
 from fedsynth.core.client import ExactClientView, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
-from fedsynth.core.method import Memory
+from fedsynth.core.method import ClientState
 from fedsynth.models.flat import FlatNetwork
 from fedsynth.privacy.dpsgd import DpSgdSettings, ExampleLoss, Penalty
 from fedsynth.seeding import torch_generator
@@ -48,8 +48,8 @@ class Trained:
     steps: int
 
 
-def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, Memory]:
-    """Makes the upload of a client that sends only its trained model, with an empty memory."""
+def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+    """Makes the upload of a client that sends only its trained model, with an empty state."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
@@ -71,14 +71,15 @@ class LocalObjective:
             random generators. They are saved in checkpoints, and steps are then not recorded as
             CUDA graphs. The mapping is empty if the functions change nothing.
         make_upload: a function that takes the trained model and its `Trained`, and returns the
-            upload and the client's new memory. It must not keep the network, which may train for
+            upload and the client's new state. It must not keep the network, which may train for
             another client next.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
     ...     name = "ridge"
-    ...     def task(self, client, message, memory, context):
-    ...         return LocalObjective(penalty=lambda model: 0.01 * model.classifier.weight.square().sum())
+    ...     def task(self, client, message, state, context):
+    ...         squares = lambda model: model.classifier.weight.square().sum()
+    ...         return LocalObjective(penalty=lambda model: 0.01 * squares(model))
     >>> result = simulate(RunSettings(Ridge(lr=0.1), rounds=1, model=ModelSettings("linear")))
     >>> result.accuracy > 0.5
     True
@@ -88,7 +89,7 @@ class LocalObjective:
     penalty: Penalty | None = None
     loss: ExampleLoss | None = None
     state: State = field(default_factory=dict)
-    make_upload: Callable[[nn.Module, Trained], tuple[Message, Memory]] = plain_upload
+    make_upload: Callable[[nn.Module, Trained], tuple[Message, ClientState]] = plain_upload
 
     @property
     def plain(self) -> bool:
@@ -171,7 +172,7 @@ def train_privately(
             objective.loss,
             objective.before_step,
         )
-        client.fit(client.series(MODEL), model, settings)
+        client.fit(client.mechanisms(MODEL), model, settings)
         trained.append(Trained(1.0, plan.steps))
         context.report("local training", len(trained), len(models))
     return trained
@@ -228,7 +229,8 @@ def training_digest(
     """Computes a hash of everything that determines the result of a client's plain training.
 
     The digest covers the initial model, the data and their order, the optimiser, the penalty, the
-    hardware and the versions of the software. Equal digests mean equal results for the networks of this
+    hardware and the versions of the software. Equal digests mean equal results for the networks of
+    this
     package, whose `repr` and values define them completely, as long as the version of the package
     is the same.
     """

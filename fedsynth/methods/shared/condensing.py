@@ -63,10 +63,12 @@ class TrainsOnUnion(Method):
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        return sets.set_rules(context.spec, self.ipc) if phase == MAIN else {}
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        return sets.set_rules(context.spec, self.ipc) if exchange == MAIN else {}
 
-    def check_upload(self, phase: str, upload: Upload, client: int, context: RoundContext) -> None:
+    def check_upload(
+        self, exchange: str, upload: Upload, client: int, context: RoundContext
+    ) -> None:
         if isinstance(upload, sets.SyntheticSet):
             sets.check_set(upload, self.ipc)
 
@@ -131,7 +133,7 @@ class CondensingMethod(TrainsOnUnion):
     ...     name = "rounded"
     ...     def client_step(self, *arguments):
     ...         condensed = super().client_step(*arguments)
-    ...         return [(replace(s, images=s.images.round()), memory) for s, memory in condensed]
+    ...         return [(replace(s, images=s.images.round()), state) for s, state in condensed]
     >>> method = Rounded(ipc=2, iterations=5, server_epochs=5)
     >>> simulate(RunSettings(method, rounds=1)).uploads[0].images.frac().abs().max()
     tensor(0.)
@@ -234,8 +236,8 @@ class CondensingMethod(TrainsOnUnion):
         has.
         """
         if isinstance(clients, PrivateClientView):
-            return clients.segments()
-        return clients.segments(self.min_examples)
+            return clients.pairs()
+        return clients.pairs(self.min_examples)
 
     def features(
         self,

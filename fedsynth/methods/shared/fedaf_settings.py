@@ -131,7 +131,7 @@ class FedAFSettings(CondensingMethod):
         temperature: τ, the temperature of the soft labels. The paper gives none, and 1 is plain
             softmax. In short runs with λ_glob = 2, larger values do less harm (docs/results.md).
         knowledge_from: when V is computed. With "previous-round", V is the average of the uploads
-            of the previous round. With "first-phase", V is computed under w_r in an additional
+            of the previous round. With "first-exchange", V is computed under w_r in an additional
             exchange at the start of the same round.
         logit_clip: L2 bound on the logits of an example. It is used only with differential privacy.
         knowledge_noise: noise multiplier of the sums of logits and of the counts, in units of the
@@ -140,8 +140,8 @@ class FedAFSettings(CondensingMethod):
     """
 
     upload = CondensedSet
-    downlink = GlobalLogits
-    first_downlink = ModelParameters
+    request = GlobalLogits
+    first_request = ModelParameters
     first_upload = LocalKnowledge
     state = KnowledgeState
     matches_logits = False
@@ -156,7 +156,7 @@ class FedAFSettings(CondensingMethod):
     }
 
     temperature: float = in_range(1.0, 1e-6)
-    knowledge_from: str = one_of("previous-round", "first-phase")
+    knowledge_from: str = one_of("previous-round", "first-exchange")
     logit_clip: float = in_range(5.0, 1e-9)
     knowledge_noise: float = in_range(5.0, 1e-3)
     server_lr: float = 1e-3
@@ -183,15 +183,15 @@ class FedAFSettings(CondensingMethod):
             check_tensor("logits", message.logits, (classes, classes), torch.float32)
             check_tensor("has_logits", message.has_logits, (classes,), torch.bool)
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         rows = classes = context.spec.classes
-        if phase == MAIN and self.knowledge_from == "first-phase":
+        if exchange == MAIN and self.knowledge_from == "first-exchange":
             rows = 0
         rules: dict[str, Rule] = {
             "logits": Array((rows, classes)),
             "present": Array((rows,), torch.bool),
         }
-        if phase == FIRST:
+        if exchange == FIRST:
             return rules
         soft = Array((rows, classes), low=0.0, high=1.0, sums_to_one=True)
         return {
@@ -214,10 +214,10 @@ class FedAFSettings(CondensingMethod):
             width=context.spec.classes,
             classes=context.spec.classes,
             noise=self.knowledge_noise,
-            phase=FIRST if self.knowledge_from == "first-phase" else MAIN,
+            exchange=FIRST if self.knowledge_from == "first-exchange" else MAIN,
         )
 
-    def first_request(self, state: KnowledgeState, context: RoundContext) -> Message | None:
-        if self.knowledge_from == "first-phase":
+    def first_broadcast(self, state: KnowledgeState, context: RoundContext) -> Message | None:
+        if self.knowledge_from == "first-exchange":
             return ModelParameters(state.parameters, 1.0)
         return None

@@ -106,7 +106,7 @@ class FedSumSettings(TrainsInBall, DistributedNoise):
             differential privacy.
     """
 
-    downlink = SumsRequest
+    request = SumsRequest
     upload = NetworkSums
     state = CondensedState
     dp_mechanisms = ("features",)
@@ -139,11 +139,11 @@ class FedSumSettings(TrainsInBall, DistributedNoise):
         rows = context.spec.classes * self.ipc
         check_tensor("images", message.images, (rows, *context.spec.image_shape), torch.float32)
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         shape = self.networks, context.spec.classes, feature_width(context, logits=True)
         return sums_rules(client, shape, IMAGES, context, self.sum_dtype(IMAGES, context))
 
-    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+    def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
         return {"sums": IMAGES, "counts": COUNTS}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:

@@ -25,7 +25,16 @@ from torch import Tensor, nn
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
-from fedsynth.core.method import Memories, Memory, Method, Presets, Request, Results, State, Upload
+from fedsynth.core.method import (
+    ClientState,
+    ClientStates,
+    Method,
+    Presets,
+    Request,
+    Results,
+    State,
+    Upload,
+)
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared import client_training
@@ -53,10 +62,10 @@ PARAMETER_COPIES = 4
 
 
 def _report_part(
-    report: Callable[..., None], part: int, parts: int, phase: str, completed: int, total: int
+    report: Callable[..., None], part: int, parts: int, stage: str, completed: int, total: int
 ) -> None:
     """Reports the progress of one of several equal parts."""
-    report(phase, part * total + completed, parts * total)
+    report(stage, part * total + completed, parts * total)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ class TrainsLocally(Method):
             raise SettingError("method", "final", reason)
 
     def task(
-        self, client: int, message: Request, memory: Memory, context: RoundContext
+        self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> client_training.LocalObjective:
         """Returns what the method adds to this client's local training in this round."""
         return client_training.LocalObjective()
@@ -151,7 +160,7 @@ class TrainsLocally(Method):
         return MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
-        self, client: int, message: Request, memory: Memory, context: RoundContext
+        self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> nn.Module:
         """Returns the network that a client trains.
 
@@ -163,28 +172,28 @@ class TrainsLocally(Method):
         return copy.deepcopy(context.architecture_of(client)).to(context.device)
 
     def client_step(
-        self, message: Request, clients: Group, memories: Memories, context: RoundContext
+        self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         if isinstance(clients, PrivateClientView) or self._trains_together(context):
             models = []
-            for client, memory in zip(clients.ids, memories, strict=True):
-                models.append(self.start_model(client, message, memory, context))
-            return self._trained(models, message, clients, memories, context)
+            for client, state in zip(clients.ids, states, strict=True):
+                models.append(self.start_model(client, message, state, context))
+            return self._trained(models, message, clients, states, context)
         results: Results = []
         of_message = type(self).start_model is TrainsLocally.start_model
         reusable = of_message and next(context.architecture.buffers(), None) is None
         shared: FlatNetwork | None = None  # trains for all clients in turn
         start: Tensor | None = None  # its initial weights
-        for view, memory in zip(clients.split(), memories, strict=True):
+        for view, state in zip(clients.split(), states, strict=True):
             if shared is not None and start is not None and reusable:
                 shared.use(start.clone())  # the uploads before it keep their values
             else:
-                model = self.start_model(view.ids[0], message, memory, context)
+                model = self.start_model(view.ids[0], message, state, context)
                 shared = FlatNetwork(model, requires_grad=True)
                 start = shared.flat.clone()
-            report = partial(_report_part, context.report, len(results), len(memories))
+            report = partial(_report_part, context.report, len(results), len(states))
             turn = replace(context, report=report)
-            results += self._trained([shared.module], message, view, [memory], turn, shared)
+            results += self._trained([shared.module], message, view, [state], turn, shared)
         return results
 
     def _trained(
@@ -192,19 +201,19 @@ class TrainsLocally(Method):
         models: Sequence[nn.Module],
         message: Request,
         clients: Group,
-        memories: Memories,
+        states: ClientStates,
         context: RoundContext,
         network: FlatNetwork | None = None,
     ) -> Results:
-        """Trains the models of clients, and returns the clients' uploads and memories.
+        """Trains the models of clients, and returns the clients' uploads and states.
 
         `network` is that of the only model, if it is already flat.
         """
         straggler_epochs = self.straggler_epochs(context)
         objectives: list[client_training.LocalObjective] = []
         settings: list[SgdSettings] = []
-        for client, memory in zip(clients.ids, memories, strict=True):
-            objectives.append(self.task(client, message, memory, context))
+        for client, state in zip(clients.ids, states, strict=True):
+            objectives.append(self.task(client, message, state, context))
             settings.append(self._sgd(straggler_epochs.get(client, self.local_epochs), context))
         if isinstance(clients, PrivateClientView):
             trained = client_training.train_privately(
@@ -224,10 +233,10 @@ class TrainsLocally(Method):
         for k, view in enumerate(clients.split()):
             if self.drop_stragglers and clients.ids[k] in straggler_epochs:
                 upload, _ = objectives[k].make_upload(models[k], replace(trained[k], weight=0.0))
-                memory = memories[k]  # as if the client had not taken part
+                state = states[k]  # as if the client had not taken part
             else:
-                upload, memory = objectives[k].make_upload(models[k], trained[k])
-            results.append((self.finalize_upload(upload, view, message, context), memory))
+                upload, state = objectives[k].make_upload(models[k], trained[k])
+            results.append((self.finalize_upload(upload, view, message, context), state))
         return results
 
     def client_bytes(self, context: RoundContext) -> int | None:

@@ -118,7 +118,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
             the noise of a coordinate of the gradient. It is used with second moments.
     """
 
-    first_downlink = ModelParameters
+    first_request = ModelParameters
     first_upload = CentreSums
     upload = StatisticSums
     state = FedStatsState
@@ -301,7 +301,7 @@ class PlansStatistics(DistributedNoise, MakesImages):
                 steps=1,
                 dimension=widths[name],
                 relative_noise_multiplier=shares[name] ** -0.5,
-                phase=MAIN if name in (MOMENTS, STEP) else FIRST,
+                exchange=MAIN if name in (MOMENTS, STEP) else FIRST,
                 signal=signal,
             )
             plans.append(plan)
@@ -360,19 +360,19 @@ class PlansStatistics(DistributedNoise, MakesImages):
             self.momentum,
         )
 
-    def upload_rules(self, phase: str, client: int, context: RoundContext) -> dict[str, Rule]:
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         widths = self.widths(context.privacy, context)
         bound = LARGEST * max(1.0, *context.noise.values(), 1.0)
         rules: dict[str, Rule] = {}
-        for field, plan in self.sum_releases(phase, context).items():
+        for field, plan in self.sum_releases(exchange, context).items():
             dtype = self.sum_dtype(plan, context)
             rules[field] = Array((widths[plan],), dtype, low=-bound, high=bound)
         return rules
 
-    def sum_releases(self, phase: str, context: RoundContext) -> Mapping[str, str]:
+    def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
         if context.round > 1:
             return {"sums": STEP}
-        if phase == FIRST:
+        if exchange == FIRST:
             return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
         return {"sums": MOMENTS}
 
@@ -383,7 +383,9 @@ class PlansStatistics(DistributedNoise, MakesImages):
         if self.ipc > 0:
             check_differentiable(model)
 
-    def first_request(self, state: FedStatsState, context: RoundContext) -> ModelParameters | None:
+    def first_broadcast(
+        self, state: FedStatsState, context: RoundContext
+    ) -> ModelParameters | None:
         if context.round > 1:
             return None
         return ModelParameters(state.parameters, 1.0)

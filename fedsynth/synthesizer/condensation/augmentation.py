@@ -41,15 +41,15 @@ class SiameseAugmentation:
     Images with the same group index get the same transformation.
 
     Args:
-        segments: the number of groups.
+        groups: the number of groups.
         generator: the random generator, on the images' device.
         flip: whether images may be mirrored. False for digits and letters, whose mirror image is a
             different character.
     """
 
-    def __init__(self, segments: int, generator: torch.Generator, *, flip: bool) -> None:
+    def __init__(self, groups: int, generator: torch.Generator, *, flip: bool) -> None:
         device = generator.device
-        draw = torch.rand(10, segments, generator=generator, device=device)
+        draw = torch.rand(10, groups, generator=generator, device=device)
         # 0 colour, 1 shift, 2 cutout, 3 scale, 4 rotate, 5 flip
         kind = (draw[0] * (6 if flip else 5)).long()
         signed = 2 * draw[1:7] - 1
@@ -69,28 +69,28 @@ class SiameseAugmentation:
         # centre of the cutout in [-1, 1]; 9 is outside
         self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
 
-    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def __call__(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         """Returns the transformed images. They are differentiable with respect to the original
         images.
 
         Args:
             x_NCHW: the images.
-            segment_N: the group index of each image.
+            pair_N: the group index of each image.
         """
-        x = x_NCHW + self._brightness[segment_N].view(-1, 1, 1, 1)
+        x = x_NCHW + self._brightness[pair_N].view(-1, 1, 1, 1)
         grey = x.mean(dim=1, keepdim=True)
-        x = (x - grey) * self._saturation[segment_N].view(-1, 1, 1, 1) + grey
+        x = (x - grey) * self._saturation[pair_N].view(-1, 1, 1, 1) + grey
         level = x.mean(dim=(1, 2, 3), keepdim=True)
-        x = (x - level) * self._contrast[segment_N].view(-1, 1, 1, 1) + level
-        grid = F.affine_grid(self._theta[segment_N], list(x.shape), align_corners=False)
+        x = (x - level) * self._contrast[pair_N].view(-1, 1, 1, 1) + level
+        grid = F.affine_grid(self._theta[pair_N], list(x.shape), align_corners=False)
         x = F.grid_sample(x, grid, padding_mode="zeros", align_corners=False)
-        return x * self._mask(x, segment_N)
+        return x * self._mask(x, pair_N)
 
-    def _mask(self, x: Tensor, segment_N: Tensor) -> Tensor:
+    def _mask(self, x: Tensor, pair_N: Tensor) -> Tensor:
         height, width = x.shape[2:]
         rows = torch.linspace(-1, 1, height, device=x.device).view(1, -1, 1)
         columns = torch.linspace(-1, 1, width, device=x.device).view(1, 1, -1)
-        hole = self._hole[:, segment_N].view(2, -1, 1, 1)
+        hole = self._hole[:, pair_N].view(2, -1, 1, 1)
         inside = ((rows - hole[0]).abs() < CUTOUT) & ((columns - hole[1]).abs() < CUTOUT)
         return (~inside).unsqueeze(1).to(x.dtype)
 
@@ -129,7 +129,7 @@ def augmentations(
 
 
 def _by_class(transform: SiameseAugmentation, label_S: Tensor) -> Augmentation:
-    return lambda x_NCHW, segment_N: transform(x_NCHW, label_S[segment_N])
+    return lambda x_NCHW, pair_N: transform(x_NCHW, label_S[pair_N])
 
 
 TURN = 0.15  # radians; this and the next four are maxima

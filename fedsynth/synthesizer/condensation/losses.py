@@ -256,7 +256,7 @@ class DistributionMatcher(matching.MatchingObjective):
             return
         from geomloss import SamplesLoss
 
-        # A fixed initial scale: by default geomloss derives one from all segments, which would
+        # A fixed initial scale: by default geomloss derives one from all pairs, which would
         # make a client's images depend on other clients of its group.
         self._loss = SamplesLoss(kind, p=2, blur=blur, diameter=SCALE, backend="tensorized")
         self._factor = 2.0
@@ -300,7 +300,7 @@ class DistributionMatcher(matching.MatchingObjective):
         return gradient
 
 
-def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
+def _padded(rows_ND: Tensor, pair_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the rows of each (client, class) pair, padded to the largest number of rows.
 
     The rows have the shape [S, B, D]. The function also returns weights [S, B], which sum to 1 for
@@ -308,18 +308,18 @@ def _padded(rows_ND: Tensor, segment_N: Tensor, sizes_S: Tensor) -> tuple[Tensor
 
     Args:
         rows_ND: the rows of all pairs.
-        segment_N: the index of the pair of each row, ascending.
+        pair_N: the index of the pair of each row, ascending.
         sizes_S: the number of rows of each pair, as in `BatchIndices`. It is on the CPU so that the
             host need not wait for the GPU.
     """
     largest = int(sizes_S.max())
-    sizes = sizes_S.to(segment_N.device, non_blocking=True)
+    sizes = sizes_S.to(pair_N.device, non_blocking=True)
     first = sizes.cumsum(0) - sizes
-    position = torch.arange(len(segment_N), device=segment_N.device) - first[segment_N]
-    # Padded with the segment's first row and not with zeros: a distant point of weight zero would
+    position = torch.arange(len(pair_N), device=pair_N.device) - first[pair_N]
+    # Padded with the pair's first row and not with zeros: a distant point of weight zero would
     # still widen Sinkhorn's first blur.
-    rows = rows_ND[first.clamp_max(len(segment_N) - 1)][:, None].repeat(1, largest, 1)
-    rows[segment_N, position] = rows_ND
+    rows = rows_ND[first.clamp_max(len(pair_N) - 1)][:, None].repeat(1, largest, 1)
+    rows[pair_N, position] = rows_ND
     weights = rows_ND.new_zeros(len(sizes_S), largest)
-    weights[segment_N, position] = 1 / sizes[segment_N].to(rows_ND.dtype)
+    weights[pair_N, position] = 1 / sizes[pair_N].to(rows_ND.dtype)
     return rows, weights

@@ -7,7 +7,7 @@ loss is
 
 (FedDM, Eq. 9; FedAF, Eq. 4), and one step needs ∇_S L (`matching_gradient`). All (client, class)
 pairs of a group of clients share one pass. `synthetic` is [S, ipc, C, H, W], and each image of the
-real batch has the index of its pair (`segment_N`).
+real batch has the index of its pair (`pair_N`).
 
 Real images are embedded without a graph, and the network's weights are frozen. A vector-Jacobian
 product (`fedsynth.models.convnet`, or autograd for other networks) pulls gradients back to the
@@ -110,13 +110,13 @@ class NetworkFeatures:
                 for p, new in zip(self._real.parameters(), network.parameters(), strict=True):
                     p.copy_(new)
 
-    def __call__(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def __call__(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         """Returns the features u [N, D] of images, differentiable with respect to the images."""
         return self._with_logits(
-            self._embed(self._network, self._augmented(x_NCHW, segment_N), segment_N)
+            self._embed(self._network, self._augmented(x_NCHW, pair_N), pair_N)
         )
 
-    def real(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def real(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         """Returns the features u [N, D] of real images without an autograd graph.
 
         They are computed channels-last and in the reduced precision. On a CPU, the batches are
@@ -127,17 +127,17 @@ class NetworkFeatures:
             at_once = len(x_NCHW)
             if not self.mixes:
                 at_once = self.images_at_once(x_NCHW, self.precision)
-            for x, segment in zip(x_NCHW.split(at_once), segment_N.split(at_once), strict=True):
-                x = self._augmented(x, segment)
+            for x, pair in zip(x_NCHW.split(at_once), pair_N.split(at_once), strict=True):
+                x = self._augmented(x, pair)
                 x = x.to(self.precision, memory_format=torch.channels_last)
                 embed = self._embed
                 if self._embed_compiled is not None and len(x) == at_once:
                     embed = self._embed_compiled
-                rows.append(embed(self._real, x, segment).float())
+                rows.append(embed(self._real, x, pair).float())
             return self._with_logits(torch.cat(rows))
 
     def vjp(
-        self, x_NCHW: Tensor, segment_N: Tensor, *, exact: bool = True
+        self, x_NCHW: Tensor, pair_N: Tensor, *, exact: bool = True
     ) -> tuple[Tensor, VectorJacobian]:
         """Returns the features u [N, D], and a function that computes their vector-Jacobian
         products.
@@ -147,15 +147,15 @@ class NetworkFeatures:
         """
         leaf = x_NCHW.detach().requires_grad_()
         with torch.enable_grad():
-            x = self._augmented(leaf, segment_N)
+            x = self._augmented(leaf, pair_N)
         embed_vjp = getattr(self._network, "embed_vjp", lambda *_, **options: None)
         precision = torch.float32 if exact else self.precision
-        full = self.ipc * segments_at_once(self, x, max(1, self.ipc))
+        full = self.ipc * pairs_at_once(self, x, max(1, self.ipc))
         compiled = self._embed_compiled is not None and len(x) == full
         embedded = embed_vjp(x.detach(), precision, compiled=compiled)
         if embedded is None:
             with torch.enable_grad():
-                u = self._with_logits(self._embed(self._network, x, segment_N))
+                u = self._with_logits(self._embed(self._network, x, pair_N))
             return u.detach(), lambda g_VND: _gradients(u, leaf, g_VND)
         h, pull = embedded
         weight: Tensor = self._network.classifier.weight
@@ -182,14 +182,14 @@ class NetworkFeatures:
         in_memory = self.memory_bytes // (ACTIVATIONS * image_bytes)
         return power_of_two(min(chunk(x_NCHW.device), in_memory, cached))
 
-    def _augmented(self, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def _augmented(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         if self._augment is None:
             return x_NCHW
-        return self._augment(x_NCHW, segment_N)
+        return self._augment(x_NCHW, pair_N)
 
-    def _embed(self, network: nn.Module, x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+    def _embed(self, network: nn.Module, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         if self.statistics is not None:
-            SharedStatistics.of(network).assign(self.statistics[segment_N], len(self.statistics))
+            SharedStatistics.of(network).assign(self.statistics[pair_N], len(self.statistics))
         if not torch.is_grad_enabled():
             # `to`, not `contiguous`: the latter leaves images of one channel unchanged, and their
             # convolutions then run in NCHW
@@ -259,14 +259,14 @@ def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, 
 
     Returns the indices of the pairs in each group.
     """
-    segments, ipc = synthetic_SICHW.shape[:2]
-    at_once = segments
+    pairs, ipc = synthetic_SICHW.shape[:2]
+    at_once = pairs
     if not features.mixes:
-        at_once = segments_at_once(features, synthetic_SICHW[0], ipc)
-    return torch.arange(segments, device=synthetic_SICHW.device).split(at_once)
+        at_once = pairs_at_once(features, synthetic_SICHW[0], ipc)
+    return torch.arange(pairs, device=synthetic_SICHW.device).split(at_once)
 
 
-def segments_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
+def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
     """Returns how many (client, class) pairs, with `ipc` images each, pass through the network
     together.
 
@@ -275,17 +275,17 @@ def segments_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int
     return max(1, features.images_at_once(x_NCHW) // ipc)
 
 
-def segment_sums(values_ND: Tensor, segment_N: Tensor, segments: int) -> Tensor:
-    """Returns the sum of the rows of each group, [segments, D].
+def pair_sums(values_ND: Tensor, pair_N: Tensor, pairs: int) -> Tensor:
+    """Returns the sum of the rows of each group, [pairs, D].
 
     The sums are computed by a matrix product, which is deterministic on CUDA.
 
     Args:
         values_ND: the rows.
-        segment_N: the group index of each row.
-        segments: the number of groups.
+        pair_N: the group index of each row.
+        pairs: the number of groups.
     """
-    return torch.nn.functional.one_hot(segment_N, segments).to(values_ND.dtype).T @ values_ND
+    return torch.nn.functional.one_hot(pair_N, pairs).to(values_ND.dtype).T @ values_ND
 
 
 def matching_gradient(
@@ -358,11 +358,11 @@ class ExactMatcher(MatchingObjective):
         The means have no autograd graph.
         """
         sums = torch.zeros(())
-        for rows, segments, u in self._pieces(step, features):
+        for rows, pairs, u in self._pieces(step, features):
             if not sums.dim():  # the first piece shows the width of u_w
                 sums = u.new_zeros(len(self.batches.sizes), u.shape[1])
-            number = self.batches.segment[rows] - segments.start
-            sums[segments] += segment_sums(u, number, segments.stop - segments.start)
+            number = self.batches.pair[rows] - pairs.start
+            sums[pairs] += pair_sums(u, number, pairs.stop - pairs.start)
         return sums / self.batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: NetworkFeatures) -> tuple[Tensor, Tensor, Tensor]:
@@ -372,7 +372,7 @@ class ExactMatcher(MatchingObjective):
         (client, class) pair [N], ascending, and the number of images of each pair [S], on the CPU.
         """
         rows = [u for _, _, u in self._pieces(step, features)]
-        return torch.cat(rows), self.batches.segment, self.batches.sizes
+        return torch.cat(rows), self.batches.pair, self.batches.sizes
 
     def _pieces(
         self, step: int, features: NetworkFeatures
@@ -385,11 +385,11 @@ class ExactMatcher(MatchingObjective):
         indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
         first = 0
-        for segment in self.batches.segment_on_cpu.split(size):
-            rows = slice(first, first + len(segment))
+        for pair in self.batches.pair_on_cpu.split(size):
+            rows = slice(first, first + len(pair))
             images = self.clients.images(indices[rows])
-            u = features.real(images, self.batches.segment[rows])
-            yield rows, slice(int(segment[0]), int(segment[-1]) + 1), u
+            u = features.real(images, self.batches.pair[rows])
+            yield rows, slice(int(pair[0]), int(pair[-1]) + 1), u
             first = rows.stop
 
     def gradient(self, step: int, features: NetworkFeatures, synthetic: Tensor) -> Tensor:
@@ -407,13 +407,13 @@ class NetworkMeansMatcher(MatchingObjective):
 
     Args:
         clients: the clients whose examples are averaged.
-        segments: the (client, class) pairs that are condensed.
+        pairs: the (client, class) pairs that are condensed.
         networks: the number of networks M.
     """
 
-    def __init__(self, clients: ExactClientView, segments: ClientClassPairs, networks: int) -> None:
+    def __init__(self, clients: ExactClientView, pairs: ClientClassPairs, networks: int) -> None:
         self.period = self._networks = networks
-        batches = BatchIndices(clients, segments, max([1, *clients.sizes()]), 1, seed=0, round=0)
+        batches = BatchIndices(clients, pairs, max([1, *clients.sizes()]), 1, seed=0, round=0)
         self._exact = ExactMatcher(clients, batches)
         self._targets: dict[int, Tensor] = {}
 

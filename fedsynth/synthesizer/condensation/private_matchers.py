@@ -42,8 +42,8 @@ Cotangents = Callable[[Tensor, Tensor], Tensor]
 # Limits on the backward passes of `per_example_gradients`. A (client, class) pair has about PASSES
 # backward passes. Each has at most PULLED times as many images as a forward pass.
 PASSES, PULLED = 4, 8
-# The fixed cost of a call of `per_example_gradients`, divided by its cost per record. A call repeats
-# the forward pass of the synthetic images.
+# The fixed cost of a call of `per_example_gradients`, divided by its cost per record. A call
+# repeats the forward pass of the synthetic images.
 GRADIENT_START = 64.0
 
 
@@ -62,25 +62,25 @@ class ResidualMatcher(matching.MatchingObjective):
 
     Args:
         clients: the private records.
-        series: one charged series for each client.
+        mechanisms: one charged mechanism for each client.
         divisor: the public divisor of each sum.
         columns: the number of leading coordinates of u that are released and matched. If None, all
             are.
     """
 
     clients: PrivateSums
-    series: Sequence[GaussianSumMechanism]
+    mechanisms: Sequence[GaussianSumMechanism]
     divisor: float
     columns: int | None = None
 
     def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
         fixed = matching.frozen_means(features, synthetic)[:, : self.columns]
 
-        def residuals(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
-            return fixed[segment_N] - features.real(x_NCHW, segment_N)[:, : self.columns]
+        def residuals(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
+            pair_N = pair_N.to(x_NCHW.device, non_blocking=True)
+            return fixed[pair_N] - features.real(x_NCHW, pair_N)[:, : self.columns]
 
-        noisy = self.clients.class_sums(self.series, residuals) / self.divisor
+        noisy = self.clients.class_sums(self.mechanisms, residuals) / self.divisor
         return matching.pull_back(
             features,
             synthetic,
@@ -100,21 +100,21 @@ class GradientMatcher(matching.MatchingObjective):
     pass of S_c serves all examples of the class, and one backward pass handles many of them.
 
     Args:
-        clients, series, divisor: see `ResidualMatcher`.
+        clients, mechanisms, divisor: see `ResidualMatcher`.
         cotangents: the derivative of the loss of single examples. If None, the loss is the squared
             distance of means.
     """
 
     clients: PrivateSums
-    series: Sequence[GaussianSumMechanism]
+    mechanisms: Sequence[GaussianSumMechanism]
     divisor: float
     cotangents: Cotangents | None = None
 
     def gradient(self, step: int, features: matching.NetworkFeatures, synthetic: Tensor) -> Tensor:
-        def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            return per_example_gradients(features, synthetic, x_NCHW, segment_N, self.cotangents)
+        def rows(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
+            return per_example_gradients(features, synthetic, x_NCHW, pair_N, self.cotangents)
 
-        sums = self.clients.class_sums(self.series, rows, start_over_row=GRADIENT_START)
+        sums = self.clients.class_sums(self.mechanisms, rows, start_over_row=GRADIENT_START)
         return (sums / self.divisor).view_as(synthetic)
 
 
@@ -122,7 +122,7 @@ def per_example_gradients(
     features: matching.NetworkFeatures,
     synthetic_SICHW: Tensor,
     x_NCHW: Tensor,
-    segment_N: Tensor,
+    pair_N: Tensor,
     cotangents: Cotangents | None = None,
 ) -> Tensor:
     """Returns the gradient of the matching loss for every real example separately.
@@ -140,22 +140,22 @@ def per_example_gradients(
         features: computes u.
         synthetic_SICHW: the synthetic images.
         x_NCHW: the real images. Their number N is public, and so is the number of pairs.
-        segment_N: the index of each image's pair. −1 marks images that are ignored. It should be on
+        pair_N: the index of each image's pair. −1 marks images that are ignored. It should be on
             the CPU, where the passes are planned.
         cotangents: see `GradientMatcher`.
     """
     derivative = cotangents or mean_cotangents
-    segment_N = segment_N.cpu()
+    pair_N = pair_N.cpu()
     device = x_NCHW.device
-    segments = len(synthetic_SICHW)
-    u = features.real(x_NCHW, segment_N.to(device, non_blocking=True))
-    at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / segments)
+    pairs = len(synthetic_SICHW)
+    u = features.real(x_NCHW, pair_N.to(device, non_blocking=True))
+    at_once = vectors_at_once(features, synthetic_SICHW, len(x_NCHW) / pairs)
     out = u.new_zeros(len(x_NCHW), synthetic_SICHW[0].numel())
-    for number in segment_N[segment_N >= 0].unique().tolist():
+    for number in pair_N[pair_N >= 0].unique().tolist():
         images = synthetic_SICHW[number]
         number_M = torch.full((len(images),), number, device=device)
         features_MID, pull = features.vjp(images, number_M, exact=False)
-        for rows in torch.nonzero(segment_N == number).flatten().split(at_once):
+        for rows in torch.nonzero(pair_N == number).flatten().split(at_once):
             rows = rows.to(device, non_blocking=True)
             vectors = padded(derivative(features_MID, u[rows]), at_once)
             out[rows] = pull(vectors)[: len(rows)].flatten(1)
@@ -192,7 +192,7 @@ def vectors_at_once(
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
-def ones(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
+def ones(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
     """Returns the row [1] for each image. The class sums of these rows are the class counts."""
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
@@ -206,8 +206,9 @@ class FeatureSumMatcher(matching.MatchingObjective):
 
     Args:
         clients: the private records.
-        series: for each client, a series that is charged for M releases.
-        count_series: for each client, a series that is charged for one release of sensitivity 1.
+        mechanisms: for each client, a mechanism that is charged for M releases.
+        count_mechanisms: for each client, a mechanism that is charged for one release of
+            sensitivity 1.
         networks: the number of networks M.
         floor: a public lower bound of the divisor. The images of a class whose noisy count is below
             this bound are not `uploaded`.
@@ -217,14 +218,14 @@ class FeatureSumMatcher(matching.MatchingObjective):
     """
 
     clients: PrivateSums
-    series: Sequence[GaussianSumMechanism]
-    count_series: Sequence[GaussianSumMechanism]
+    mechanisms: Sequence[GaussianSumMechanism]
+    count_mechanisms: Sequence[GaussianSumMechanism]
     networks: int
     floor: float
 
     def __post_init__(self) -> None:
         self.period = self.networks
-        self.counts: Tensor = self.clients.class_sums(self.count_series, ones)[:, 0]
+        self.counts: Tensor = self.clients.class_sums(self.count_mechanisms, ones)[:, 0]
         self.uploaded = self.counts >= self.floor
         self._divisors = self.counts.clamp_min(self.floor)[:, None]
         self._targets: list[Tensor] = []
@@ -238,11 +239,11 @@ class FeatureSumMatcher(matching.MatchingObjective):
         """Releases one noisy sum for each class and returns the estimated class means, [S, D]."""
         centre = matching.frozen_means(features, synthetic)
 
-        def rows(x_NCHW: Tensor, segment_N: Tensor) -> Tensor:
-            segment_N = segment_N.to(x_NCHW.device, non_blocking=True)
-            return features.real(x_NCHW, segment_N) - centre[segment_N]
+        def rows(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
+            pair_N = pair_N.to(x_NCHW.device, non_blocking=True)
+            return features.real(x_NCHW, pair_N) - centre[pair_N]
 
-        return centre + self.clients.class_sums(self.series, rows) / self._divisors
+        return centre + self.clients.class_sums(self.mechanisms, rows) / self._divisors
 
 
 @dataclass(eq=False)
@@ -266,7 +267,7 @@ class PaperMatcher(matching.MatchingObjective):
         gradient = gradient / (norms / first.release.sensitivity).clamp_min(1)  # line 16
         noise = []
         for position, client_noise in enumerate(self.noise):
-            segments = self.pairs.of(position)
-            standard = client_noise.secret.normal((len(segments), *gradient.shape[1:]), 1.0)
-            noise.append(standard * deviation[segments].view(-1, 1, 1, 1, 1))
+            pairs = self.pairs.of(position)
+            standard = client_noise.secret.normal((len(pairs), *gradient.shape[1:]), 1.0)
+            noise.append(standard * deviation[pairs].view(-1, 1, 1, 1, 1))
         return gradient + torch.cat(noise).to(gradient.device, gradient.dtype)  # line 17

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
-from fedsynth.core.method import Memories
+from fedsynth.core.method import ClientStates
 from fedsynth.core.uploads import Array, Rule
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
@@ -105,8 +105,8 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
 
 def start_images(
     clients: Group,
-    segments: ClientClassPairs,
-    memories: Memories,
+    pairs: ClientClassPairs,
+    states: ClientStates,
     context: RoundContext,
     ipc: int,
     average: int = 1,
@@ -119,8 +119,8 @@ def start_images(
     real images.
 
     Args:
-        clients, segments: the group of clients and its (client, class) pairs.
-        memories: the clients' memories. The entry "images" has the images of the last round.
+        clients, pairs: the group of clients and its (client, class) pairs.
+        states: the clients' states. The entry "images" has the images of the last round.
         context: the round's context.
         ipc: the number of images of each pair.
         average: the number of random real images that are averaged for each start image. With 1,
@@ -130,23 +130,23 @@ def start_images(
     if isinstance(clients, PrivateClientView):
         noise = []
         for position, client in enumerate(clients.ids):  # public: only (seed, client) decide
-            shape = len(segments.of(position)), ipc, *context.spec.image_shape
+            shape = len(pairs.of(position)), ipc, *context.spec.image_shape
             generator = torch_generator(context.seed, "start noise", client)
             noise.append(torch.randn(shape, generator=generator))
         start = torch.cat(noise).to(context.device)
     elif average > 1:
-        start = averaged_start(clients, segments, ipc, average, context.seed)
+        start = averaged_start(clients, pairs, ipc, average, context.seed)
     else:
-        start = real_start(clients, segments, ipc, context.seed)
-    for position, memory in enumerate(memories):
-        if "images" in memory and not restart:
-            indices = segments.of(position)
-            start[indices] = memory["images"].view(len(indices), *start.shape[1:])
+        start = real_start(clients, pairs, ipc, context.seed)
+    for position, state in enumerate(states):
+        if "images" in state and not restart:
+            indices = pairs.of(position)
+            start[indices] = state["images"].view(len(indices), *start.shape[1:])
     return start
 
 
 def _class_pools(
-    clients: ExactClientView, segments: ClientClassPairs, draws: Callable[[int], torch.Generator]
+    clients: ExactClientView, pairs: ClientClassPairs, draws: Callable[[int], torch.Generator]
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
     """Yields the examples of each (client, class) pair, with the client's random generator.
 
@@ -155,44 +155,44 @@ def _class_pools(
     """
     for position, client in enumerate(clients.ids):
         generator = draws(client)
-        for label in segments.label[segments.of(position)].tolist():
+        for label in pairs.label[pairs.of(position)].tolist():
             yield clients.examples(position, label), generator
 
 
-def real_start(clients: ExactClientView, segments: ClientClassPairs, ipc: int, seed: int) -> Tensor:
+def real_start(clients: ExactClientView, pairs: ClientClassPairs, ipc: int, seed: int) -> Tensor:
     """Returns `ipc` random real images of each (client, class) pair, [S, ipc, C, H, W].
 
     If a class has fewer images, some images are repeated. The draw depends only on (seed, client),
     so REAL and FedDM start from the same images if they have the same seed.
     """
-    indices = clients.data.labels.new_empty(len(segments), ipc)
+    indices = clients.data.labels.new_empty(len(pairs), ipc)
     pools = _class_pools(
-        clients, segments, lambda client: torch_generator(seed, "start images", client, 0)
+        clients, pairs, lambda client: torch_generator(seed, "start images", client, 0)
     )
     for number, (pool, generator) in enumerate(pools):
         order = torch.randperm(len(pool), generator=generator)
         indices[number] = pool[order.repeat(-(-ipc // len(pool)))[:ipc].to(pool.device)]
-    return clients.images(indices.flatten()).view(len(segments), ipc, *clients.spec.image_shape)
+    return clients.images(indices.flatten()).view(len(pairs), ipc, *clients.spec.image_shape)
 
 
 def averaged_start(
-    clients: ExactClientView, segments: ClientClassPairs, ipc: int, average: int, seed: int
+    clients: ExactClientView, pairs: ClientClassPairs, ipc: int, average: int, seed: int
 ) -> Tensor:
     """Returns `ipc` averaged real images of each (client, class) pair, [S, ipc, C, H, W].
 
     Each is the mean of `average` random real images of the class, drawn with replacement.
     """
     shape = clients.spec.image_shape
-    images = torch.empty(len(segments), ipc, *shape, device=clients.data.labels.device)
+    images = torch.empty(len(pairs), ipc, *shape, device=clients.data.labels.device)
     draws = partial(torch_generator, seed, "averaged start images")
-    for number, (pool, generator) in enumerate(_class_pools(clients, segments, draws)):
+    for number, (pool, generator) in enumerate(_class_pools(clients, pairs, draws)):
         chosen = torch.randint(len(pool), (ipc * average,), generator=generator).to(pool.device)
         images[number] = clients.images(pool[chosen]).view(ipc, average, *shape).mean(dim=1)
     return images
 
 
 def split_uploads(
-    images_SICHW: Tensor, segments: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
+    images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
     """Returns one upload for each client of the group.
 
@@ -202,10 +202,10 @@ def split_uploads(
     uploads = []
     ipc = images_SICHW.shape[1]
     for position in range(clients):
-        indices = segments.of(position)
+        indices = pairs.of(position)
         if uploaded_S is not None:
             indices = indices[uploaded_S.cpu()[indices]]
-        labels = segments.label[indices].repeat_interleave(ipc).to(images_SICHW.device)
+        labels = pairs.label[indices].repeat_interleave(ipc).to(images_SICHW.device)
         images = images_SICHW[indices.to(images_SICHW.device)].flatten(0, 1)
         uploads.append(SyntheticSet(images, labels))
     return uploads
@@ -272,7 +272,7 @@ class BatchIndices:
     draws depend only on (seed, round, client), and not on the other clients of the group.
 
     Args:
-        clients, segments: the group of clients and its (client, class) pairs.
+        clients, pairs: the group of clients and its (client, class) pairs.
         batch: the number of examples in a batch.
         steps: the number of condensation steps.
         seed, round: the seed and the round that determine the draws.
@@ -280,15 +280,15 @@ class BatchIndices:
 
     Attributes:
         sizes: the number of examples of each pair in a step, on the CPU.
-        segment: the index of the pair of each example in a step, on the data's device. It is also
-            on the CPU, as `segment_on_cpu`.
+        pair: the index of the pair of each example in a step, on the data's device. It is also
+            on the CPU, as `pair_on_cpu`.
         divisors: `sizes` as float32 on the data's device, [S, 1].
     """
 
     def __init__(
         self,
         clients: ExactClientView,
-        segments: ClientClassPairs,
+        pairs: ClientClassPairs,
         batch: int,
         steps: int,
         seed: int,
@@ -299,20 +299,20 @@ class BatchIndices:
         blocks = [torch.empty(steps, 0, dtype=torch.int32, device=device)]
         sizes = []
         draws = partial(torch_generator, seed, "condensation batches", round)
-        for pool, generator in _class_pools(clients, segments, draws):
+        for pool, generator in _class_pools(clients, pairs, draws):
             chosen = _draw(len(pool), batch, steps, small_class, generator)
             blocks.append(pool[chosen.to(device)].to(torch.int32))
             sizes.append(chosen.shape[1])
         self.sizes = torch.tensor(sizes, dtype=torch.int64)
         self._indices = torch.cat(blocks, dim=1)
-        self.segment_on_cpu = torch.arange(len(sizes)).repeat_interleave(self.sizes)
-        self.segment = self.segment_on_cpu.to(device)
+        self.pair_on_cpu = torch.arange(len(sizes)).repeat_interleave(self.sizes)
+        self.pair = self.pair_on_cpu.to(device)
         self.divisors = self.sizes.to(device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
         """Returns the positions [N] in `clients.data` of the examples of one step.
 
-        The attribute `segment` has the indices of their (client, class) pairs, which are the same
+        The attribute `pair` has the indices of their (client, class) pairs, which are the same
         at every step and ascending.
         """
         return self._indices[step].to(torch.int64)

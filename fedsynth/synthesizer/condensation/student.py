@@ -63,7 +63,8 @@ class StudentSettings:
 def settings_for(image_shape: Shape, **chosen: Any) -> StudentSettings:
     """Returns the default settings for images of this shape, so that the training takes minutes.
 
-    Above 32×32 pixels, there are fewer steps, so that they process the same number of pixels, but at
+    Above 32×32 pixels, there are fewer steps, so that they process the same number of pixels, but
+    at
     least 200.
 
     Args:
@@ -152,11 +153,11 @@ def augmented(
     """
     draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
     images, rows = [images_NCHW], [shares_NC]
-    segments = torch.arange(len(images_NCHW), device=images_NCHW.device)
+    pairs = torch.arange(len(images_NCHW), device=images_NCHW.device)
     for view in range(settings.views):
         if teacher is None:
             change = SiameseAugmentation(len(images_NCHW), draws, flip=settings.flip)
-            images.append(change(images_NCHW, segments))
+            images.append(change(images_NCHW, pairs))
             rows.append(shares_NC)
             continue
         transform = blended if settings.mixup and view % 2 else warped

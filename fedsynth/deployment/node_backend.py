@@ -44,7 +44,7 @@ class TooFewClientsError(FedsynthError):
 
 
 @dataclass
-class NodeExchange(protocol.Exchange):
+class NodeBackend(protocol.Backend):
     """The server's communication with the nodes of one run, from the first request to the last.
 
     Args:
@@ -207,10 +207,10 @@ class NodeExchange(protocol.Exchange):
         return []
 
     def step(
-        self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
+        self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> protocol.Replies:
         """Asks the clients for one step of the method, and collects their replies (see
-        `Exchange.step`).
+        `Transport.step`).
 
         If no client answers and some decline because of their budgets, the run ends regularly. If
         all clients that answer refuse the request as invalid, the method raises an error, because
@@ -218,7 +218,7 @@ class NodeExchange(protocol.Exchange):
         """
         self._refusals = []
         collect = self._sum if self._settings.method.requires_secure_sum else self._uploads
-        replies = collect(phase, message, context, clients)
+        replies = collect(exchange, message, context, clients)
         if replies.messages or replies.rejected or replies.total is not None:
             return replies
         declined = [refusal for refusal in self._refusals if refusal.kind == protocol.BUDGET]
@@ -231,12 +231,14 @@ class NodeExchange(protocol.Exchange):
         return {"round": context.round, "participants": participants, **asdict(self._terms)}
 
     def _uploads(
-        self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
+        self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> protocol.Replies:
         method = self._settings.method
-        frame = Frame(frames.STEP, {**self._facts(context), "phase": phase}, message.to_bytes())
-        expected = protocol.declared(method, phase, "upload")
-        rules = [method.upload_rules(phase, client, context) for client in clients]
+        frame = Frame(
+            frames.STEP, {**self._facts(context), "exchange": exchange}, message.to_bytes()
+        )
+        expected = protocol.declared(method, exchange, "upload")
+        rules = [method.upload_rules(exchange, client, context) for client in clients]
         max_bytes = max(most_bytes(expected, fields) for fields in rules)
         messages: dict[int, Message] = {}
         rejected: dict[int, str] = {}
@@ -249,21 +251,21 @@ class NodeExchange(protocol.Exchange):
         return protocol.Replies(messages, lost=lost, rejected=rejected)
 
     def _sum(
-        self, phase: str, message: Message, context: RoundContext, clients: Sequence[int]
+        self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> protocol.Replies:
         """Collects the secure sum of the clients' uploads. The server sees no single upload."""
-        facts = {**self._facts(context), "phase": phase}
+        facts = {**self._facts(context), "exchange": exchange}
         agreed = self.proposal.agreement
-        exchange = SecureStep(self._settings.method, phase, context, facts, agreed, self._ask)
-        total = exchange.run(clients, message)
+        secure_step = SecureStep(self._settings.method, exchange, context, facts, agreed, self._ask)
+        total = secure_step.run(clients, message)
         counted = () if total is None else total.clients
         lost: dict[int, str] = {}
         rejected: dict[int, str] = {}
         for client in set(clients).difference(counted):
             if client in self._lost:
                 lost[client] = self._lost[client]
-            elif client in exchange.server.rejected:
-                rejected[client] = exchange.server.rejected[client]
+            elif client in secure_step.server.rejected:
+                rejected[client] = secure_step.server.rejected[client]
         return protocol.Replies(lost=lost, rejected=rejected, total=total)
 
     def histories(self) -> list[History]:
@@ -300,7 +302,7 @@ class NodeExchange(protocol.Exchange):
             facts = {**frame.facts, "number": self._request}
             messages[nodes[number]] = replace(frame, facts=facts).to_bytes()
             if frame.kind == frames.STEP:
-                client.unstated.append((facts["round"], facts["phase"]))
+                client.unstated.append((facts["round"], facts["exchange"]))
         if any(frame.kind == frames.STEP for frame in questions.values()):
             write_clients(self.file, self.clients)
         received = self._transport.ask(messages, self.connection.timeouts.answer)
