@@ -20,7 +20,6 @@ import typer
 from typer.core import TyperGroup
 
 from fedsynth.errors import FedsynthError
-from fedsynth.privacy.errors import PrivacyError
 
 # SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then.
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -135,7 +134,7 @@ def one_line_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (FedsynthError, PrivacyError) as error:
+    except FedsynthError as error:
         fail(". Also: ".join((str(error), *getattr(error, "__notes__", ()))))
     except BrokenPipeError:  # as in `fedsynth runs | head`
         _discard(sys.stdout)

@@ -13,7 +13,7 @@ import typer
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, note
 from fedsynth.data.partition_settings import MAX_CLIENTS
-from fedsynth.privacy.files import write_output
+from fedsynth.files import write_output
 
 if TYPE_CHECKING:
     from fedsynth.deployment.policy import Owner

@@ -25,8 +25,8 @@ import typer
 from fedsynth.cli.application import OptionError
 from fedsynth.data.partition_settings import BY_LABELS, DOMAIN, NATURAL
 from fedsynth.data.registry import DATASETS
+from fedsynth.files import expand_home
 from fedsynth.own_code import LOADERS, METHOD_FEATURES, names_a_file
-from fedsynth.privacy.files import expand_home
 from fedsynth.results.file_names import CONFIG
 
 Sections = dict[str, dict[str, Any]]

@@ -19,7 +19,7 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
-from fedsynth.privacy.files import claim
+from fedsynth.files import claim
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
@@ -86,7 +86,7 @@ def verify(
     summary.json and metrics.jsonl. If there is a difference, the exit code is 1. The command does
     not show that noise was really added.
     """
-    from fedsynth.privacy.report.formatting import printable
+    from fedsynth.formatting import printable
     from fedsynth.privacy.signing import read_public_key
     from fedsynth.results.verification import verify_run
 
@@ -235,8 +235,8 @@ def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> Audi
 
 
 def _show(result: AuditResult, command: str, as_json: bool) -> None:
+    from fedsynth.formatting import format_epsilon
     from fedsynth.privacy.audit import CAVEAT, down
-    from fedsynth.privacy.report.formatting import format_epsilon
 
     if as_json:
         facts = {**result.entry(command), "epsilon": result.epsilon, "fault": result.fault}
@@ -315,7 +315,7 @@ def print_dry_run(settings: RunSettings, as_json: bool) -> None:
     """Prints the privacy cost of a run. Reads the declaration and the ledgers, but no data.
 
     Raises:
-        FedsynthError, PrivacyError: the run would be refused before it reads data.
+        FedsynthError: the run would be refused before it reads data.
     """
     from fedsynth.federation.context import costs_of, plan_of, resolve_device
     from fedsynth.results.run_messages import headline
@@ -340,7 +340,7 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
     from rich.table import Table
 
     from fedsynth.federation.context import release_costs
-    from fedsynth.privacy.report.formatting import format_epsilon
+    from fedsynth.formatting import format_epsilon
     from fedsynth.results.report_facts import privacy_unit
 
     console = Console()

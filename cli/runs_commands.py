@@ -23,7 +23,7 @@ from fedsynth.cli.application import (
     note,
     say,
 )
-from fedsynth.privacy.files import require_folder, write_output
+from fedsynth.files import require_folder, write_output
 
 if TYPE_CHECKING:
     from fedsynth.reproduction.comparison import Line

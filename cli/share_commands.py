@@ -21,7 +21,7 @@ from fedsynth.cli.application import (
     say,
 )
 from fedsynth.cli.privacy_commands import print_dry_run
-from fedsynth.privacy.files import expand_home, write_output
+from fedsynth.files import expand_home, write_output
 
 if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
@@ -442,7 +442,7 @@ def fidelity(
 
 
 def _guarantee(result: Student) -> str:
-    from fedsynth.privacy.report.formatting import format_epsilon
+    from fedsynth.formatting import format_epsilon
 
     if result.synthetic.epsilon is None:
         return "none, because the synthetic images have no guarantee"

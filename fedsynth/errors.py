@@ -8,11 +8,43 @@ privacy.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from fedsynth.privacy.errors import NamedSettingError, setting_name, short_repr
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+
+
+def short_repr(value: object) -> str:
+    """Represents a value in one short line, so that an error message can show it.
+
+    The value may come from an untrusted file, so it may be very long or deeply nested.
+
+    >>> short_repr("x" * 1000)[-5:], short_repr(10**5000)
+    ("xxxx'", 'a number of more than 18 digits')
+    """
+    if isinstance(value, int) and abs(value) >= 2**63:  # Python prints at most 4,300 digits
+        return "a number of more than 18 digits"
+    try:
+        return _SHORT.repr(value)
+    except (ValueError, RecursionError):  # such a number, or deep nesting, within a list
+        return f"a {type(value).__name__}"
+
+
+def setting_name(section: str | None, key: str) -> str:
+    """Returns the full name of a setting, such as "method.ipc", as error messages show it.
+
+    Args:
+        section: the section of the config file. None if the setting is an argument of a function
+            or class.
+        key: the name of the setting within the section.
+    """
+    if section is None:
+        return key
+    return f"{section}.{key}"
 
 
 class FedsynthError(Exception):
@@ -37,7 +69,7 @@ class UnknownNameError(FedsynthError):
         return str(self.args[0])
 
 
-class SettingError(NamedSettingError, FedsynthError):
+class SettingError(FedsynthError):
     """Raised for a setting that is outside its range, or that contradicts another setting.
 
     Args:
@@ -50,6 +82,27 @@ class SettingError(NamedSettingError, FedsynthError):
     >>> str(SettingError("method", "ipc", "must be at least 1, got 0"))
     'method.ipc must be at least 1, got 0'
     """
+
+    def __init__(self, section: str | None, key: str, reason: str, value: object = None) -> None:
+        self.section = section
+        self.key = key
+        self.reason = reason
+        self.value = value
+        setting = setting_name(section, key)
+        if value is not None:
+            setting += f"={value}"
+        super().__init__(f"{setting} {reason}")
+
+    def of(self, section: str | None, key: str) -> SettingError:
+        """Returns a copy of this error that names another setting.
+
+        Use it if the wrong value was copied from the other setting. The message then names the
+        setting that the user wrote.
+        """
+        return type(self)(section, key, self.reason, self.value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.section, self.key, self.reason, self.value)
 
 
 class DataError(FedsynthError):

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedsynth.errors import SettingError, one_line
-from fedsynth.privacy.errors import short_repr
-from fedsynth.privacy.files import expand_home, read_regular
+from fedsynth.errors import SettingError, one_line, short_repr
+from fedsynth.files import expand_home, read_regular
 
 MAX_FILE_BYTES = 2**24
 HASH_DIGITS = 12  # digits of a file's hash in its label

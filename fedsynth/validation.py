@@ -18,9 +18,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from fedsynth.errors import FedsynthError, SettingError, unknown_name, unknown_value
-from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import expand_home, load_toml
+from fedsynth.errors import FedsynthError, SettingError, short_repr, unknown_name, unknown_value
+from fedsynth.files import expand_home, load_toml
 from fedsynth.privacy.settings import make_floats
 
 T = TypeVar("T")
@@ -58,7 +57,7 @@ class Faults:
         """Collects an error that the block raises."""
         try:
             yield
-        except (FedsynthError, PrivacyError) as error:
+        except FedsynthError as error:
             self.errors.append(error)
 
     def raise_all(self) -> None:

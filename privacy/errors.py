@@ -2,76 +2,10 @@
 
 from __future__ import annotations
 
-import reprlib
-from typing import Any
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200
+from fedsynth.errors import FedsynthError, SettingError
 
 
-def short_repr(value: object) -> str:
-    """Represents a value in one short line, so that an error message can show it.
-
-    The value may come from an untrusted file, so it may be very long or deeply nested.
-
-    >>> short_repr("x" * 1000)[-5:], short_repr(10**5000)
-    ("xxxx'", 'a number of more than 18 digits')
-    """
-    if isinstance(value, int) and abs(value) >= 2**63:  # Python prints at most 4,300 digits
-        return "a number of more than 18 digits"
-    try:
-        return _SHORT.repr(value)
-    except (ValueError, RecursionError):  # such a number, or deep nesting, within a list
-        return f"a {type(value).__name__}"
-
-
-def setting_name(section: str | None, key: str) -> str:
-    """Returns the full name of a setting, such as "method.ipc", as error messages show it.
-
-    Args:
-        section: the section of the config file. None if the setting is an argument of a function
-            or class.
-        key: the name of the setting within the section.
-    """
-    if section is None:
-        return key
-    return f"{section}.{key}"
-
-
-class NamedSettingError(Exception):
-    """Base class of errors about one setting.
-
-    The message begins with the setting's name.
-
-    Args:
-        section, key: the setting, as in `setting_name`.
-        reason: the rest of the sentence, which begins with a verb.
-        value: the value of the setting. If it is given, the message shows it after the name.
-    """
-
-    def __init__(self, section: str | None, key: str, reason: str, value: object = None) -> None:
-        self.section = section
-        self.key = key
-        self.reason = reason
-        self.value = value
-        setting = setting_name(section, key)
-        if value is not None:
-            setting += f"={value}"
-        super().__init__(f"{setting} {reason}")
-
-    def of(self, section: str | None, key: str) -> NamedSettingError:
-        """Returns a copy of this error that names another setting.
-
-        Use it if the wrong value was copied from the other setting. The message then names the
-        setting that the user wrote.
-        """
-        return type(self)(section, key, self.reason, self.value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.section, self.key, self.reason, self.value)
-
-
-class PrivacyError(Exception):
+class PrivacyError(FedsynthError):
     """Base class of errors about privacy.
 
     A setting, a request or a file would break a privacy guarantee, or would lead to a report with a
@@ -79,7 +13,7 @@ class PrivacyError(Exception):
     """
 
 
-class PrivacySettingError(NamedSettingError, PrivacyError):
+class PrivacySettingError(SettingError, PrivacyError):
     """Raised if a privacy parameter is out of range, such as a negative σ or a clip of 0.
 
     The arguments are section, key and reason, as for `SettingError`.

@@ -29,9 +29,10 @@ from typing import TYPE_CHECKING, NewType, NoReturn
 import torch
 from torch import Tensor
 
+from fedsynth.files import this_process
+from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacyError
-from fedsynth.privacy.files import this_process
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import Grid, SecretGenerator
 from fedsynth.privacy.releases import (
@@ -43,7 +44,6 @@ from fedsynth.privacy.releases import (
     check_delta,
     require,
 )
-from fedsynth.privacy.report.formatting import format_epsilon
 
 if TYPE_CHECKING:
     from fedsynth.privacy.passes import Sample
@@ -329,8 +329,7 @@ class GaussianSumMechanism:
     Attributes:
         steps_left: the number of charged releases that remain.
         owner: the index of the client whose ledger was charged. None if the mechanism was
-
-            directly.
+            constructed directly.
         shares: the number H of clients that together add the charged noise under secure
             aggregation. This client adds noise with 1/√H of the standard deviation. With 1, this
             client adds all of the noise.

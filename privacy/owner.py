@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsynth.files import write_output
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.batch_independence import (
@@ -37,7 +38,6 @@ from fedsynth.privacy.batch_independence import (
     dependence_on_batch,
 )
 from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
-from fedsynth.privacy.files import write_output
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
 from fedsynth.privacy.mechanisms import (

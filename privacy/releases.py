@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedsynth.privacy.errors import PrivacySettingError, short_repr
+from fedsynth.errors import short_repr
+from fedsynth.privacy.errors import PrivacySettingError
 
 # The definitions of neighbouring data sets.
 #

@@ -19,12 +19,11 @@ from fedsynth.data.folder_settings import FolderSettings, default_name
 from fedsynth.data.partition_settings import EXPLICIT, PartitionSettings
 from fedsynth.data.record_files import HUB
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
-from fedsynth.errors import SettingError, UnknownNameError, unknown_name
+from fedsynth.errors import SettingError, UnknownNameError, short_repr, unknown_name
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_label
 from fedsynth.models.registry import ModelSettings
 from fedsynth.own_code import unloaded_file
-from fedsynth.privacy.errors import short_repr
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import Faults, convert, converted, field_types, from_mapping

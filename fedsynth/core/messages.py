@@ -27,10 +27,9 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from fedsynth.data.files import unpack_tensors
-from fedsynth.errors import MessageError, one_line
-from fedsynth.privacy.errors import short_repr
+from fedsynth.errors import MessageError, one_line, short_repr
+from fedsynth.faults import faults_as
 from fedsynth.privacy.releases import is_real
-from fedsynth.privacy.report.figures import faults_as
 
 WIRE_FORMAT = "3"
 LARGEST = 2**63  # bound on integers

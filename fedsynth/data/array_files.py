@@ -22,7 +22,7 @@ import numpy as np
 
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.errors import DataFilesCorruptError, one_line
-from fedsynth.privacy.files import read_regular
+from fedsynth.files import read_regular
 
 # The MD5 hashes of the published files, as torchvision lists them.
 SVHN_MD5 = {

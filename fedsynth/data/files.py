@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
-from fedsynth.privacy.files import (
+from fedsynth.files import (
     MAX_TENSORS_BYTES,
     decode_json,
     expand_home,

@@ -25,8 +25,8 @@ from fedsynth.data.medical_files import Decoding, parsed_window
 from fedsynth.data.record_files import HUB, SUFFIXES, is_record_file
 from fedsynth.data.registry import MEAN, STD, DatasetSpec, custom_spec, is_known
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError, one_line
-from fedsynth.privacy.files import expand_home
-from fedsynth.privacy.report.figures import faults
+from fedsynth.faults import faults
+from fedsynth.files import expand_home
 from fedsynth.validation import check_choice, check_number, read_sections
 
 # How many times larger than the true number a declared number may be. Declared numbers are

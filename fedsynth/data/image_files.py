@@ -26,7 +26,7 @@ from fedsynth.data.images import Bytes
 from fedsynth.data.medical_files import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
-from fedsynth.privacy.files import open_regular, read_regular
+from fedsynth.files import open_regular, read_regular
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")

@@ -29,8 +29,8 @@ from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
-from fedsynth.privacy.files import read_regular, read_text
-from fedsynth.privacy.report.figures import faults_as
+from fedsynth.faults import faults_as
+from fedsynth.files import read_regular, read_text
 
 _WORDNET_NUMBER = re.compile(r"n[0-9]{8}")
 _ANNOTATION = re.compile(r"(?P<file>[^\t/]*[^\t/.][^\t/]*)\t(?P<name>n[0-9]{8})(\t.*)?")

@@ -29,7 +29,7 @@ from PIL import Image, UnidentifiedImageError
 
 from fedsynth.data.files import same_name
 from fedsynth.data.registry import MAX_BOUND
-from fedsynth.privacy.files import open_regular, read_regular
+from fedsynth.files import open_regular, read_regular
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float64]

@@ -52,7 +52,7 @@ from fedsynth.errors import (
     FedsynthError,
     one_line,
 )
-from fedsynth.privacy.files import decode_json, open_regular, read_regular
+from fedsynth.files import decode_json, open_regular, read_regular
 
 Array = npt.NDArray[Any]
 # The columns of a file by name. Each function reads one column, [N, …].

@@ -31,9 +31,9 @@ from fedsynth.data.files import MAX_LIST_BYTES, read_tensors, save_tensors
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError, one_line
-from fedsynth.privacy.files import expand_home, file_hash, plain_files, read_text
-from fedsynth.privacy.report.figures import faults_as
-from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.faults import faults_as
+from fedsynth.files import expand_home, file_hash, plain_files, read_text
+from fedsynth.formatting import format_epsilon
 
 TENSORS, SUMS, README = "synthetic.safetensors", "SHA256SUMS", "README.md"
 FORMAT = "fedsynth synthetic set 1"

@@ -27,7 +27,7 @@ from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import NO_TEST, PUBLIC
-from fedsynth.privacy.files import write_whole
+from fedsynth.files import write_whole
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import Event
 from fedsynth.results.active_run import ActiveRun
@@ -58,7 +58,7 @@ class NetworkedRun(ActiveRun):
             differential privacy.
 
     Raises:
-        FedsynthError, PrivacyError: in the same cases as `fedsynth.simulate`.
+        FedsynthError: in the same cases as `fedsynth.simulate`.
         TooFewClientsError: if too few nodes have joined.
     """
 

@@ -39,8 +39,8 @@ from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients, data_set_id
-from fedsynth.privacy.errors import PrivacyError, RequestRefusedError
-from fedsynth.privacy.files import open_regular
+from fedsynth.files import open_regular
+from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
@@ -298,7 +298,7 @@ class Node:
         try:
             context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
             check_executable(proposal, context)
-        except (FedsynthError, PrivacyError) as error:
+        except FedsynthError as error:
             objections.append(str(error))
         objections += self.owner.objections(proposal, identified=self.identities is not None)
         objections += self.source.objections(proposal, identified)
@@ -393,5 +393,5 @@ class Node:
                     try:
                         write_report(owner_report(folder), folder)
                         self.say(f"run {folder.name} did not end. The report is in {folder}")
-                    except (FedsynthError, PrivacyError, OSError) as error:
+                    except (FedsynthError, OSError) as error:
                         self.say(f"run {folder.name} has no report: {error}")

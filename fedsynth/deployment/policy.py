@@ -30,19 +30,19 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, SettingError
+from fedsynth.faults import faults_as
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import NO_TEST
+from fedsynth.files import load_toml, write_whole
+from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import load_toml, write_whole
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import NAME, write_report
-from fedsynth.privacy.report.figures import RunStart, faults_as
-from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.privacy.report.figures import RunStart
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.report_facts import headline, pluralize, start_facts
 from fedsynth.results.run_folder import PRIVATE_START
@@ -268,7 +268,7 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
         context = public_context(run, proposal.spec, torch.device("cpu"))
         plan = PrivacyPlan.make(run, context, [history] * run.partition.clients)
         return lines + [f"  {line}" for line in headline(plan, simulated=False)]
-    except (FedsynthError, PrivacyError) as error:
+    except FedsynthError as error:
         return [*lines, f"  the client cannot take part: {error}"]
 
 

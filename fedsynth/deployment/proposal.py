@@ -28,7 +28,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.data import registry
 from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.privacy.files import load_json, load_toml, read_text
+from fedsynth.files import load_json, load_toml, read_text
 from fedsynth.results.file_names import SERVED
 
 # The settings that each party chooses for its own machine, such as the device and the folders.
@@ -155,7 +155,7 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
         context: the public context of round 1.
 
     Raises:
-        FedsynthError, PrivacyError: if the method cannot run privately, if its privacy plan is
+        FedsynthError: if the method cannot run privately, if its privacy plan is
             invalid, or if its noise is designed for a secure sum that the run does not use.
     """
     run = proposal.settings

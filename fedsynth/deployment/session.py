@@ -51,8 +51,7 @@ from fedsynth.federation.in_process import step_together
 from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.protocol import Refusal, RunTerms, declared
 from fedsynth.federation.run_data import divided
-from fedsynth.privacy.errors import RequestRefusedError
-from fedsynth.privacy.files import (
+from fedsynth.files import (
     MAX_TENSORS_BYTES,
     delete_partial,
     read_regular,
@@ -60,9 +59,10 @@ from fedsynth.privacy.files import (
     without_hash,
     write_whole,
 )
+from fedsynth.formatting import format_epsilon
+from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.checkpoint import StoredClientState
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ from fedsynth.errors import DataError, OutputError, SettingError, one_line, writ
 from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
+from fedsynth.files import PARTIAL, write_whole
 from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, dependence_on_batch
-from fedsynth.privacy.files import PARTIAL, write_whole
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 from fedsynth.seeding import torch_generator
 

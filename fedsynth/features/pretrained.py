@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError, one_line
+from fedsynth.files import expand_home, read_regular
 from fedsynth.own_code import HASH_DIGITS
-from fedsynth.privacy.files import expand_home, read_regular
 
 LIBRARIES = ("timm", "torchvision")
 # The value of a setting of weights with which the library downloads them.

@@ -29,12 +29,12 @@ from fedsynth.data.record_files import HUB, downloaded
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError, one_line
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
+from fedsynth.files import expand_home, require_folder
+from fedsynth.formatting import printable
 from fedsynth.privacy.errors import PrivacySettingError
-from fedsynth.privacy.files import expand_home, require_folder
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names
 from fedsynth.privacy.releases import USER
-from fedsynth.privacy.report.formatting import printable
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.validation import check_choice
 

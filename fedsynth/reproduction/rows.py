@@ -34,7 +34,7 @@ from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, writing
-from fedsynth.privacy.files import decode_json, lock, open_regular, read_text
+from fedsynth.files import decode_json, lock, open_regular, read_text
 from fedsynth.reproduction.presets import Number
 from fedsynth.version import __version__
 

@@ -24,7 +24,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.errors import DivergedError, FedsynthError, writing
 from fedsynth.federation.context import choose_speed, resolve_device
 from fedsynth.federation.protocol import Observer
-from fedsynth.privacy.files import claim
+from fedsynth.files import claim
 from fedsynth.reproduction.presets import Cell, Changes, Preset, cell_words, override
 from fedsynth.reproduction.rows import Rows, environment, round_summary, run_hash
 from fedsynth.results.file_names import LOCK, METRICS

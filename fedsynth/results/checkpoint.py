@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedsynth import files
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import ServerState
 from fedsynth.core.messages import Message, Packed, Tensors
@@ -40,7 +41,6 @@ from fedsynth.core.method import ClientState, Method
 from fedsynth.data.images import ImageData
 from fedsynth.errors import CheckpointError, MessageError, writing
 from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.privacy import files
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.training.loop import TRAINED, LoopCheckpointer, MakeTensors

@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.errors import FedsynthError, one_line
-from fedsynth.privacy.files import decode_json, read_text
-from fedsynth.privacy.report.figures import faults
-from fedsynth.privacy.report.formatting import format_epsilon, printable
+from fedsynth.faults import faults
+from fedsynth.files import decode_json, read_text
+from fedsynth.formatting import format_epsilon, printable
 from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
 from fedsynth.validation import flattened, read_sections
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedsynth.data.shared_set import TENSORS, SharedSet
-from fedsynth.privacy.files import file_hash
+from fedsynth.files import file_hash
 
 CROISSANT, VALUES = "croissant.json", "values.csv"
 PICTURES = "images/*/*.png"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError, writing
-from fedsynth.privacy.files import write_output
+from fedsynth.files import write_output
 from fedsynth.results.export import verified_report
 from fedsynth.results.saved_model import model_in
 from fedsynth.seeding import torch_generator

@@ -24,20 +24,21 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, published_spec, spec_from_json
-from fedsynth.errors import FedsynthError, UnknownNameError
+from fedsynth.errors import FedsynthError, UnknownNameError, short_repr
+from fedsynth.faults import HOSTILE
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
 from fedsynth.privacy.accounting import epsilon_by_round
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, short_repr
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.build import worst_by_round
 from fedsynth.privacy.report.figures import Event, Start
-from fedsynth.privacy.report.file import HOSTILE, LedgerRows, read_json
+from fedsynth.privacy.report.file import LedgerRows, read_json
 from fedsynth.privacy.report.verify import differences
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results import disclosed, run_folder

@@ -22,16 +22,16 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import PRIVATE, PUBLIC
+from fedsynth.files import file_hash
+from fedsynth.formatting import format_epsilon
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
-from fedsynth.privacy.files import file_hash
 from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.randomness import DESCRIPTION
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report import figures
 from fedsynth.privacy.report.build import reasons_in_ledgers
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.privacy.report.pages import FILES, renderer_versions
 from fedsynth.version import __version__
 

@@ -47,9 +47,7 @@ from fedsynth.data.images import denormalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
 from fedsynth.errors import OutputError, writing
-from fedsynth.own_code import OwnCode
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import (
+from fedsynth.files import (
     claim,
     delete_partial,
     open_regular,
@@ -57,6 +55,8 @@ from fedsynth.privacy.files import (
     sync_folder,
     write_whole,
 )
+from fedsynth.own_code import OwnCode
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Resumptions, Start
 from fedsynth.privacy.report.file import read_part
 from fedsynth.results.disclosed import Disclosed

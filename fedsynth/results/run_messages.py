@@ -15,7 +15,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import GENERATOR, format_facts
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
-from fedsynth.privacy.report.formatting import format_epsilon
+from fedsynth.formatting import format_epsilon
 from fedsynth.results.disclosed import lost_in_words
 from fedsynth.results.finished import percent
 from fedsynth.results.report_facts import headline as headline_of_plan

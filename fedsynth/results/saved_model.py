@@ -25,13 +25,12 @@ from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
 from fedsynth.errors import FedsynthError, OutputError, one_line, writing
+from fedsynth.faults import HOSTILE
 from fedsynth.features.registry import is_own_features, register_file
+from fedsynth.files import decode_json
 from fedsynth.methods import METHODS
 from fedsynth.models import registry
 from fedsynth.models.flat import restore
-from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import decode_json
-from fedsynth.privacy.report.file import HOSTILE
 from fedsynth.results.file_names import MODEL
 from fedsynth.seeding import torch_generator
 
@@ -45,7 +44,7 @@ TOLERANCE = 0.02
 MAX_REASON = 400
 TRUE = json.dumps(True)
 # The errors that reading the metadata of a damaged file may raise.
-UNUSABLE = (FedsynthError, PrivacyError, RuntimeError, *HOSTILE)
+UNUSABLE = (FedsynthError, RuntimeError, *HOSTILE)
 
 
 @dataclass(frozen=True)

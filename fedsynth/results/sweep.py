@@ -26,10 +26,9 @@ from typing import Any
 from fedsynth.config.loading import code_options, with_own_code
 from fedsynth.config.resolve import fingerprint, resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
-from fedsynth.errors import FedsynthError, OutputError, writing
+from fedsynth.errors import FedsynthError, OutputError, short_repr, writing
+from fedsynth.files import claim, last_line, open_regular, write_whole
 from fedsynth.methods import DEFAULT_METHOD, method_class
-from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import claim, last_line, open_regular, write_whole
 from fedsynth.results.file_names import CONFIG, LOCK
 from fedsynth.results.finished import finished_run, unfinished_run
 from fedsynth.validation import check_number, converted, read_sections, to_toml
@@ -191,7 +190,7 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
     try:
         settings = resolve(with_own_code(sections))
         code = tuple(code_options(settings))
-    except (FedsynthError, PrivacyError) as error:
+    except FedsynthError as error:
         run = _joined(all_values, ", ") or "without a grid"
         raise SweepError(f"the settings of the run {run} are invalid: {error}") from None
     return Cell(all_values, settings, _key(all_values, settings), code)

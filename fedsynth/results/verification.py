@@ -22,14 +22,15 @@ from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.files import read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
-from fedsynth.errors import FedsynthError, one_line
+from fedsynth.errors import FedsynthError, one_line, short_repr
 from fedsynth.evaluation.classification import MEASURES, rates
+from fedsynth.faults import HOSTILE
 from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.files import file_hash, plain_files
 from fedsynth.models.flat import restore
 from fedsynth.privacy.disclosure import PUBLIC
-from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import file_hash, plain_files
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
@@ -117,7 +118,7 @@ def _verified(
             differing, note = check(folder, report, ledger, method)
             problems += differing
             notes = [note, *notes]
-        except (FedsynthError, PrivacyError) as error:
+        except FedsynthError as error:
             problems.append(str(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
@@ -404,7 +405,7 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
         if (folder / name).is_file():
             try:
                 problems += check(charges, *read_tensors(folder / name))
-            except (OSError, RuntimeError, *report_file.HOSTILE) as error:
+            except (OSError, RuntimeError, *HOSTILE) as error:
                 problems.append(f"{name} cannot be read: {one_line(error)}")
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}

@@ -34,12 +34,12 @@ from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import Clients, divided, new_ledgers
+from fedsynth.formatting import format_epsilon
 from fedsynth.methods import is_own_method
 from fedsynth.models.on_features import FeatureLinear, OnFeatures
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity

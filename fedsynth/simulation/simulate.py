@@ -22,13 +22,13 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, short_repr
 from fedsynth.federation import run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_model
-from fedsynth.privacy.errors import PrivacySettingError, short_repr
+from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.export import UNPROTECTED, export_run, require_new
 from fedsynth.results.loggers import Logger, Several
@@ -90,7 +90,7 @@ def simulate(
         rounds: `metrics` is empty, and `deviations` states the reason.
 
     Raises:
-        FedsynthError, PrivacyError: an argument is invalid (before the run folder is created),
+        FedsynthError: an argument is invalid (before the run folder is created),
             training has diverged (DivergedError), or a run cannot be resumed (CheckpointError).
         KeyboardInterrupt: the user interrupted the run. The observer first receives the progress
             and the cost.
@@ -263,7 +263,7 @@ def synthesize(
         download: True lets torchvision download a named data set.
 
     Raises:
-        FedsynthError, PrivacyError: as for `simulate` and `export_run`. Errors that can be detected
+        FedsynthError: as for `simulate` and `export_run`. Errors that can be detected
             in advance are raised before any release.
 
     >>> synthesize(owner_settings({}), "share")

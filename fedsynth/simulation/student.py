@@ -19,7 +19,7 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.load_file import read_test
 from fedsynth.data.registry import DatasetSpec, is_known
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
-from fedsynth.errors import FedsynthError, OutputError, SettingError
+from fedsynth.errors import FedsynthError, OutputError, SettingError, short_repr
 from fedsynth.evaluation.accuracy import accuracy, predict
 from fedsynth.evaluation.classification import classification_measures
 from fedsynth.evaluation.generated import GENERATOR, format_facts
@@ -28,7 +28,6 @@ from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.models import registry
 from fedsynth.models.flat import require_finite
-from fedsynth.privacy.errors import short_repr
 from fedsynth.results import saved_model
 from fedsynth.results.file_names import MODEL
 from fedsynth.synthesizer.condensation.student import (

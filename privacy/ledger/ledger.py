@@ -36,8 +36,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError, short_repr
-from fedsynth.privacy.files import (
+from fedsynth.errors import short_repr
+from fedsynth.files import (
     MAX_TEXT_BYTES,
     create_once,
     decode_json,
@@ -45,6 +45,7 @@ from fedsynth.privacy.files import (
     open_regular,
     this_process,
 )
+from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2

@@ -8,18 +8,13 @@ these types before it is used, and `fedsynth.privacy.report.verify` checks its v
 from __future__ import annotations
 
 import datetime
-import reprlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedsynth.faults import faults
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD
 
-MAX_SHOWN_FAULTS = 10
-MAX_SHOWN_KEY = 80
-_REASONS = {"missing": "is missing", "extra_forbidden": "is an unknown key"}
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Version = Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z.+!_-]{0,63}$")]
 Share = Annotated[float, Field(gt=0, lt=1)]
@@ -435,39 +430,3 @@ def schema_problems(value: Any) -> list[str]:
     except ValidationError as error:
         return faults(error)
     return [f"{key} is missing" for key in Report.model_fields if key not in value]
-
-
-def faults(error: ValidationError) -> list[str]:
-    """Converts a pydantic error to short lines, one for each fault of the value.
-
-    If there are more than `MAX_SHOWN_FAULTS`, the last line states how many were left out.
-    """
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    lines = []
-    for fault in errors[:MAX_SHOWN_FAULTS]:
-        path = ".".join(short_key(str(part)) for part in fault["loc"]) or "the content"
-        lines.append(f"{path} {_REASONS.get(fault['type'], 'is wrong: ' + fault['msg'])}")
-    if len(errors) > MAX_SHOWN_FAULTS:
-        lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")
-    return lines
-
-
-@contextmanager
-def faults_as(make_error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
-    """Converts a pydantic error in the `with` block to another error, which names the first fault.
-
-    Args:
-        make_error: makes the other error from its message.
-        complaint: the beginning of the message.
-    """
-    try:
-        yield
-    except ValidationError as error:
-        raise make_error(f"{complaint}: {faults(error)[0]:.300}") from None
-
-
-def short_key(name: str) -> str:
-    """Shortens and escapes an untrusted key for error messages."""
-    if len(name) <= MAX_SHOWN_KEY and name.isprintable():
-        return name
-    return reprlib.repr(name)

@@ -13,18 +13,15 @@ from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
-from fedsynth.privacy.errors import LedgerError, PrivacyError, short_repr
-from fedsynth.privacy.files import load_json
+from fedsynth.errors import short_repr
+from fedsynth.faults import HOSTILE, faults_as
+from fedsynth.files import load_json
+from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.figures import LedgerStart, Part, faults_as, schema_problems
+from fedsynth.privacy.report.figures import LedgerStart, Part, schema_problems
 
 P = TypeVar("P", bound=Part)
-# The exceptions that code may raise if a damaged file gives it unexpected values.
-HOSTILE = (
-    *(LookupError, TypeError, AttributeError, ValueError),
-    *(ArithmeticError, RecursionError, MemoryError),
-)
 
 
 def read_report(path: Path) -> dict[str, Any]:

@@ -18,13 +18,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from fedsynth.errors import short_repr
+from fedsynth.faults import HOSTILE, faults, short_key
+from fedsynth.files import read_regular
 from fedsynth.privacy.audit import epsilon_lower_bound
-from fedsynth.privacy.errors import PrivacyError, short_repr
-from fedsynth.privacy.files import read_regular
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import NAME, build_report
-from fedsynth.privacy.report.figures import LedgerStart, ReportFacts, faults, short_key
-from fedsynth.privacy.report.file import HOSTILE, LedgerRows
+from fedsynth.privacy.report.figures import LedgerStart, ReportFacts
+from fedsynth.privacy.report.file import LedgerRows
 from fedsynth.privacy.report.pages import render_html, render_markdown, renderer_versions
 
 TOLERANCE = 1e-6  # for figures that other versions of the libraries may round differently

@@ -19,7 +19,7 @@ from fedsynth import ImageData
 from fedsynth.cli.app import app
 from fedsynth.data.load import load_dataset
 from fedsynth.federation import run_data
-from fedsynth.privacy.files import plain_files
+from fedsynth.files import plain_files
 from tests.attacks.replay import Tape, recorded
 
 pytestmark = pytest.mark.slow

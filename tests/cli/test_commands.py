@@ -28,9 +28,9 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.federation.context import choose_speed
 from fedsynth.federation.protocol import Observer
+from fedsynth.formatting import format_epsilon
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.registry import ModelSettings
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
 from fedsynth.results.saved_model import Architecture, write_model
 from fedsynth.validation import read_sections

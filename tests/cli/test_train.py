@@ -17,10 +17,10 @@ from fedsynth.cli.progress import show_steps
 from fedsynth.config.resolve import resolve
 from fedsynth.data.files import read_tensors
 from fedsynth.federation.run_data import data_set_id
+from fedsynth.files import claim
+from fedsynth.formatting import format_epsilon
 from fedsynth.privacy import Ledger, Release, epsilon, read_ledger
-from fedsynth.privacy.files import claim
 from fedsynth.privacy.randomness import SecretGenerator
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import run_messages
 from fedsynth.results.file_names import LOCK
 from fedsynth.results.run_messages import LONG_STAGE, StderrObserver, round_line

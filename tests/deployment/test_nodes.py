@@ -26,12 +26,12 @@ from fedsynth.errors import SettingError
 from fedsynth.federation import in_process, position_leak_check
 from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.protocol import RunTerms
+from fedsynth.formatting import format_epsilon
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read_ledger
 from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results import active_run
 from tests.deployment import local_setup
 from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, same_model, sections

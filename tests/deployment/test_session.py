@@ -139,7 +139,7 @@ def test_rounds_that_exceed_the_budget_are_declined_before_the_first_exchange(se
     assert first_epsilon < 0.9 * round_epsilon
     method: Any = client.runtime.method
     state = method.initial_state(client.model())
-    sent = method.first_request(state, client.runtime.context).to_bytes()
+    sent = method.first_broadcast(state, client.runtime.context).to_bytes()
     for share, kind in ((0.5, "refusal"), (1.01, "answer")):
         policy = Policy(epsilon=first_epsilon + share * (round_epsilon - first_epsilon), delta=1e-5)
         capped = Client(Setup(setup.folder / kind), settings, policy, **client.terms)

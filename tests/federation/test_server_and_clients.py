@@ -80,7 +80,7 @@ def test_replies_are_ordered_and_state_changes_after_round(
     assert list(replies) == [3, 0, 2]  # the argument is unchanged
 
 
-@pytest.mark.parametrize(("exchange", "name"), [(FIRST, "first_request"), (MAIN, "broadcast")])
+@pytest.mark.parametrize(("exchange", "name"), [(FIRST, "first_broadcast"), (MAIN, "broadcast")])
 def test_messages_of_wrong_type_are_rejected(
     server: Server, exchange: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

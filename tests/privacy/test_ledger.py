@@ -22,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedsynth.errors import OutputError
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger, read_ledger
@@ -287,11 +288,11 @@ def test_special_files_are_rejected_as_ledgers(path: Path, make: Callable[[Path]
 
 def test_held_locks_raise_one_line_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = charged(path, 0)
-    monkeypatch.setattr("fedsynth.privacy.files.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("fedsynth.files.LOCK_SECONDS", 0.1)
     with path.open("rb") as stopped:
         fcntl.flock(stopped, fcntl.LOCK_EX)
         for use in (lambda: ledger.charge(row(1)), lambda: ledger.releases):
-            with pytest.raises(LedgerError, match=r"has held the lock on .* for 0.1 s"):
+            with pytest.raises(OutputError, match=r"has held the lock on .* for 0.1 s"):
                 use()
     ledger.charge(row(1))
     assert len(ledger.releases) == 2

@@ -484,7 +484,7 @@ def test_unaccounted_noise_is_taken_once() -> None:
     assert clients.noise("images")[0].noise_std == 6.0
     with pytest.raises(errors.UnplannedReleaseError, match="only once a round"):
         clients.noise("images")
-    for take in (PrivateClientView(*records, []).mechanism, ExactClientView(*records).noise):
+    for take in (PrivateClientView(*records, []).mechanisms, ExactClientView(*records).noise):
         with pytest.raises(errors.UnplannedReleaseError, match="not charged to any client"):
             take("images")
 

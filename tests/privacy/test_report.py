@@ -17,16 +17,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fedsynth import formatting
+from fedsynth.formatting import format_epsilon, format_odds, format_percent
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.audit import attack_success, best_guess
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import RECORD, USER, Release
-from fedsynth.privacy.report import figures, formatting
+from fedsynth.privacy.report import figures
 from fedsynth.privacy.report.build import build_report, group_epsilon, write_report
 from fedsynth.privacy.report.file import read_ledger_rows, read_report, sound_report
-from fedsynth.privacy.report.formatting import format_epsilon, format_odds, format_percent
 from fedsynth.privacy.report.pages import render_html, render_markdown, summary_rows
 from fedsynth.privacy.report.verify import differences, page_problems, report_problems
 from tests.html_page import Page

@@ -15,7 +15,7 @@ import pytest
 
 from fedsynth import Observer, RunSettings, load_preset, resolve
 from fedsynth.errors import OutputError, UnknownNameError
-from fedsynth.privacy.files import claim
+from fedsynth.files import claim
 from fedsynth.reproduction import presets
 from fedsynth.reproduction import rows as rows_module
 from fedsynth.reproduction import runs as runs_module

@@ -26,9 +26,9 @@ from fedsynth import DatasetSpec, errors
 from fedsynth.data.files import read_tensors
 from fedsynth.data.images import normalise
 from fedsynth.data.shared_set import SharedSet, write_hashes
+from fedsynth.files import file_hash, plain_files
+from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.privacy.files import file_hash, plain_files
-from fedsynth.privacy.report.formatting import format_epsilon
 from fedsynth.results.export import Share, _write
 from fedsynth.results.onnx_export import _checked_program
 from fedsynth.results.verification import verify_run

@@ -21,11 +21,11 @@ from fedsynth import resolve, simulate
 from fedsynth.config.settings import ReportSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
+from fedsynth.files import file_hash
 from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.client_training import training_digest
 from fedsynth.models.registry import own_model
 from fedsynth.privacy.errors import PrivacyError
-from fedsynth.privacy.files import file_hash
 from fedsynth.results import checkpoint, saved_model
 from fedsynth.results.checkpoint import CheckpointFolder, LoopCheckpoints, read_loop_state
 from fedsynth.results.disclosed import Disclosed

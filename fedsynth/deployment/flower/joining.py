@@ -20,7 +20,7 @@ from fedsynth.deployment.flower.processes import (
 )
 from fedsynth.deployment.node import Node
 from fedsynth.errors import SettingError
-from fedsynth.privacy.files import last_line
+from fedsynth.files import last_line
 from fedsynth.validation import MAX_SECONDS, check_number
 
 # The name of the SuperNode's log file in the owner's folder of ledgers. Each SuperNode overwrites

@@ -26,7 +26,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedsynth.data.partition_settings import MAX_CLIENTS
 from fedsynth.errors import SettingError
-from fedsynth.privacy.files import write_whole
+from fedsynth.files import write_whole
 from fedsynth.validation import check_number
 
 VALIDITY = timedelta(days=365)

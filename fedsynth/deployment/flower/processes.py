@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.errors import FedsynthError
-from fedsynth.privacy.files import last_line, open_regular
+from fedsynth.files import last_line, open_regular
 
 LOCALHOST = "127.0.0.1"
 # Environment variables of every Flower process.

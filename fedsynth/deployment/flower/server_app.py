@@ -22,7 +22,6 @@ from fedsynth.deployment.frames import Connection, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, MessageError
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.results.run_messages import StderrObserver
 
 # The number of seconds between two checks for answers.
@@ -97,7 +96,7 @@ def main(grid: Grid, context: Context) -> None:
     outcome: dict[str, str] = {}
     try:
         outcome["folder"] = str(configured_run(grid, context.run_config).run())
-    except (FedsynthError, PrivacyError) as error:
+    except FedsynthError as error:
         outcome["error"] = str(error)
         if not result:
             raise

@@ -22,7 +22,7 @@ from fedsynth.deployment.flower.processes import LOCALHOST, FlowerError, listeni
 from fedsynth.deployment.frames import Timeouts
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import OutputError, SettingError
-from fedsynth.privacy.files import load_json, write_output
+from fedsynth.files import load_json, write_output
 from fedsynth.validation import to_toml
 from fedsynth.version import __version__
 

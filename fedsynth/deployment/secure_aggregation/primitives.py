@@ -36,8 +36,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import BaseModel, ConfigDict, Field
 
 from fedsynth.errors import FedsynthError
+from fedsynth.faults import faults_as
 from fedsynth.privacy.randomness import Grid
-from fedsynth.privacy.report.figures import faults_as
 
 
 class SecureSumError(FedsynthError):

@@ -24,7 +24,7 @@ from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedsynth.privacy.errors import LedgerError
+from fedsynth.errors import OutputError
 
 # The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
 # of ledgers holds the lock while the records are hashed, which may take longer.
@@ -447,7 +447,7 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
         shared: True allows other shared locks at the same time, which suffices for reading.
 
     Raises:
-        LedgerError: the file cannot be locked, or another process holds the lock for longer than
+        OutputError: the file cannot be locked, or another process holds the lock for longer than
             `LOCK_SECONDS`.
     """
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
@@ -458,10 +458,10 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
             return
         except BlockingIOError:
             if time.monotonic() >= until:
-                raise LedgerError(
+                raise OutputError(
                     f"another process has held the lock on {path} for {LOCK_SECONDS:g} s. Wait until "
                     f"that process ends, or end the process (fuser {path} shows the process)"
                 ) from None
         except OSError as error:
-            raise LedgerError(f"cannot lock {path}: {error}") from error
+            raise OutputError(f"cannot lock {path}: {error}") from error
         time.sleep(PAUSE_SECONDS)
