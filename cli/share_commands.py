@@ -162,8 +162,8 @@ def describe(
     other information about the images. The proposal is read from the folder, with rounded sizes.
     Before any private run, a person must therefore check each line and sign the file.
     """
+    from fedsynth.data.declaration import FolderSettings, read_declaration
     from fedsynth.data.describe import describe_folder
-    from fedsynth.data.folder_settings import FolderSettings, read_declaration
 
     description = describe_folder(FolderSettings(str(folder), **chosen["data"]), note, name)
     path = output or description.path

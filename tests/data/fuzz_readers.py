@@ -23,16 +23,17 @@ from PIL import Image
 from pydicom.encaps import encapsulate
 from pydicom.uid import JPEGBaseline8Bit, RLELossless
 
-from fedsynth.data.folder_files import FolderFiles, with_listed_users
-from fedsynth.data.image_files import read_images, read_patients, read_pixels
+from fedsynth.data.folders import with_listed_users
 from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.load import read_idx
-from fedsynth.data.medical_files import Decoding
-from fedsynth.data.record_files import parts_of, read_part
+from fedsynth.data.medical import Decoding
+from fedsynth.data.pixels import read_images, read_patients, read_pixels
+from fedsynth.data.records import Records
 from fedsynth.data.registry import dataset_spec
+from fedsynth.data.tables import parts_of, read_part
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.features.pretrained import read_weights
-from tests.data.test_medical_files import write_dicom
+from tests.data.test_medical import write_dicom
 from tests.fuzz.mutations import altered, altered_json, json_bytes
 
 # two images of no known class, site or user
@@ -96,7 +97,7 @@ def read_record_file(path: Path) -> None:
         np.save(path.with_name("y.npy"), np.arange(6) % 2)
     for part in parts_of(str(path)).values():
         records = read_part(part, dict.fromkeys(("feature", "label", "user", "site"), ""), str)
-        if not len(records.values) == len(records.names.labels) == len(records.names.sites):
+        if not len(records.values) == len(records.labels) == len(records.sites):
             raise ValueError(f"accepted as {records.values.shape}")
         float(records.values.sum())  # touches all of it
 
@@ -187,7 +188,7 @@ KINDS = {
         ],
     ),
     "users": Kind(
-        *("users.csv", lambda path: with_listed_users(FolderFiles(path.parent, *IMAGES))),
+        *("users.csv", lambda path: with_listed_users(Records(path.parent, *IMAGES))),
         [
             b"path,user\na.png,Ada\nb.png,Bob\n",
             b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from fedsynth.data import image_files
-from fedsynth.data.image_files import read_images
+from fedsynth.data import pixels
 from fedsynth.data.load import load_dataset
+from fedsynth.data.pixels import read_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError
 from tests.data.conftest import WNIDS, OfficialFiles, idx, leaf, leaf_path, png, writer
@@ -218,7 +218,7 @@ def test_oversized_images_are_rejected_before_decoding(
 
 def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     active, concurrent = threading.Semaphore(0), []
-    decoded = image_files._decoded
+    decoded = pixels._decoded
 
     def counted(*arguments: Any) -> Any:
         active.release()
@@ -228,7 +228,7 @@ def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.Mon
         finally:
             active.acquire()
 
-    monkeypatch.setattr(image_files, "_decoded", counted)
+    monkeypatch.setattr(pixels, "_decoded", counted)
     paths = [tmp_path / f"{number}.png" for number in range(8)]
     for path in paths:
         path.write_bytes(png(2000, 1000))
