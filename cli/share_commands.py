@@ -21,7 +21,7 @@ from fedsynth.cli.application import (
     say,
 )
 from fedsynth.cli.privacy_commands import print_dry_run
-from fedsynth.files import expand_home, write_output
+from fedsynth.files import expand_home, read_regular, write_output
 
 if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
@@ -154,6 +154,9 @@ def describe(
         Path | None,
         options.path_option("Default: fedsynth.toml in the folder, or FILE.fedsynth.toml."),
     ] = None,
+    overwrite: Annotated[
+        bool, options.flag("--overwrite", "Replace a file that is not signed.")
+    ] = False,
 ) -> None:
     """Propose a public description of a folder of images, for a person to check and sign.
 
@@ -167,9 +170,18 @@ def describe(
 
     description = describe_folder(FolderSettings(str(folder), **chosen["data"]), note, name)
     path = output or description.path
-    if path.exists() and read_declaration(path).signed_by:
-        raise OptionError(f"{path} is signed. Remove this file, or name a new file with --output")
-    write_output(path, description.toml.encode())
+    proposal = description.toml.encode()
+    if path.exists():
+        if read_declaration(path).signed_by:
+            raise OptionError(
+                f"{path} is signed. Remove this file, or name a new file with --output"
+            )
+        if not overwrite and read_regular(path) != proposal:
+            raise OptionError(
+                f"{path} exists and differs from the new proposal. Name a new file with --output, "
+                "or replace this file with --overwrite"
+            )
+    write_output(path, proposal)
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(
         f"written: {path}\n"

@@ -16,7 +16,7 @@ from fedsynth.data.declaration import FolderSettings, default_declaration, defau
 from fedsynth.data.folders import LEDGERS
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical import window_text
-from fedsynth.data.own_data import as_data, spec_of, training_records
+from fedsynth.data.own_data import as_data, spec_of, splits_of, training_records
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
 from fedsynth.data.records import by_site, site_names
@@ -72,7 +72,8 @@ def describe_folder(
     Raises:
         DataError: in the same cases as `load_records`.
     """
-    records = training_records(settings, note)
+    splits = splits_of(settings.folder, settings, note, settings.decoding(), settings.revision)
+    records = training_records(splits, settings, note)
     # never computed from the values; empty if the settings have none
     limits: tuple[float, ...] | None = settings.limits()
     readable = settings

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,8 +36,11 @@ from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import file_hashes, read_headers, read_pixels
 from fedsynth.data.records import Note, Records, by_site, counted, note_shared_users, with_classes
 from fedsynth.data.registry import DatasetSpec, custom_spec
-from fedsynth.data.tables import Part, is_record_file, parts_of, read_part
+from fedsynth.data.tables import is_record_file, parts_of, read_part
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
+
+# Functions that read the records of each split: "train" and, for some files, "val" and "test".
+Splits = dict[str, Callable[[], Records]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,25 +135,29 @@ def read_own_data(
         declaration: the declaration of the training records, or None.
     """
     decoding = settings.decoding(declaration)
-    parts = _parts(settings.folder, settings.revision, decoding)
     ledger = getattr(declaration, "ledger", None)
-    records = training_records(settings, note, parts, decoding, ledger)
+    splits = splits_of(settings.folder, settings, note, decoding, settings.revision, ledger)
+    records = training_records(splits, settings, note)
     tables = [records]
-    has_test = settings.test_folder or {TEST, TRAIN} <= parts.keys()
-    kind = settings.test or ("private" if has_test else "none")
+    tests = splits if {TEST, TRAIN} <= splits.keys() else {}
+    if settings.test_folder:
+        tests = splits_of(settings.test_folder, settings, note, decoding)
+    kind = settings.test or ("private" if tests else "none")
     if kind != "none":
-        tested = _test_records(settings, note, parts, decoding)
-        _check_disjoint(records, tested, note)
-        tables.append(tested)
+        if not tests:
+            reason = "requires test records. Set data.test_folder"
+            raise SettingError("data", "test", reason, value=kind)
+        tables.append(tests[_split_of(tests, TEST, settings.test_folder)]())
+        _check_disjoint(*tables, note=note)
     if declaration is None:
         spec = spec_of(records, settings, name or default_name(settings.folder))
     else:
         spec = declared_spec(settings, declaration)
         require_declared(with_classes(records, spec.class_names), declaration)
-    train, *tests = (as_data(table, spec, note) for table in tables)
+    train, *tested = (as_data(table, spec, note) for table in tables)
     if declaration is not None:
         require_declared_counts(train, declaration)
-    test = replace(tests[0], groups=None) if tests else None
+    test = replace(tested[0], groups=None) if tested else None
     sites, names = by_site(records, getattr(declaration, "sites", None))
     skipped = sum((table.skipped for table in tables), ())
     excluded = sum((table.excluded for table in tables), ())
@@ -178,8 +186,8 @@ def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str)
             `load_records` lists.
     """
     decoding = Decoding(spec.window, spec.slice)
-    parts = _parts(settings.folder, settings.revision, decoding)
-    return as_data(_records_of(settings.folder, settings, note, parts, decoding, split), spec, note)
+    splits = splits_of(settings.folder, settings, note, decoding, settings.revision)
+    return as_data(splits[_split_of(splits, split, settings.folder)](), spec, note)
 
 
 def read_private_records(
@@ -215,82 +223,61 @@ def read_private_records(
 # ------------------------------------------------------------------------------------ the tables
 
 
-def _parts(place: str, revision: str, decoding: Decoding) -> dict[str, Part]:
-    """Returns the parts of a file. A folder of images has none."""
-    if not is_record_file(place):
-        return {}
-    return parts_of(place, revision, decoding)
-
-
-def training_records(
+def splits_of(
+    place: str,
     settings: FolderSettings,
     note: Note,
-    parts: Mapping[str, Part] | None = None,
-    decoding: Decoding | None = None,
+    decoding: Decoding,
+    revision: str = "",
     ledger: Path | None = None,
-) -> Records:
-    """Finds the training records of a folder or file.
+) -> Splits:
+    """Returns functions that read the records of each split of a folder or file.
+
+    A folder of images has only the split "train", also if its images are used for tests.
 
     Args:
-        settings: the folder or file, and the rules for reading it.
+        place: the folder or file.
+        settings: the rules for reading it.
         note: a function that receives warnings.
-        parts: the parts of the file, if they are known.
-        decoding: how the values in image files become pixels. None uses the settings.
+        decoding: how the values in image files become pixels.
+        revision: the revision of a data set of the hub.
         ledger: the folder of the ledgers. It is not searched for images.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if not is_record_file(place):
+        return {TRAIN: partial(_images_in, Path(place), settings, note, decoding, ledger)}
+    parts = parts_of(place, revision, decoding)
+    return {
+        split: partial(read_part, part, settings.columns, note) for split, part in parts.items()
+    }
+
+
+def training_records(splits: Splits, settings: FolderSettings, note: Note) -> Records:
+    """Reads the training records, and notes which splits are not used.
 
     Raises:
         DataError: the records cannot be read.
     """
-    decoding = decoding or settings.decoding()
-    if parts is None:
-        parts = _parts(settings.folder, settings.revision, decoding)
-    if parts:
-        split = _split_of(parts, TRAIN)
-        if split != TRAIN:
-            note(f"{one_line(settings.folder)} has only {split} records, which a run trains on")
-        for unused in sorted(parts.keys() - {split, TEST}):
-            note(f"the {unused} records in {one_line(settings.folder)} are not used")
-    return _records_of(settings.folder, settings, note, parts, decoding, TRAIN, ledger)
+    split = _split_of(splits, TRAIN, settings.folder)
+    if split != TRAIN:
+        note(f"{one_line(settings.folder)} has only {split} records, which a run trains on")
+    for unused in sorted(splits.keys() - {split, TEST}):
+        note(f"the {unused} records in {one_line(settings.folder)} are not used")
+    return splits[split]()
 
 
-def _test_records(
-    settings: FolderSettings, note: Note, parts: Mapping[str, Part], decoding: Decoding
-) -> Records:
-    """Finds the test records: those of `test_folder` or, without one, of a file's test part."""
-    place = settings.test_folder
-    if place:
-        parts = _parts(place, "", decoding)
-    elif TEST not in parts or TRAIN not in parts:
-        reason = "requires test records. Set data.test_folder"
-        raise SettingError("data", "test", reason, value=settings.test)
-    return _records_of(place, settings, note, parts, decoding, TEST)
-
-
-def _records_of(
-    place: str,
-    settings: FolderSettings,
-    note: Note,
-    parts: Mapping[str, Part],
-    decoding: Decoding,
-    split: str,
-    ledger: Path | None = None,
-) -> Records:
-    """Finds the records of one part of a file or, if `parts` is empty, of a folder of images."""
-    if parts:
-        return read_part(parts[_split_of(parts, split)], settings.columns, note)
-    return _images_in(Path(place), settings, note, decoding, ledger)
-
-
-def _split_of(parts: Mapping[str, Part], split: str) -> str:
-    """Returns the name of a part: the given split if there is one, or the only part."""
-    if split in parts:
+def _split_of(splits: Splits, split: str, place: str) -> str:
+    """Returns the name of a split: the given one if there is one, or the only one."""
+    if split in splits:
         return split
-    if len(parts) > 1:
+    if len(splits) > 1:
         raise DataError(
-            f"{next(iter(parts.values())).place} has {' and '.join(sorted(parts))} records, but no "
-            f"{split} records. Save these records in a file of their own"
+            f"{one_line(place)} has {' and '.join(sorted(splits))} records, but no {split} records. "
+            "Save these records in a file of their own"
         )
-    return min(parts)
+    return min(splits)
 
 
 def _images_in(
@@ -360,7 +347,7 @@ def _note_one_person(files: Records, note: Note) -> None:
             )
 
 
-def _check_disjoint(train: Records, test: Records, note: Note) -> None:
+def _check_disjoint(train: Records, test: Records, *, note: Note) -> None:
     """Checks that no image file is in both the training set and the test set.
 
     A warning gives the number of people who have records in both sets.
