@@ -1,7 +1,7 @@
 """Loads the published and synthetic data sets by name, and checks the structure of their files.
 
 This module reads files in torchvision's layout and generates the synthetic data sets.
-`image_folders` reads the other data sets. The files are untrusted input. Most are checked by their
+`published_folders` reads the other data sets. The files are untrusted input. Most are checked by their
 structure, because a mirror may have compressed or encoded them in another way. Those of CIFAR and
 SVHN must be the published files, by the MD5 that torchvision lists: Python's unpickler executes
 what a file names, and SciPy's reader crashes on damaged files.
@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsynth.data import image_folders
+from fedsynth.data import published_folders
 from fedsynth.data.files import Split, expanded
 from fedsynth.data.images import Bytes, Floats, ImageData, IntArray
 from fedsynth.data.registry import DOWNLOADS, DatasetSpec, dataset_spec, synthetic_parameters
@@ -278,11 +278,11 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "cifar10": partial(_read_cifar, label_key="labels"),
     "cifar100": partial(_read_cifar, label_key="fine_labels"),
     "svhn": _read_svhn,
-    "tiny-imagenet": image_folders.read_tiny_imagenet,
-    "cinic10": image_folders.read_cinic10,
-    "office-caltech-10": image_folders.read_office_caltech,
-    "domainnet-10": image_folders.read_domainnet,
-    "femnist": image_folders.read_femnist,
+    "tiny-imagenet": published_folders.read_tiny_imagenet,
+    "cinic10": published_folders.read_cinic10,
+    "office-caltech-10": published_folders.read_office_caltech,
+    "domainnet-10": published_folders.read_domainnet,
+    "femnist": published_folders.read_femnist,
 }
 
 

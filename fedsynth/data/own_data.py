@@ -110,10 +110,6 @@ def load_records(place: str | Path, **settings: Any) -> OwnerData:
     ...     Image.new("L", (size, size)).save(folder / place / "1.png")
     >>> load_records(folder, image_size=16).names
     ('north', 'south')
-    >>> vectors = np.random.default_rng(0).normal(size=(6, 4))
-    >>> np.savez(folder / "vectors.npz", x=vectors, y=[0, 1] * 3, site=["north", "south"] * 3)
-    >>> load_records(folder / "vectors.npz", bounds="-4,4")
-    OwnerData(6 images of 'vectors', 2 sites)
     """
     chosen = FolderSettings(str(place), **settings)
     return read_own_data(chosen, warnings.warn, declaration=chosen.declared())

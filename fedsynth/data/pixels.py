@@ -1,6 +1,6 @@
 """Decodes image files into arrays of one size. The files are untrusted input.
 
-`medical_files` decodes DICOM and NIfTI files.
+`medical` decodes DICOM and NIfTI files.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import JPEGBaseline8Bit, RLELossless
 
 from fedsynth.data.folders import with_listed_users
-from fedsynth.data.image_folders import read_domainnet_list, read_femnist
 from fedsynth.data.load import read_idx
 from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import read_images, read_patients, read_pixels
+from fedsynth.data.published_folders import read_domainnet_list, read_femnist
 from fedsynth.data.records import Records
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.tables import parts_of, read_part
