@@ -122,7 +122,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
     """
     if config is not None:
         raise OptionError("use either --preset or --config, because both define all settings")
-    from fedsynth.reproduction.presets import cell_words, preset, preset_sections
+    from fedsynth.experiments.presets import cell_words, preset, preset_sections
 
     table = preset(name)
     sections, cell = preset_sections(table, chosen)

@@ -26,8 +26,8 @@ from fedsynth.cli.application import (
 from fedsynth.files import require_folder, write_output
 
 if TYPE_CHECKING:
-    from fedsynth.reproduction.comparison import Line
-    from fedsynth.reproduction.presets import Cell, Preset
+    from fedsynth.experiments.comparison import Line
+    from fedsynth.experiments.presets import Cell, Preset
 
 
 RUNS = "Run folders, or folders that contain run folders"
@@ -140,9 +140,10 @@ def sweep(
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
+    from fedsynth.experiments.runner import run_sweep
+    from fedsynth.experiments.sweep import read_sweep
+    from fedsynth.experiments.tables import FORMATS, render, sweep_rows
     from fedsynth.results.finished import finished_run
-    from fedsynth.results.sweep import read_sweep, run_sweep
-    from fedsynth.results.tables import FORMATS, render, sweep_rows
     from fedsynth.validation import check_choice
 
     check_choice(None, "--format", form, FORMATS)
@@ -151,8 +152,8 @@ def sweep(
     if dry_run:
         require_folder(plan.output)
         for cell in plan.cells:
-            state = "finished" if finished_run(plan.output / cell.key) else "to do"
-            print(f"{state}  {plan.output / cell.key}  {cell.label}")
+            state = "finished" if finished_run(plan.folder(cell)) else "to do"
+            print(f"{state}  {plan.folder(cell)}  {cell.label}")
         return
     failed = []
     if not only_table:
@@ -197,11 +198,10 @@ def reproduce(
         _list_tables()
         return
     from fedsynth.cli.progress import make_observer
-    from fedsynth.reproduction.comparison import lines
-    from fedsynth.reproduction.presets import cell_words
-    from fedsynth.reproduction.presets import preset as preset_of
-    from fedsynth.reproduction.rows import Rows
-    from fedsynth.reproduction.runs import Runner, jobs_of
+    from fedsynth.experiments.comparison import jobs_of, lines
+    from fedsynth.experiments.presets import cell_words
+    from fedsynth.experiments.presets import preset as preset_of
+    from fedsynth.experiments.runner import Runner, rows_by_hash
 
     table = preset_of(preset)
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
@@ -221,11 +221,10 @@ def reproduce(
     if not jobs:
         raise OptionError(f"no selected cell of {preset} can be run")
     keep_large_allocations()
-    rows = Rows(output)
     deadline = time.monotonic() + 60 * time_budget
-    runner = Runner(rows, deadline, report=say, watch=make_observer, download=download)
+    runner = Runner(output, deadline, report=say, watch=make_observer, download=download)
     outcomes = list(runner.run(jobs))
-    compared = lines(table, cells, range(seeds), rows.all(), changes)
+    compared = lines(table, cells, range(seeds), rows_by_hash(output), changes)
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared)
     if unfinished:
@@ -238,7 +237,7 @@ def reproduce(
 
 def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
     """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
-    from fedsynth.reproduction.comparison import format_number
+    from fedsynth.experiments.comparison import format_number
 
     print(f"{table.name}: {table.heading}")
     rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
@@ -258,7 +257,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def _list_tables() -> None:
     """Prints all tables, and the published experiments that fedsynth does not cover."""
-    from fedsynth.reproduction.presets import not_covered, preset, preset_names
+    from fedsynth.experiments.presets import not_covered, preset, preset_names
 
     rows = [["preset", "runnable", "cells", "what it shows"]]
     for table in map(preset, preset_names()):
@@ -276,9 +275,8 @@ def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
     The description contains the settings with their sources, and the cells with their published
     numbers.
     """
-    from fedsynth.reproduction.comparison import format_number
-    from fedsynth.reproduction.presets import cell_words
-    from fedsynth.reproduction.runs import changed_settings
+    from fedsynth.experiments.comparison import changed_settings, format_number
+    from fedsynth.experiments.presets import cell_words
 
     print(f"{table.name}: {table.heading}")
     for block in table.blocks:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedsynth.experiments.sweep import SEED, Sweep
 from fedsynth.results import finished
 from fedsynth.results.finished import Spread, value_at, words_of
-from fedsynth.results.sweep import SEED, Sweep
 
 FORMATS = ("table", "csv", "markdown")
 Rows = Sequence[Sequence[str]]
@@ -67,7 +67,7 @@ def sweep_rows(sweep: Sweep) -> list[SweepRow]:
     groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
-        groups.setdefault(values, []).append(finished.finished_run(sweep.output / cell.key))
+        groups.setdefault(values, []).append(finished.finished_run(sweep.folder(cell)))
     rows = []
     for values, folders in groups.items():
         summaries = [finished.read_summary(folder) for folder in folders if folder is not None]

@@ -1,8 +1,7 @@
-"""Executes the runs of a sweep, each in its own process.
+"""Reads the file of a sweep, which describes a grid of runs.
 
-Several runs may be active at once. Each run's folder is below OUTPUT/KEY, where KEY depends on the
-run's settings. If a sweep is repeated, finished runs are kept and interrupted runs are resumed. A
-run with changed settings is a new run.
+Each run's folder is below OUTPUT/KEY, where KEY depends on the run's settings. A run with changed
+settings is a new run.
 
 A TOML file describes the sweep: settings of all runs, and a grid of values (`docs/sweeps.md`). A
 setting without a section belongs to the first section that has it.
@@ -11,27 +10,21 @@ setting without a section belongs to the first section that has it.
 from __future__ import annotations
 
 import itertools
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fedsynth.config.loading import code_options, with_own_code
-from fedsynth.config.resolve import fingerprint, resolve, section_of
+from fedsynth.config.resolve import resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
-from fedsynth.errors import FedsynthError, OutputError, short_repr, writing
-from fedsynth.files import claim, last_line, open_regular, write_whole
+from fedsynth.errors import FedsynthError, short_repr
+from fedsynth.experiments.rows import settings_hash
 from fedsynth.methods import DEFAULT_METHOD, method_class
-from fedsynth.results.file_names import CONFIG, LOCK
-from fedsynth.results.finished import finished_run, unfinished_run
-from fedsynth.validation import check_number, converted, read_sections, to_toml
+from fedsynth.results.file_names import CONFIG
+from fedsynth.validation import check_number, converted, read_sections
 
 MAX_RUNS = 10_000
 MAX_JOBS = 1000
@@ -91,6 +84,10 @@ class Sweep:
         names = dict.fromkeys(name for cell in self.cells for name in cell.values)
         names.pop(SEED, None)
         return tuple(names)
+
+    def folder(self, cell: Cell) -> Path:
+        """Returns the parent folder of a run's folder."""
+        return self.output / cell.key
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -238,130 +235,4 @@ def _key(values: Values, settings: RunSettings) -> str:
         prefix = "" if name == "method" else name.rpartition(".")[2]
         parts.append(f"{prefix}{value}")
     readable = re.sub(r"[^\w.+=-]", "_", "-".join(parts))[:80]
-    return f"{readable}-{fingerprint(settings)}".lstrip("-.")
-
-
-POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
-STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
-LOG = "log.txt"
-COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
-
-
-def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
-    """Executes all runs of a sweep that have not finished. Returns the runs that failed.
-
-    Args:
-        sweep: the sweep.
-        report: receives a line when a run begins or ends.
-
-    Raises:
-        KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
-            sweep is repeated, it resumes these runs.
-        OutputError: another sweep is active in the folder, or the folder cannot be written.
-    """
-    with writing(sweep.output):
-        sweep.output.mkdir(parents=True, exist_ok=True)
-        place = sweep.output / LOCK
-        busy = OutputError(
-            f"another sweep, or a run of a killed sweep, is active in {sweep.output}. Wait until it "
-            f"ends (fuser {place} shows its processes)"
-        )
-        lock = claim(place, busy)
-    with lock:
-        return _run_waiting(sweep, report, lock)
-
-
-def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
-    waiting = [cell for cell in sweep.cells if finished_run(sweep.output / cell.key) is None]
-    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
-    failed: list[Cell] = []
-    running: dict[Cell, subprocess.Popen[bytes]] = {}
-    try:
-        while waiting or running:
-            for cell in _startable(sweep, waiting, running):
-                waiting.remove(cell)
-                running[cell] = _start(sweep, cell, lock)
-                report(f"begins: {cell.label}")
-            time.sleep(POLL_SECONDS)
-            for cell, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[cell]
-                    result = "done"
-                    if process.returncode or finished_run(sweep.output / cell.key) is None:
-                        failed.append(cell)
-                        message = last_line(sweep.output / cell.key / LOG)
-                        result = f"failed (exit code {process.returncode}): {message}"
-                    ended = len(sweep.cells) - len(waiting) - len(running)
-                    report(f"{ended}/{len(sweep.cells)} {cell.label}: {result}")
-    finally:
-        _stop(list(running.values()))
-    return failed
-
-
-def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
-    """Returns those waiting runs that may begin now, in the order of the sweep's file.
-
-    A run may begin if a job is free, and no active run charges the same ledgers.
-    """
-    active = list(running)
-    for cell in waiting:
-        if len(active) >= sweep.jobs:
-            break
-        ledger = _ledger(cell)
-        if ledger is None or ledger not in map(_ledger, active):
-            active.append(cell)
-    return active[len(running) :]
-
-
-def _ledger(cell: Cell) -> Path | None:
-    """Returns the folder of the ledgers that a run charges."""
-    privacy = cell.settings.privacy
-    return privacy.ledger_folder if privacy is not None else cell.settings.ledger
-
-
-def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
-    """Starts a run, or resumes it if it was interrupted.
-
-    The run inherits the lock, because it outlives a killed sweep.
-    """
-    folder = sweep.output / cell.key
-    config = folder / CONFIG
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(config, to_toml(cell.settings.to_mapping()).encode())
-    arguments = ["--config", str(config), "--output", str(folder)]
-    if (interrupted := unfinished_run(folder)) is not None:
-        arguments = ["--resume", str(interrupted)]
-    with open_regular(folder / LOG, writing=True, create=True) as log:
-        return subprocess.Popen(
-            [*COMMAND, *arguments, *cell.code],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=_environment(sweep.jobs),
-            pass_fds=[lock.fileno()],
-            start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
-        )
-
-
-def _environment(jobs: int) -> dict[str, str]:
-    """Returns the environment variables of the runs.
-
-    The runs share the CPU cores, unless the user has set the number of threads.
-    """
-    if jobs == 1:
-        return dict(os.environ)
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
-
-
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stops the processes of runs with SIGTERM, so that the runs can be resumed.
-
-    A process that has not stopped after `STOP_SECONDS` is killed.
-    """
-    for process in processes:
-        process.terminate()  # does nothing if it has ended
-    for process in processes:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    return f"{readable}-{settings_hash(settings)}".lstrip("-.")

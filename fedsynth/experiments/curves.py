@@ -1,119 +1,26 @@
-"""Stores the results of finished runs of published tables, and finds the unfinished runs.
+"""Summarises the rounds of a finished run as curves, and computes published metrics from them.
 
-A row is the result of one finished run. The rows of a table are the lines of one JSON lines file.
-
-    OUTPUT/feddm-table2.jsonl          a line for each finished run of the table
-    OUTPUT/runs/HASH/…                 run folders, the unfinished ones with their checkpoints
-
-A run is identified by a hash of the settings that decide its result. Tables that need the same run
-therefore share it, such as FedKF's Tables V and VIII. The precision is not in the hash, because it
-changes results only by rounding. The row states the precision, and it is shown with the numbers.
-
-`measured` computes a published metric from the curve of a run. The curve is a mapping from each
-metric to the list of its values after each round. A metric's name is its dotted path in
-metrics.jsonl, such as "models.oca.local.amp". The list "round" has the numbers of the rounds. None
-marks a round in which the metric was not computed.
+A curve maps each metric to the list of its values after each round. The name of a metric is its
+dotted path in metrics.jsonl, such as "models.oca.local.amp". The list "round" has the numbers of
+the rounds. None marks a round in which the metric was not computed.
 """
 
 from __future__ import annotations
 
-import errno
-import json
-import os
 import statistics
-import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import date
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedsynth.config.resolve import fingerprint
-from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import OutputError, writing
-from fedsynth.files import decode_json, lock, open_regular, read_text
-from fedsynth.reproduction.presets import Number
-from fedsynth.version import __version__
+from fedsynth.experiments.presets import Number
+from fedsynth.experiments.rows import Row
 
-Row = Mapping[str, Any]
-# The keys that every row has.
-NEEDED = {
-    *("preset", "cell", "seed", "settings", "changes", "precision", "seconds"),
-    *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
-}
+Curve = Mapping[str, Sequence[float | None]]
+# The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
+# bytes.
+MEBI = 2**20
 
-PACKAGE = Path(__file__).resolve().parents[1]
-
-
-def run_hash(settings: RunSettings) -> str:
-    """Returns a hash of the settings of a run that decide its result."""
-    return fingerprint(settings, without=("precision",))
-
-
-class Rows:
-    """The results of finished runs in a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def all(self) -> dict[str, dict[str, Any]]:
-        """Reads all rows, and returns a mapping from the hash of each run to its row.
-
-        Raises:
-            OutputError: a file cannot be read, or a line is not the row of a finished run.
-        """
-        rows_by_settings: dict[str, dict[str, Any]] = {}
-        for path in sorted(self.folder.glob("*.jsonl")):
-            try:
-                # a last line without its end was cut: its run is still in its folder
-                for line in read_text(path).rpartition("\n")[0].splitlines():
-                    row = decode_json(line)
-                    if not row.keys() >= NEEDED:
-                        raise ValueError
-                    rows_by_settings[row["settings"]] = row
-            except OSError as error:
-                raise OutputError(f"cannot read {path}: {error.strerror}") from None
-            except (AttributeError, ValueError):
-                raise OutputError(f"{path} has a line that is not the result of a run") from None
-        return rows_by_settings
-
-    def append(self, preset: str, row: Row) -> None:
-        """Appends the row of a finished run to the file of its table.
-
-        Raises:
-            OutputError: the file cannot be written.
-        """
-        path = self.folder / f"{preset.replace(':', '-', 1)}.jsonl"
-        with writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open_regular(path, writing=True, create=True) as file:
-                lock(file, path)  # against other processes
-                file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut
-                text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-                if file.write(line := f"{text}\n".encode()) < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def run_folder(self, settings: RunSettings) -> Path:
-        """Returns the parent folder of the run folder for a run with these settings.
-
-        Runs that differ only in precision have different folders.
-        """
-        return self.folder / "runs" / f"{run_hash(settings)}-{settings.precision}"
-
-    @property
-    def trained(self) -> Path | None:
-        """The folder in which runs of one round share their trained clients.
-
-        It is None if the code is not a git commit without changes, because trained clients of
-        another version must not be used.
-        """
-        version = commit()
-        if version is None or version.endswith("+"):
-            return None
-        return self.folder / "runs" / f"trained-{version}"
+FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
 def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
@@ -134,50 +41,6 @@ def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
         "client_upload_bytes": round(statistics.fmean(last["client_upload_bytes"] or [0]), 1),
         "curve": curve_of(rows, domains),
     }
-
-
-def environment() -> dict[str, Any]:
-    """Returns the entries of a row that state the version of the code, the date and the machine."""
-    device = f"CPU, {torch.get_num_threads()} threads"
-    if torch.cuda.is_available():
-        device = torch.cuda.get_device_name()
-    return {
-        "version": __version__,
-        "commit": commit(),
-        "date": str(date.today()),
-        "machine": device,
-        "torch": torch.__version__,
-    }
-
-
-@cache
-def commit() -> str | None:
-    """Returns the git commit of this package, or None if the package is not in a git checkout.
-
-    A "+" at the end means that files had uncommitted changes. The result of the first call is kept.
-    """
-    root = PACKAGE.parent
-    if not (root / ".git").exists():
-        return None
-    try:
-        head = _git(root, "rev-parse", "--short", "HEAD")
-        changes = _git(root, "status", "--porcelain", "--", "fedsynth", "privacy", "cli")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{head}+" if changes else head
-
-
-def _git(root: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(root), *arguments]
-    return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
-
-
-Curve = Mapping[str, Sequence[float | None]]
-# The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
-# bytes.
-MEBI = 2**20
-
-FIGURES = ("test_accuracy", "amp", "fm", "wlp")
 
 
 def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]]:

@@ -12,11 +12,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse, product
 
-from fedsynth.reproduction.presets import Cell, Changes, Number, Preset, cell_words, dataset_of
-from fedsynth.reproduction.rows import Row, measured, run_hash
-from fedsynth.reproduction.runs import Job, jobs_of
+from fedsynth.experiments.curves import measured
+from fedsynth.experiments.presets import (
+    Cell,
+    Changes,
+    Number,
+    Preset,
+    cell_words,
+    dataset_of,
+    override,
+)
+from fedsynth.experiments.rows import Row
+from fedsynth.experiments.runner import Job
+from fedsynth.federation.context import choose_speed, resolve_device
 from fedsynth.results.finished import Spread
+from fedsynth.validation import flattened
 
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
@@ -68,7 +80,7 @@ class Line:
     def verdict(self) -> str:
         """The verdict on the reproduced numbers, such as "within", or why there is no verdict.
 
-        There is no verdict if the runs were scaled, diverged, used changed settings or are missing.
+        There is no verdict if runs diverged, used changed settings or are missing.
         """
         diverged = sum("diverged" in run for run in self.runs)
         if diverged:
@@ -100,6 +112,50 @@ def verdict(published: float | None, published_std: float | None, values: Sequen
     return ABOVE if mean > published else BELOW
 
 
+def changed_settings(changes: Changes) -> str:
+    """Formats changed settings as one line, such as "method.lr=0.1, run.rounds=5"."""
+    return ", ".join(f"{key}={value}" for key, value in flattened(changes).items())
+
+
+def jobs_of(
+    table: Preset,
+    cells: Iterable[Cell],
+    seeds: Iterable[int],
+    *,
+    changes: Changes | None = None,
+    speed: Changes | None = None,
+) -> list[Job]:
+    """Returns one run for each seed and each cell that can be run.
+
+    The runs with the first seed come first.
+
+    Args:
+        table: the preset of the table.
+        cells: some cells of the table.
+        seeds: the seeds of the runs.
+        changes: sections of settings that override those of the preset.
+        speed: sections of settings that do not change results, such as the device.
+
+    Raises:
+        FedsynthError: the changes are invalid, as for `resolve`.
+    """
+    changes = changes or {}
+    runnable = list(filterfalse(table.refusal, cells))
+    jobs = []
+    for seed, cell in product(seeds, runnable):
+        settings = table.settings(cell, seed, override(speed or {}, changes))
+        settings = choose_speed(settings, resolve_device(settings.device))
+        name = f"{table.name} {cell_words(cell, table)} seed={seed}"
+        entries = {
+            "preset": table.name,
+            "cell": cell.columns(),
+            "seed": seed,
+            "changes": override(changes, {}),
+        }
+        jobs.append(Job(name, settings, entries))
+    return jobs
+
+
 def lines(
     table: Preset,
     cells: Iterable[Cell],
@@ -113,8 +169,8 @@ def lines(
         table: the preset of the table.
         cells: some cells of the table.
         seeds: the seeds of the runs that count.
-        rows: a mapping from run hashes to the rows of finished runs (`Rows.all`).
-        scale, changes: the scale and the changed settings of the runs.
+        rows: a mapping from run hashes to the rows of finished runs (`rows_by_hash`).
+        changes: the changed settings of the runs.
     """
 
     result = []
@@ -140,8 +196,7 @@ def lines(
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
     """Returns a mapping from the seed of each finished job to its row."""
-    hashes = {job.seed: run_hash(job.settings) for job in jobs}
-    return {seed: rows[digest] for seed, digest in hashes.items() if digest in rows}
+    return {job.entries["seed"]: rows[job.hash] for job in jobs if job.hash in rows}
 
 
 def _fedavg_jobs(
