@@ -141,8 +141,7 @@ def sweep(
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
     from fedsynth.experiments.runner import run_sweep
-    from fedsynth.experiments.sweep import read_sweep
-    from fedsynth.experiments.tables import FORMATS, render, sweep_rows
+    from fedsynth.experiments.sweep import FORMATS, read_sweep, render, sweep_rows
     from fedsynth.results.finished import finished_run
     from fedsynth.validation import check_choice
 

@@ -30,7 +30,7 @@ from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
-from fedsynth.deployment.policy import ANY, Owner, describe_request, write_owner_report
+from fedsynth.deployment.policy import ANY, Owner, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.secure_aggregation.client import Identities
 from fedsynth.deployment.session import Session
@@ -376,7 +376,7 @@ class Node:
         session.accept(request.terms)
         statement = session.statement()
         folder = session.folder
-        result = write_owner_report(session, request.rounds)
+        result = session.write_report(request.rounds)
         self.say(f"run {folder.name} ended after {request.rounds} rounds: {result}")
         del self._sessions[folder.name]
         self.ended += 1

@@ -21,11 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -35,10 +35,12 @@ from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
-from fedsynth.deployment.policy import note_round
+from fedsynth.deployment.owner_report import note_round, spent_epsilon, write_owner_report
+from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
+    Identities,
     SumClient,
     SumTerms,
     sum_terms,
@@ -59,14 +61,11 @@ from fedsynth.files import (
     without_hash,
     write_whole,
 )
-from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.results.checkpoint import StoredClientState
-
-if TYPE_CHECKING:
-    from fedsynth.deployment.node import Node
 
 SUM_FILE = "sum.json"
 # How often the client answers one exchange of a private run, counted across restarts.
@@ -79,6 +78,20 @@ STORED_ROUNDS = 3
 
 HASH_BYTES = 32
 _ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
+
+
+class Place(Protocol):
+    """What a session uses of its node. `fedsynth.deployment.node.Node` describes the attributes."""
+
+    number: int
+    device: str
+    owner: Owner
+    secret: Callable[[], SecretGenerator] | None
+    identities: Identities | None
+
+    def say(self, text: str, /) -> None: ...
+
+    def folder(self, run: str) -> Path: ...
 
 
 class Session:
@@ -99,7 +112,7 @@ class Session:
     """
 
     def __init__(
-        self, node: Node, proposal: Proposal, data: ImageData, ledger: Ledger, state: State | None
+        self, node: Place, proposal: Proposal, data: ImageData, ledger: Ledger, state: State | None
     ) -> None:
         settings = proposal.settings
         device = resolve_device(node.device)
@@ -249,7 +262,7 @@ class Session:
         try:
             if answer is None:
                 if self._noted != context.round:
-                    note_round(self, context.round)
+                    self._note_round(context.round)
                     self._noted = context.round
                 answer = self._new_answer(frame, question, context)
                 if answer.kind == frames.ANSWER:
@@ -266,11 +279,9 @@ class Session:
 
     def _tell_owner(self, context: RoundContext) -> None:
         """Tells the owner that the client has answered in a round, and the ε of its ledger."""
-        budget = self.runtime.budget
         text = f"round {context.round}/{self.runtime.settings.rounds}: answered"
-        if budget is not None and budget.plan.guaranteed([budget.ledger.history()]):
-            epsilon = budget.plan.epsilon([budget.ledger.history()])
-            text += f", this client's ledger has spent ε = {format_epsilon(epsilon)}"
+        if spent := spent_epsilon(self.runtime.budget):
+            text += f", this client's ledger has spent {spent}"
         self._node.say(text)
 
     def _context(self, question: RoundFacts) -> RoundContext:
@@ -386,6 +397,19 @@ class Session:
             yield client
         finally:
             self._write(SUM_FILE, client.to_bytes())
+
+    def write_report(self, rounds: int) -> str:
+        """Writes the owner's privacy report at the end of the run. Returns a summary for the owner.
+
+        Args:
+            rounds: the number of completed rounds, as the server states it.
+        """
+        self._note_round(rounds)
+        return write_owner_report(self.runtime.budget, self.folder)
+
+    def _note_round(self, rounds: int) -> None:
+        about = {"client": self.runtime.number, "rounds": rounds}
+        note_round(self.runtime.budget, self.folder, self.history, self.state.warnings, about)
 
     # ------------------------------------------------------------------------------- its files
 

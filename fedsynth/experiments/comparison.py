@@ -1,4 +1,4 @@
-"""Compares published numbers with the results of runs.
+"""Computes published metrics from the results of runs, and compares them with published numbers.
 
 A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²). Here s_m and s_p
 are the standard deviations over runs, and not those of the means, because the authors and we draw
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse, product
 
-from fedsynth.experiments.curves import measured
+from fedsynth.data.registry import dataset_spec
 from fedsynth.experiments.presets import (
     Cell,
     Changes,
@@ -30,6 +30,10 @@ from fedsynth.federation.context import choose_speed, resolve_device
 from fedsynth.results.finished import Spread
 from fedsynth.validation import flattened
 
+Curve = Mapping[str, Sequence[float | None]]
+# The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
+# bytes.
+MEBI = 2**20
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
 
@@ -222,3 +226,88 @@ def format_number(mean: float | None, std: float | None) -> str:
     elif abs(mean or 0) >= 1:
         digits = 2
     return Spread(mean, std).format(1.0, digits)
+
+
+def measured(
+    number: Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
+) -> float | None:
+    """Returns the value with which a finished run reproduces a published number.
+
+    The value has the unit of the published number. It is None if the run did not compute it.
+
+    Args:
+        number: the published number.
+        row: the row of the finished run.
+        variant: the final model to which the number refers, if a run has several. Otherwise empty.
+        dataset: the name of the data set in this package.
+        fedavg: the row of the FedAvg run with the same seed. It is needed for the number of rounds
+            until FedAvg's accuracy is reached.
+    """
+    curve = row["curve"]
+    if number.metric == "upload_floats_per_round":
+        return float(row["upload_floats"])
+    if number.metric == "upload_mb_per_client_per_round":
+        return float(row["client_upload_bytes"]) / MEBI
+    if number.metric == "rounds_to_fedavg_100_round_amp":
+        return None if fedavg is None else _rounds_to(fedavg, curve, variant)
+    if number.metric in ("amp_pct", "fm", "wlp_pct"):
+        values = _column(curve, variant, f"local.{number.metric.removesuffix('_pct')}")
+    elif number.domain:
+        values = [_of_domain(curve, number.domain, dataset)]
+    else:
+        values = _column(curve, variant, "test_accuracy")
+    measurements = _recorded(values)
+    if not measurements:
+        return None
+    value = max(measurements) if number.metric.startswith("best_") else measurements[-1]
+    return value if number.metric == "fm" else 100 * value
+
+
+def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
+    """Returns the values of a metric after each round.
+
+    They belong to the model `variant` if the run has several final models.
+    """
+    return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
+
+
+def _recorded(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _last(curve: Curve, name: str) -> float | None:
+    values = _recorded(curve.get(name, ()))
+    return values[-1] if values else None
+
+
+def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
+    """Returns the last accuracy on a domain, or the mean over all domains for "average".
+
+    If the run evaluated the test splits of the clients, the accuracy is that of the domain's client
+    on its test split. Otherwise, it is the accuracy on the domain's part of the test set. Returns
+    None if it is missing.
+    """
+    names = dataset_spec(dataset).domains
+    accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}
+    if set(accuracies.values()) == {None}:
+        accuracies = {name: _last(curve, f"domain_accuracy.{name}") for name in names}
+    if domain != "average":
+        return accuracies.get(domain)
+    values = _recorded(accuracies.values())
+    return sum(values) / len(names) if len(values) == len(names) else None
+
+
+def _rounds_to(fedavg: Row, curve: Curve, variant: str) -> float | None:
+    """Returns the number of rounds until the metric AMP reaches the final AMP of FedAvg.
+
+    Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is
+    missing.
+    """
+    targets = _recorded(_column(fedavg["curve"], "aca", "local.amp"))
+    amps = _column(curve, variant, "local.amp")
+    if not targets or not amps:
+        return None
+    for number, value in enumerate(amps, start=1):
+        if value is not None and value >= targets[-1]:
+            return number
+    return len(amps) + 1

@@ -1,6 +1,10 @@
 """Stores the results of finished runs as rows, which are lines of JSON lines files.
 
-A row names its run by a hash of the settings that determine the run's result.
+A row names its run by a hash of the settings that determine the run's result. The row of a
+published table has the curve of the run, which maps each metric to the list of its values after
+each round. The name of a metric is its dotted path in metrics.jsonl, such as
+"models.oca.local.amp". The list "round" has the numbers of the rounds. None marks a round in which
+the metric was not computed.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache, lru_cache
@@ -165,3 +170,58 @@ def commit() -> str | None:
 def _git(root: Path, *arguments: str) -> str:
     command = ["git", "-C", str(root), *arguments]
     return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+
+
+FIGURES = ("test_accuracy", "amp", "fm", "wlp")
+
+
+def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
+    """Returns the entries of a result row that summarise the rounds of a finished run.
+
+    Args:
+        rows: the metrics of each round, as in metrics.jsonl.
+        domains: True if each client has the images of one domain. The accuracy of each client is
+            then kept.
+    """
+    last: Row = {"upload_floats": 0, "client_upload_bytes": [0]}
+    if rows:
+        last = rows[-1]
+    return {
+        "rounds": len(rows),
+        "seconds": round(sum(row["seconds"] for row in rows), 1),
+        "upload_floats": last["upload_floats"],
+        "client_upload_bytes": round(statistics.fmean(last["client_upload_bytes"] or [0]), 1),
+        "curve": curve_of(rows, domains),
+    }
+
+
+def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]]:
+    """Converts the metrics of each round to a curve, which has one list for each metric.
+
+    Args:
+        rows: the metrics of each round, as in metrics.jsonl.
+        domains: True if each client has the images of one domain. The accuracy of each client is
+            then kept.
+    """
+    flat = [_figures("", row, domains) for row in rows]
+    names = dict.fromkeys(name for figures in flat for name in figures)
+    curve: dict[str, list[float | None]] = {"round": [row["round"] for row in rows]}
+    for name in names:
+        curve[name] = [figures.get(name) for figures in flat]
+    return curve
+
+
+def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
+    """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
+    figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
+    for name, accuracy in row.get("domain_accuracy", {}).items():
+        figures[f"{prefix}domain_accuracy.{name}"] = accuracy
+    if domains:
+        for client, accuracy in enumerate(row.get("client_accuracy", ())):
+            figures[f"{prefix}client.{client}"] = accuracy
+    rounded = {name: round(float(n), 6) for name, n in figures.items() if n is not None}
+    if "local" in row:
+        rounded |= _figures(f"{prefix}local.", row["local"], domains)
+    for name, model in row.get("models", {}).items():
+        rounded |= _figures(f"{prefix}models.{name}.", model, domains)
+    return rounded

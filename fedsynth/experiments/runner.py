@@ -27,8 +27,7 @@ from typing import Any
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import DivergedError, FedsynthError, OutputError, writing
-from fedsynth.experiments.curves import round_summary
-from fedsynth.experiments.rows import Row, Rows, commit, environment, settings_hash
+from fedsynth.experiments.rows import Row, Rows, commit, environment, round_summary, settings_hash
 from fedsynth.experiments.sweep import Cell, Sweep
 from fedsynth.federation.protocol import Observer
 from fedsynth.files import claim, last_line, open_regular, read_text, write_whole

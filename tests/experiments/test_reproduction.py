@@ -24,11 +24,11 @@ from fedsynth.experiments.comparison import (
     format_number,
     jobs_of,
     lines,
+    measured,
     verdict,
 )
-from fedsynth.experiments.curves import curve_of, measured
 from fedsynth.experiments.presets import Number, PresetError, preset, preset_names, published
-from fedsynth.experiments.rows import settings_hash
+from fedsynth.experiments.rows import curve_of, settings_hash
 from fedsynth.experiments.runner import Job, Runner, rows_by_hash
 from fedsynth.files import claim
 from fedsynth.results import checkpoint

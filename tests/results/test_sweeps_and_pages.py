@@ -28,8 +28,7 @@ from fedsynth.cli.app import app
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.experiments import runner
 from fedsynth.experiments.runner import run_sweep
-from fedsynth.experiments.sweep import Sweep, read_sweep
-from fedsynth.experiments.tables import FORMATS, render, sweep_rows
+from fedsynth.experiments.sweep import FORMATS, Sweep, read_sweep, render, sweep_rows
 from fedsynth.results.file_names import LOCK
 from fedsynth.results.finished import (
     Run,
