@@ -172,7 +172,7 @@ def client(
         raise OptionError("--identity and --identities must be used together")
     source = DatasetPart() if data is None else ClassFolders(data)
     connection = ServerConnection(server, ca, key)
-    node = Node(number, ledger, source, _owner(policy, approve), device, _say)
+    node = Node(number, ledger, _owner(policy, approve), device, _say, source=source)
     if identity is not None and identities is not None:
         node.identities = read_identities(identity, identities)
     join(node, connection, once=once, wait=wait)

@@ -263,21 +263,11 @@ def _note_process(lock: FileIO, process_id: int) -> None:
 def _busy(place: Path) -> OutputError:
     """Returns the error for a locked folder, which names the active processes that hold the lock."""
     numbers = read_text(place).split() if place.exists() else []
-    active = ", ".join(number for number in numbers if _is_active(number)) or "unknown"
+    active = ", ".join(number for number in numbers if Path("/proc", number).exists())
     return OutputError(
         f"another sweep, or a run of a killed sweep, is active in {place.parent} (process id "
-        f"{active}). Wait until it ends"
+        f"{active or 'unknown'}). Wait until it ends"
     )
-
-
-def _is_active(process_id: str) -> bool:
-    try:
-        os.kill(int(process_id), 0)
-    except (ProcessLookupError, ValueError, OverflowError):
-        return False
-    except PermissionError:  # of another user
-        return True
-    return int(process_id) > 0
 
 
 def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
