@@ -90,7 +90,6 @@ def train(
     if resume is not None:
         options.refuse_beside_resume(context)
         config = resume / "config.toml"
-    chosen = options.with_own_code(chosen)
     if preset is not None:
         sections = options.from_table(preset, config, chosen, application.say)
     else:
@@ -114,7 +113,7 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
     from fedsynth.federation.run_data import data_of_run
     from fedsynth.simulation.simulate import among_clients
 
-    settings = resolve(options.merged({}, options.with_own_code(chosen)))
+    settings = resolve(options.merged({}, chosen))
     loaded = data_of_run(settings, None, None, application.note, download=download)
     loaded, clients = among_clients(loaded)
     train = loaded.train

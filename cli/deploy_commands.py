@@ -201,7 +201,7 @@ def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) 
     from fedsynth.deployment.proposal import new_proposal, read_spec
     from fedsynth.results.run_messages import UNPROTECTED
 
-    sections = options.merged(options.read_config(config), options.with_own_code(chosen))
+    sections = options.merged(options.read_config(config), chosen)
     proposal = new_proposal(sections, None if spec is None else read_spec(spec))
     if code := code_options(proposal.settings):
         raise OptionError(

@@ -48,7 +48,6 @@ def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> N
     from fedsynth.privacy.report.file import sound_report
     from fedsynth.privacy.report.pages import render_markdown
 
-    options.with_own_code(chosen)
     _report_unfinished(run, ledger)
     print(render_markdown(sound_report(run)), end="")
 
@@ -91,7 +90,6 @@ def verify(
     from fedsynth.results.verification import verify_run
 
     key = None if public_key is None else read_public_key(public_key)
-    options.with_own_code(chosen)
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
     problems = [*result.problems, *problems]
@@ -171,7 +169,7 @@ def audit(
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
     runs/… --canaries 1000`.
     """
-    chosen = {name: values for name, values in options.with_own_code(chosen).items() if values}
+    chosen = {name: values for name, values in chosen.items() if values}
     numbers = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
     if run is None:
         result, command = _audit_options(config, chosen, numbers)
@@ -286,10 +284,9 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
 
     if "folder" not in chosen["data"]:
         chosen["data"].setdefault("dataset", "mnist")
-    sections = options.with_own_code(chosen)
-    if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
+    if not chosen["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("set --dp-epsilon to compute σ, or --dp-sigma to compute ε")
-    plans = plans_by_mechanism(sections)
+    plans = plans_by_mechanism(chosen)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))
     else:

@@ -28,9 +28,16 @@ from fedsynth.files import require_folder, write_output
 if TYPE_CHECKING:
     from fedsynth.experiments.comparison import Line
     from fedsynth.experiments.presets import Cell, Preset
+    from fedsynth.results.finished import Run
 
 
 RUNS = "Run folders, or folders that contain run folders"
+
+
+def _loaded(folders: list[Path]) -> list[Run]:
+    from fedsynth.results.finished import Run, finished_runs
+
+    return list(map(Run.read, finished_runs(folders)))
 
 
 def runs(
@@ -49,9 +56,9 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.results.finished import Run, aligned, differing, finished_runs, overview
+    from fedsynth.results.finished import aligned, differing, overview
 
-    loaded = list(map(Run.read, finished_runs(folders or [Path("runs")])))
+    loaded = _loaded(folders or [Path("runs")])
     differences = differing(loaded)
     if as_json:
         rows = [
@@ -84,7 +91,6 @@ def plot(
     A PNG file needs matplotlib (`fedsynth[plots]`). SVG and HTML files need no other package.
     """
     from fedsynth.privacy.report.plots import standalone
-    from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.validation import check_choice
 
@@ -92,8 +98,7 @@ def plot(
     suffix = output.suffix.lower()
     if suffix not in (".svg", ".png", ".html"):
         raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
-    loaded = list(map(Run.read, finished_runs(runs)))
-    lines = curves(loaded, metric, by, mean=mean, note=note)
+    lines = curves(_loaded(runs), metric, by, mean=mean, note=note)
     if suffix == ".png":
         write_png(output, lines, metric, by)
     elif suffix == ".svg":
@@ -116,11 +121,10 @@ def report(
     and round, fairness, generators, privacy and settings. It is self-contained and loads nothing.
     To show the privacy report of one run to others, use `fedsynth privacy report RUN`.
     """
-    from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import runs_page
 
-    loaded = list(map(Run.read, finished_runs(runs)))
-    write_output(output, runs_page(loaded, simulation_only=simulation_only).encode())
+    page = runs_page(_loaded(runs), simulation_only=simulation_only)
+    write_output(output, page.encode())
     print(output)
 
 

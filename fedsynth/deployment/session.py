@@ -1,4 +1,4 @@
-"""A client's session in one run at a data owner's place.
+"""A client's session in one run at a data owner's node.
 
 The session answers the server's requests (`fedsynth.deployment.frames`) and stores its state in
 files. Whatever a request contains, the client uses the settings that its owner accepted, and
