@@ -15,15 +15,8 @@ from dataclasses import dataclass
 from itertools import filterfalse, product
 
 from fedsynth.data.registry import dataset_spec
-from fedsynth.experiments.presets import (
-    Cell,
-    Changes,
-    Number,
-    Preset,
-    cell_words,
-    dataset_of,
-    override,
-)
+from fedsynth.experiments import presets
+from fedsynth.experiments.presets import Changes
 from fedsynth.experiments.rows import Row
 from fedsynth.experiments.runner import Job
 from fedsynth.federation.context import choose_speed, resolve_device
@@ -51,7 +44,7 @@ class Line:
     """
 
     cell: str
-    number: Number
+    number: presets.Number
     values: Mapping[int, float]
     runs: Sequence[Row]
     changes: Changes
@@ -122,8 +115,8 @@ def changed_settings(changes: Changes) -> str:
 
 
 def jobs_of(
-    table: Preset,
-    cells: Iterable[Cell],
+    table: presets.Preset,
+    cells: Iterable[presets.Cell],
     seeds: Iterable[int],
     *,
     changes: Changes | None = None,
@@ -147,22 +140,22 @@ def jobs_of(
     runnable = list(filterfalse(table.refusal, cells))
     jobs = []
     for seed, cell in product(seeds, runnable):
-        settings = table.settings(cell, seed, override(speed or {}, changes))
+        settings = table.settings(cell, seed, presets.override(speed or {}, changes))
         settings = choose_speed(settings, resolve_device(settings.device))
-        name = f"{table.name} {cell_words(cell, table)} seed={seed}"
+        name = f"{table.name} {presets.cell_words(cell, table)} seed={seed}"
         entries = {
             "preset": table.name,
             "cell": cell.columns(),
             "seed": seed,
-            "changes": override(changes, {}),
+            "changes": presets.override(changes, {}),
         }
         jobs.append(Job(name, settings, entries))
     return jobs
 
 
 def lines(
-    table: Preset,
-    cells: Iterable[Cell],
+    table: presets.Preset,
+    cells: Iterable[presets.Cell],
     seeds: Sequence[int],
     rows: Mapping[str, Row],
     changes: Changes | None = None,
@@ -179,8 +172,8 @@ def lines(
 
     result = []
     for cell in cells:
-        variant, dataset = table.variant(cell), dataset_of(cell.dataset)
-        name = cell_words(cell, table)
+        variant, dataset = table.variant(cell), presets.dataset_of(cell.dataset)
+        name = presets.cell_words(cell, table)
         jobs = jobs_of(table, [cell], seeds, changes=changes)
         runs = _finished(jobs, rows)
         fedavg = _finished(_fedavg_jobs(table, cell, seeds, changes), rows)
@@ -204,7 +197,7 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 
 
 def _fedavg_jobs(
-    table: Preset, cell: Cell, seeds: Sequence[int], changes: Changes | None
+    table: presets.Preset, cell: presets.Cell, seeds: Sequence[int], changes: Changes | None
 ) -> list[Job]:
     """Returns the runs of FedAvg that are needed to compute the numbers of a cell.
 
@@ -229,7 +222,7 @@ def format_number(mean: float | None, std: float | None) -> str:
 
 
 def measured(
-    number: Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
+    number: presets.Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
 ) -> float | None:
     """Returns the value with which a finished run reproduces a published number.
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
@@ -30,7 +30,7 @@ from fedsynth.errors import DivergedError, FedsynthError, OutputError, writing
 from fedsynth.experiments.rows import Row, Rows, commit, environment, round_summary, settings_hash
 from fedsynth.experiments.sweep import Cell, Sweep
 from fedsynth.federation.protocol import Observer
-from fedsynth.files import claim, last_line, open_regular, read_text, write_whole
+from fedsynth.files import claim, last_line, open_regular, read_regular, write_whole
 from fedsynth.results.file_names import CONFIG, LOCK, METRICS
 from fedsynth.results.finished import finished_run, read_rows, unfinished_run
 from fedsynth.results.loggers import Several
@@ -256,13 +256,15 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
 
 
 def _note_process(lock: FileIO, process_id: int) -> None:
-    """Appends the number of a process that holds the lock to the locked file."""
-    lock.write(f"{process_id}\n".encode())
+    """Appends the number of a process that holds the lock to the locked file, for messages."""
+    with suppress(OSError):  # the disk is full
+        lock.write(f"{process_id}\n".encode())
 
 
 def _busy(place: Path) -> OutputError:
     """Returns the error for a locked folder, which names the active processes that hold the lock."""
-    numbers = read_text(place).split() if place.exists() else []
+    text = read_regular(place).decode(errors="replace") if place.exists() else ""
+    numbers = filter(str.isdecimal, text.split())
     active = ", ".join(number for number in numbers if Path("/proc", number).exists())
     return OutputError(
         f"another sweep, or a run of a killed sweep, is active in {place.parent} (process id "
