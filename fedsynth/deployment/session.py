@@ -83,7 +83,7 @@ _ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 @dataclass
 class Place:
-    """Where the client of a data owner runs.
+    """The place where the client of a data owner runs.
 
     Args:
         number: the client's index in the federation, from 0.
