@@ -19,7 +19,6 @@ import pytest
 from fedsynth.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
 # The number of a grid's cells with a row of the same settings hash. The rows of fashion_table and
 # dp_utility are older than the current hash, and audits have none.
 EXPECTED_ROWS = {
@@ -38,13 +37,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports modules as scripts do, with their folder on the path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
-
-
-def test_scripts_are_not_imported() -> None:
-    assert len(SCRIPTS) > 3
-    for path in BENCHMARKS.rglob("*.py"):
-        imported = re.findall(r"^\s*from (\w+) import", path.read_text(encoding="utf-8"), re.M)
-        assert not {*imported} & {*SCRIPTS}, path
 
 
 @pytest.mark.parametrize("name", EXPECTED_ROWS)
@@ -143,11 +135,6 @@ def tables(script: Any) -> Any:
 
 def _read(tables: Any, document: str) -> str:
     return (tables.ROOT / document).read_text(encoding="utf-8")  # type: ignore[no-any-return]
-
-
-def test_documents_match_the_rows(tables: Any) -> None:
-    for name in tables.DOCUMENTS:
-        assert tables.differences(name, _read(tables, name)) == []
 
 
 def test_tables_have_documents_and_scripts(
