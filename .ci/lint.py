@@ -56,7 +56,8 @@ def code(path: str, text: str) -> Iterator[Problem]:
             yield getattr(node, "lineno", 1), "name", reason
         doc = isinstance(node, (ast.Module, *DEFINITIONS)) and ast.get_docstring(node)
         if doc and (start := re.match(rf"({LISTS['docstring_starts']})\s", doc)):
-            yield node.body[0].lineno, "docstring", f"begin with a verb or a noun, not {start[1]!r}"
+            line = getattr(node, "lineno", 1)
+            yield line, "docstring", f"begin with a verb or a noun, not {start[1]!r}"
     for option in re.finditer(r'"--([a-z][a-z-]+)"', text) if path.startswith("cli/") else ():
         if reason := refused_name(option[1].replace("-", "_")):
             yield line_of(text, option), "option", reason

@@ -68,7 +68,7 @@ class Line:
     def verdict(self) -> str:
         """The verdict on the reproduced numbers, such as "within", or why there is no verdict.
 
-        There is no verdict if the runs were scaled, diverged, used changed settings or are missing.
+        There is no verdict if the runs diverged, used changed settings or are missing.
         """
         diverged = sum("diverged" in run for run in self.runs)
         if diverged:
@@ -114,7 +114,7 @@ def lines(
         cells: some cells of the table.
         seeds: the seeds of the runs that count.
         rows: a mapping from run hashes to the rows of finished runs (`Rows.all`).
-        scale, changes: the scale and the changed settings of the runs.
+        changes: the changed settings of the runs.
     """
 
     result = []
