@@ -225,11 +225,18 @@ def citation(text: str) -> Iterator[Problem]:
         yield 1, "version", "not the version of fedsynth/version.py"
 
 
+def terms(text: str) -> Iterator[Problem]:
+    for match in re.finditer(rf"\b({LISTS['terms']})\b", text, re.IGNORECASE):
+        yield line_of(text, match), "term", f"{match[0]!r}: use a term of docs/glossary.md"
+
+
 def problems(path: str, text: str) -> Iterator[Problem]:
     if path.endswith(".md"):
         yield from document(path, text)
+        yield from terms(text)
     elif path.startswith(("fedsynth/", "privacy/", "cli/")) and path.endswith(".py"):
         yield from code(path, text)
+        yield from terms(text)
     elif path.startswith("benchmarks/") and path.endswith(".py"):
         yield from benchmark(text)
     elif path == ".ci/lint.toml":

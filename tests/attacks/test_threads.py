@@ -25,7 +25,7 @@ def owner(folder: Path | None = None, epsilon: float = 2.0) -> DataOwner:
 
 
 def test_one_mechanism_in_four_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, 26 of 200 mechanism made more releases than charged, and 40 counted records twice."""
+    """Before, 26 of 200 mechanisms made more releases than charged, and 40 counted records twice."""
     counted = torch.full((1, 3), 20.0)
     monkeypatch.setattr(DataOwner, "check_independent", lambda *_, **__: (64, 64))
     for _ in range(200):
