@@ -6,6 +6,7 @@ Its lists are in lint.toml.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
 import subprocess
@@ -83,6 +84,21 @@ def benchmark(text: str) -> Iterator[Problem]:
             yield line_of(text, match), "layer", f"imports the script `{match[1]}`"
 
 
+def rows() -> Iterator[Problem]:
+    """Counts the cells of each benchmark's grid that have a row with the hash of their settings."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+    from library.grid import Rows
+    from library.machine import rows_file
+
+    for name, expected in LISTS["rows"].items():
+        grid = importlib.import_module(f"grids.{name}").GRID
+        file = Rows(rows_file(name, False), only="no row is missing")
+        cells = grid.cells(grid.axes, device="auto", quick=False, cache=Path())
+        count = sum(grid.make(cell, file) is not None for cell in cells)
+        if count != expected:
+            yield 1, "rows", f"{count} cells of {name} have rows, not {expected}: repeat the others"
+
+
 def packages() -> Iterator[Problem]:
     """Requires each folder of fedsynth/ among the layers."""
     folders = {path.parent.name for path in (ROOT / "fedsynth").glob("*/__init__.py")}
@@ -155,6 +171,7 @@ def commands(line: str) -> Iterator[list[str]]:
 def parse_command(args: list[str]) -> tuple[Any, list[str]]:
     import typer.main
 
+    sys.path.insert(0, str(ROOT))
     from fedsynth.cli.app import app
 
     command: Any = typer.main.get_command(app)
@@ -241,6 +258,7 @@ def problems(path: str, text: str) -> Iterator[Problem]:
         yield from benchmark(text)
     elif path == ".ci/lint.toml":
         yield from packages()
+        yield from rows()
     elif path == "Dockerfile":
         yield from dockerfile(text)
     elif path == "CITATION.cff":
