@@ -61,10 +61,15 @@ def test_problems_of_site_links_are_detected(
         ("fedsynth/a.py", "def f(least, dp_series): self.held = Segments = 1", ["name"] * 4),
         ("cli/a.py", 'Option("--phase")', ["option"]),
         ("README.md", "`fedsynth plot --mena`", ["command"]),
+        ("README.md", "```{code-cell}\n%%bash\nfedsynth trian\n```", ["command"]),
+        ("README.md", "the downlink", ["term"]),
+        ("fedsynth/a.py", "time_series = dicom_series = dicom_segments = series_uid = 1", ["name"]),
+        ("benchmarks/a.py", "from run import main", ["layer"]),
         *(
             ("README.md", f"```sh\n{line}\n```", ["command"])
             for line in (
                 "fedsynth trian",
+                "fedsynth privacy plane",
                 "fedsynth train --dp-epsilom 8",
                 "fedsynth train --rounds many",
                 "fedsynth synthesize --data scans",  # without --out
