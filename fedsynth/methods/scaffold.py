@@ -23,8 +23,7 @@ from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Named, Rule, check_named
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
@@ -77,7 +76,6 @@ class Scaffold(TrainsLocally):
     name = "scaffold"
     summary = "control variates correct the drift of local training"
     reference = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
-    one_pass = True
     request = ControlDown
     upload = ControlUp
     state = ControlState
