@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import ClientState
-from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
+from fedsynth.methods.shared.aggregation import AveragingState, average, momentum_step
 from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
@@ -81,16 +81,9 @@ class FedAvgM(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        parameters = average(uploads)
-        velocity: dict[str, Tensor] = {}
-        for name in trainable(context):
-            w = state.parameters[name]
-            v = w - parameters[name]
-            if state.buffers:
-                v = self.server_momentum * state.buffers[name] + v
-            velocity[name] = v
-            parameters[name] = w - self.server_lr * v
-        return replace(state, parameters=parameters, buffers=velocity)
+        return momentum_step(
+            state, average(uploads), context, lr=self.server_lr, momentum=self.server_momentum
+        )
 
 
 @dataclass(frozen=True)
