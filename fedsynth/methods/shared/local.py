@@ -334,12 +334,13 @@ class TrainsLocally(Method):
         report = partial(context.report, "local training")
         many_clients.train_together(learners, clients.images, clients.labels, report)
         results: Results = []
-        for k, client in enumerate(clients.split()):
-            trained = _trained(learners[k], client)
-            epochs = straggler_epochs.get(client.ids[0])
-            results.append(
-                self._result(learners[k].model, trained, objectives[k], states[k], epochs)
-            )
+        views = clients.split()
+        for view, learner, objective, state in zip(
+            views, learners, objectives, states, strict=True
+        ):
+            epochs = straggler_epochs.get(view.ids[0])
+            trained = _trained(learner, view)
+            results.append(self._result(learner.model, trained, objective, state, epochs))
         return results
 
     def _learner(
