@@ -188,7 +188,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a training minimises besides the mean cross-entropy, or in place of it.
+    """The function that a training minimises, which is the mean cross-entropy by default.
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network in training, images
@@ -250,7 +250,7 @@ def train_on(
         labels_N: the labels of all examples.
         settings: the settings of SGD.
         generator: a CPU generator that shuffles the examples of each epoch.
-        objective: what is minimised.
+        objective: a function that replaces the cross-entropy, a penalty, and their state.
         report: called with the number of finished steps and the total number of steps.
         keeper: saves checkpoints between epochs. If the training was interrupted, it resumes from
             the last checkpoint with the same random draws.
