@@ -20,10 +20,10 @@ LINKS = ("privacy", "cli")
 # Packages import only packages before them.
 PACKAGES = [
     "privacy", "data", "features", "models", "training", "core", "evaluation", "synthesizer",
-    "methods", "config", "federation", "results", "simulation", "deployment", "reproduction", "cli",
+    "methods", "config", "federation", "results", "simulation", "deployment", "experiments", "cli",
 ]  # fmt: skip
 
-SIBLINGS = (("deployment", "simulation"), ("reproduction", "deployment"))
+SIBLINGS = (("deployment", "simulation"), ("experiments", "deployment"))
 IMPORT = re.compile(r"^\s*(?:from|import) (fedsynth\.[\w.]+)", re.MULTILINE)
 
 
