@@ -250,16 +250,12 @@ class TrainsLocally(Method):
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         if isinstance(clients, ExactClientView) and self.client_bytes(context) is not None:
-            objectives: list[LocalObjective] = []
-            for client, state in zip(clients.ids, states, strict=True):
-                objectives.append(self.task(client, message, state, context))
-                if not objectives[-1].plain:
-                    break
-            else:
+            objectives = self._plain_objectives(message, clients, states, context)
+            if objectives:
                 # memory decides how many clients share a step, which must not change the precision
                 context = replace(context, precision=torch.float32)
-                if len(objectives) > 1:
-                    return self._train_together(objectives, message, clients, states, context)
+            if len(objectives) > 1:
+                return self._train_together(objectives, message, clients, states, context)
         results: Results = []
         for client, state in zip(clients.split(), states, strict=True):
             report = partial(_report_client, context.report, len(results), len(states))
@@ -314,6 +310,18 @@ class TrainsLocally(Method):
         client.fit(client.mechanisms(MODEL), model, settings)
         epochs = self.straggler_epochs(context).get(number)
         return self._result(model, Trained(1.0, plan.steps, client), objective, state, epochs)
+
+    def _plain_objectives(
+        self, message: Request, clients: Group, states: ClientStates, context: RoundContext
+    ) -> list[LocalObjective]:
+        """Returns the objectives of all clients if all are plain, and an empty list otherwise."""
+        objectives: list[LocalObjective] = []
+        for client, state in zip(clients.ids, states, strict=True):
+            objective = self.task(client, message, state, context)
+            if not objective.plain:
+                return []
+            objectives.append(objective)
+        return objectives
 
     def _train_together(
         self,
