@@ -55,7 +55,6 @@ from fedsynth.privacy.dpsgd import DpSgdSettings, check_model
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training import digest, many_clients, sgd
-from fedsynth.training.loop import LoopCheckpointer
 from fedsynth.validation import in_range, one_of
 
 # The name of the release plan of the trained model.
@@ -128,22 +127,6 @@ def _report_client(
 def _trained(learner: many_clients.Learner, client: ExactClientView) -> Trained:
     examples = len(learner.examples)
     return Trained(float(examples), sgd.steps_of(learner.settings, examples), client)
-
-
-def _checkpoints(
-    learner: many_clients.Learner,
-    client: ExactClientView,
-    objective: LocalObjective,
-    context: RoundContext,
-) -> tuple[LoopCheckpointer | None, str]:
-    """Returns what saves the checkpoints of a client's training, and the training's name."""
-    name = f"train-{client.ids[0]}"
-    if not objective.plain and not objective.state:
-        return None, name
-    if context.keeper.shares_trainings and digest.covers(objective):
-        images, labels = client.images, client.labels
-        name = digest.training_name(learner, images, labels, context.device, context.precision)
-    return context.keeper, name
 
 
 @dataclass(frozen=True)
@@ -276,8 +259,15 @@ class TrainsLocally(Method):
         epochs = self.straggler_epochs(context).get(number)
         model = self.start_model(number, message, state, context)
         learner = self._learner(model, client, objective, epochs, context)
-        keeper, name = _checkpoints(learner, client, objective, context)
         examples = learner.examples
+        keeper = None
+        name = f"train-{number}"
+        if objective.plain or objective.state:
+            keeper = context.keeper
+            if keeper.shares_trainings and digest.covers(objective):
+                name = digest.training_name(
+                    learner, client.images, client.labels, context.device, context.precision
+                )
         sgd.train_on(
             model,
             lambda indices: client.images(examples[indices]),
