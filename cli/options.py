@@ -67,8 +67,8 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
 def read_config(path: Path | None) -> Sections:
     """Reads the sections of a TOML file, or of the config.toml in a run folder.
 
-    The custom code that a TOML file names as FILE.py:NAME is loaded. A run folder may come from
-    somebody else, so the code that a config.toml names is not.
+    The custom code that a TOML file names as FILE.py:NAME is loaded. The code that the config.toml of a
+    run folder names is not, because a run folder may come from an unknown person.
 
     Returns an empty dictionary if the path is None."""
     if path is None:

@@ -41,10 +41,9 @@ LedgerFolder = Annotated[
 def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> None:
     """Show the privacy report of a run as Markdown.
 
-    The run folder also contains the report as privacy_report.html and privacy_report.json.
-
-    If the run was killed and has no report yet, the report is built from the ledgers and written
-    into the run folder.
+    The run folder also contains the report as privacy_report.html and privacy_report.json. If the
+    run was killed and has no report yet, the report is built from the ledgers and written into the
+    run folder.
     """
     from fedsynth.privacy.report.file import sound_report
     from fedsynth.privacy.report.pages import render_markdown

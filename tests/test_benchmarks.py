@@ -1,4 +1,4 @@
-"""Benchmarks: rows match their settings, compare has all methods, documents match the rows."""
+"""Benchmarks: compare has all methods, rows match the presets, wrong numbers are detected."""
 
 from __future__ import annotations
 
@@ -19,18 +19,6 @@ import pytest
 from fedsynth.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
-# The number of a grid's cells with a row of the same settings hash. The rows of fashion_table and
-# dp_utility are older than the current hash, and audits have none.
-EXPECTED_ROWS = {
-    "compare": 55,
-    "fedstats_students": 20,
-    "fedstats_table": 580,
-    "medical": 120,
-    "precision": 6,
-    "private_baselines": 32,
-    "robust_table": 96,
-}
 
 
 @pytest.fixture
@@ -38,23 +26,6 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Imports modules as scripts do, with their folder on the path."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module
-
-
-def test_scripts_are_not_imported() -> None:
-    assert len(SCRIPTS) > 3
-    for path in BENCHMARKS.rglob("*.py"):
-        imported = re.findall(r"^\s*from (\w+) import", path.read_text(encoding="utf-8"), re.M)
-        assert not {*imported} & {*SCRIPTS}, path
-
-
-@pytest.mark.parametrize("name", EXPECTED_ROWS)
-def test_settings_match_the_hashes_of_rows(name: str, script: Any) -> None:
-    """After a change of settings, rows must be deleted or repeated, and tuned values be best."""
-    grid, library = script(f"grids.{name}").GRID, script("library.grid")
-    path = script("library.machine").rows_file(name, False)
-    rows = library.Rows(path, deadline=0.0)
-    cells = grid.cells(grid.axes, device="auto", quick=False, cache=Path())
-    assert sum(grid.make(cell, rows) is not None for cell in cells) == EXPECTED_ROWS[name]
 
 
 def test_private_baseline_is_an_interior_optimum(script: Any) -> None:
@@ -145,11 +116,6 @@ def tables(script: Any) -> Any:
 
 def _read(tables: Any, document: str) -> str:
     return (tables.ROOT / document).read_text(encoding="utf-8")  # type: ignore[no-any-return]
-
-
-def test_documents_match_the_rows(tables: Any) -> None:
-    for name in tables.DOCUMENTS:
-        assert tables.differences(name, _read(tables, name)) == []
 
 
 def test_tables_have_documents_and_scripts(

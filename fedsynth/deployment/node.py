@@ -81,11 +81,11 @@ class ClassFolders:
         """
         file = self.folder / DECLARATION
         if file.is_file() and (declared := read_declaration(file)).signed_by:
-            own, proposed = declared.spec, proposal.spec
+            declared_spec, proposed = declared.spec, proposal.spec
             differing = [
                 name.replace("_", " ")
                 for name in ("class_names", "image_shape", "window", "slice")
-                if getattr(own, name) != getattr(proposed, name)
+                if getattr(declared_spec, name) != getattr(proposed, name)
             ]
             if not differing:
                 return []
