@@ -39,7 +39,7 @@ from fedsynth.privacy.ledger.ledger import History
 REFUSAL_SECONDS = 10.0
 
 
-class TooFewClientsError(FedsynthError):
+class TooFewClientsError(FedsynthError, code="clients.few"):
     """Raised if fewer clients have joined than the quorum requires."""
 
 

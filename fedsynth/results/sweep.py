@@ -40,7 +40,7 @@ Values = Mapping[str, Any]
 Sections = Mapping[str, Mapping[str, Any]]
 
 
-class SweepError(FedsynthError):
+class SweepError(FedsynthError, code="sweep.invalid"):
     """Raised for a sweep file that is invalid."""
 
 

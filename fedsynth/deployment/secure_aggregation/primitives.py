@@ -40,7 +40,7 @@ from fedsynth.faults import faults_as
 from fedsynth.privacy.randomness import Grid
 
 
-class SecureSumError(FedsynthError):
+class SecureSumError(FedsynthError, code="sums.secure"):
     """Raised if a message does not follow the protocol, or if too few clients are left."""
 
 
