@@ -166,7 +166,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+        raise OutputError(f"cannot write {path}: {error.strerror or error}").with_code(
+            "files.write"
+        ) from None
 
 
 class CheckpointError(FedsynthError, code="checkpoint.unusable"):

@@ -56,14 +56,14 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
         raise DataFilesCorruptError(
             f"{path} is not an idx file of bytes. It must start with {magic.hex()}, but starts "
             f"with '{content[:4].hex()}'"
-        )
+        ).with_code("data.header")
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
             f"{path} must have the {size:,} bytes of data that its header declares (at most "
             f"{max_bytes:,}), got {len(content) - header:,}"
-        )
+        ).with_code("data.size")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
@@ -86,7 +86,7 @@ def read_svhn(path: Path) -> tuple[Bytes, IntArray]:
     if digest != expected:
         raise DataFilesCorruptError(
             f"{path} is not the published file. The MD5 of that file is {expected}, not {digest}"
-        )
+        ).with_code("data.hash")
     variables = loadmat(BytesIO(content), variable_names=("X", "y"))
     images = np.ascontiguousarray(variables["X"].transpose(3, 2, 0, 1))
     return images, variables["y"].reshape(-1).astype(np.int64) % 10

@@ -211,7 +211,7 @@ def with_listed_users(files: FolderFiles, *, private: bool = False) -> FolderFil
         if listed.setdefault(path, row)["user"] != row["user"]:
             raise DataFilesCorruptError(
                 f"{location} states a second user for {one_line(path)}. Remove the wrong line"
-            )
+            ).with_code("data.second_user")
     found = [listed.get(same_name(path), {}) for path in files.paths]
     if not private:
         if {} in found:
@@ -267,7 +267,7 @@ def check_names(files: FolderFiles) -> None:
                 raise DataError(
                     f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
                     "label of one of them"
-                )
+                ).with_code("data.names")
             words = set(words_of(name)) - _WORDS_OF_SPLITS
             if words and words <= SPLITS.keys():
                 splits.setdefault(SPLITS[min(words)], name)
@@ -291,7 +291,7 @@ def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") ->
             f"the {kind} {one_line(', '.join(splits))}{place} are parts of a data set, and a run "
             "would train on all of them. Pass the training records alone as data.folder, and the "
             "test records as data.test_folder"
-        )
+        ).with_code("data.splits")
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -318,7 +318,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
             raise DataFilesCorruptError(
                 f"a link makes {one_line(folder)} and {one_line(other)} the same folder. Remove "
                 "the link, because the images in this folder would count twice"
-            )
+            ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
         hidden = set(filter(_is_hidden, names))
@@ -337,7 +337,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
 def _refuse(error: OSError) -> NoReturn:
     raise DataFilesCorruptError(
         f"{one_line(error.filename)} cannot be listed: {one_line(error.strerror)}"
-    )
+    ).with_code("data.unlistable")
 
 
 def _is_hidden(name: str) -> bool:
@@ -397,11 +397,11 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
         raise DataFilesMissingError(
             f"{one_line(root)} has no image ({', '.join(_KINDS)}). Other files: "
             f"{counted(entries) or 'none'}. {_LAYOUT}"
-        )
+        ).with_code("data.no_image")
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
             f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
-        )
+        ).with_code("data.layout")
     return min(images)
 
 

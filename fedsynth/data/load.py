@@ -96,7 +96,7 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
         raise DataFilesMissingError(
             f"{spec.name} needs a data folder. Set data.data_root or {ROOT_VARIABLE}. "
             f"{instructions}"
-        )
+        ).with_code("data.no_folder")
     folder = expanded(root)
     try:
         return READERS[spec.name](spec, folder)

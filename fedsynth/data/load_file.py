@@ -142,7 +142,7 @@ def _split_of(parts: Mapping[str, Part], split: str) -> str:
         raise DataError(
             f"{next(iter(parts.values())).place} has {' and '.join(sorted(parts))} records, but no "
             f"{split} records. Save these records in a file of their own"
-        )
+        ).with_code("data.parts")
     return min(parts)
 
 
@@ -218,7 +218,7 @@ def as_data(records: Records, spec: DatasetSpec) -> ImageData:
             f"the values in {one_line(records.names.root)} are not bytes, so they need public "
             "bounds that you know without these data. Fill in `bounds` in the declaration or, "
             "without a declaration, set data.bounds (--bounds=-8,8)"
-        )
+        ).with_code("data.bounds")
     values = _slices(records.values, spec.slice)
     files = with_classes(records.names, spec.class_names)
     groups = files.users if files.users.any() else None

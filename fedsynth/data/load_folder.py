@@ -184,7 +184,7 @@ def _find(
             raise DataError(
                 f"{problem}. Remove these files, convert them to PNG, or skip them with "
                 "--skip-other (data.skip_other=True)"
-            )
+            ).with_code("data.other_files")
         note(f"{problem}. These files are skipped")
     faults: dict[int, str] = {}
     if skip_corrupt:
@@ -240,7 +240,7 @@ def _check_disjoint(train: FolderFiles, test: FolderFiles, note: Note) -> None:
         raise DataError(
             f"{len(shared)} of {len(test.paths)} test images are also training images, such as "
             f"{one_line(min(shared))}. Use a test folder without training images"
-        )
+        ).with_code("data.shared_images")
     note_shared_users(train.users, test.users, note)
 
 
@@ -317,7 +317,7 @@ def _derived_spec(settings: FolderSettings, files: FolderFiles, name: str) -> Da
                 f"the images in {settings.folder} have {len(sizes)} different sizes. Most are "
                 f"{height}×{width}. Set a common size, such as --image-size {height}x{width} "
                 "(data.image_size)"
-            )
+            ).with_code("data.sizes")
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
     return custom_spec(
@@ -349,12 +349,12 @@ def _read(
         raise DataError(
             f"the folder {files.root} has the class {one_line(undefined[0])!r}, which the data set "
             f"{spec.name} does not have"
-        )
+        ).with_code("data.unknown_class")
     if spec.channels not in (1, 3):
         raise DataError(
             f"the data set {spec.name} must have 1 or 3 channels to be read from image files, got "
             f"{spec.channels}"
-        )
+        ).with_code("data.channels")
     decoding = Decoding(spec.window, spec.slice)
     images, faults, losses = read_pixels(files.full_paths, *spec.image_shape, decoding)
     if faults and not private:
@@ -407,7 +407,7 @@ def _refuse_faults(files: FolderFiles, faults: dict[int, str]) -> NoReturn:
         f"{len(faults)} of {len(files.paths)} files in {files.root} cannot be read, such as "
         f"{', '.join(_descriptions(files, faults)[:5])}. Repair or remove these files, or skip "
         "them with --skip-corrupt (data.skip_corrupt=True)"
-    )
+    ).with_code("data.unreadable_images")
 
 
 def _descriptions(files: FolderFiles, faults: dict[int, str]) -> list[str]:

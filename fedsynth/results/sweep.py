@@ -107,7 +107,7 @@ def read_sweep(file: Path) -> Sweep:
     if file.name == CONFIG:
         raise SweepError(
             f"{file} has the name of a run's settings. Copy what you trust to a new file"
-        )
+        ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
     grid = sections.pop("grid", {})
@@ -265,7 +265,7 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
         busy = OutputError(
             f"another sweep, or a run of a killed sweep, is active in {sweep.output}. Wait until it "
             f"ends (fuser {place} shows its processes)"
-        )
+        ).with_code("sweep.lock")
         lock = claim(place, busy)
     with lock:
         return _run_waiting(sweep, report, lock)

@@ -118,7 +118,7 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
         raise SecureSumError(
             f"cannot split {len(secret)} bytes among {len(set(holders))} holders with the "
             f"threshold {threshold}"
-        )
+        ).with_code("sums.split")
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
     shares: dict[int, bytes] = {}
