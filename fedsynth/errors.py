@@ -128,7 +128,7 @@ class SettingError(FedsynthError, code="setting"):
         return type(self)(section, key, self.reason, self.value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.section, self.key, self.reason, self.value)
+        return type(self), (self.section, self.key, self.reason, self.value), self.__dict__
 
 
 class DataError(FedsynthError, code="data.invalid"):
