@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from fedsynth.federation.protocol import Observer as Observer
     from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
-    from fedsynth.methods.shared.client_training import LocalObjective as LocalObjective
     from fedsynth.methods.shared.condensing import CondensingMethod as CondensingMethod
+    from fedsynth.methods.shared.local import LocalObjective as LocalObjective
     from fedsynth.methods.shared.local import TrainsLocally as TrainsLocally
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.models.registry import register_model as register_model
