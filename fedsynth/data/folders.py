@@ -131,7 +131,7 @@ def with_listed_users(files: Records, *, private: bool = False) -> Records:
         if listed.setdefault(path, row)["user"] != row["user"]:
             raise DataFilesCorruptError(
                 f"{location} states a second user for {one_line(path)}. Remove the wrong line"
-            )
+            ).with_code("data.second_user")
     found = [listed.get(same_name(path), {}) for path in files.values]
     if not private:
         if {} in found:
@@ -179,7 +179,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
             raise DataFilesCorruptError(
                 f"a link makes {one_line(folder)} and {one_line(other)} the same folder. Remove "
                 "the link, because the images in this folder would count twice"
-            )
+            ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
         hidden = set(filter(_is_hidden, names))
@@ -198,7 +198,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
 def _refuse(error: OSError) -> NoReturn:
     raise DataFilesCorruptError(
         f"{one_line(error.filename)} cannot be listed: {one_line(error.strerror)}"
-    )
+    ).with_code("data.unlistable")
 
 
 def _is_hidden(name: str) -> bool:
@@ -258,11 +258,11 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
         raise DataFilesMissingError(
             f"{one_line(root)} has no image ({', '.join(_KINDS)}). Other files: "
             f"{counted(entries) or 'none'}. {_LAYOUT}"
-        )
+        ).with_code("data.no_image")
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
             f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
-        )
+        ).with_code("data.layout")
     return min(images)
 
 

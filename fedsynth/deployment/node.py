@@ -145,7 +145,7 @@ class DatasetPart:
 Source = ClassFolders | DatasetPart
 
 
-class RecordsError(FedsynthError):
+class RecordsError(FedsynthError, code="records.unusable"):
     """Raised if the owner's records, or the ledger of these records, cannot be used for a run."""
 
 

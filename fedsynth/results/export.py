@@ -184,13 +184,13 @@ def verified_report(
             raise PrivacyError(
                 f"the privacy report of {folder} does not follow from its settings and ledgers: "
                 f"{one_line(problems[0])}. To see all problems, run fedsynth privacy verify {folder}"
-            )
+            ).with_code("export.report")
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):
         raise OutputError(
             f"the run in {folder} has no privacy guarantee, so its images and its model may reveal "
             f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
-        )
+        ).with_code("export.no_guarantee")
     return report
 
 

@@ -49,7 +49,7 @@ UNDEFINED = "undefined"
 _SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
 
 
-class RunFolderError(FedsynthError):
+class RunFolderError(FedsynthError, code="files.run"):
     """Raised for a folder that is not the folder of a finished run, or whose files are damaged."""
 
 

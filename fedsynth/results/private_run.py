@@ -122,7 +122,7 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
         raise PrivacyError(
             f"{RESUMED} states that the run was resumed after round {resumed[-1]}, but the last "
             f"round after which the run can have been resumed is {limit}"
-        )
+        ).with_code("report.resumed")
     summary = None
     if (folder / SUMMARY).exists():
         summary = read_json(folder / SUMMARY, "run's summary")

@@ -123,7 +123,9 @@ class RunFolder:
         if not (path / CONFIG).is_file():
             raise OutputError(f"{path} has no {CONFIG}, so it is not a run folder")
         if path.suffix != INCOMPLETE:
-            raise OutputError(f"the run in {path} cannot be resumed, because it has finished")
+            raise OutputError(
+                f"the run in {path} cannot be resumed, because it has finished"
+            ).with_code("files.finished")
         try:
             plain_files(path)  # a pipe, or a link to another file, is neither read nor written
         except OSError as error:
@@ -183,7 +185,9 @@ class RunFolder:
         for name in names:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
-                raise OutputError(f"the ledger {file} is missing, so the run cannot be resumed")
+                raise OutputError(
+                    f"the ledger {file} is missing, so the run cannot be resumed"
+                ).with_code("files.finished")
 
     @property
     def has_rounds(self) -> bool:

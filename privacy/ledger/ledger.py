@@ -120,7 +120,7 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
         raise LedgerError(
             f"the last line of ledger {path} is incomplete, because a charge was interrupted. Run "
             f"fedsynth privacy repair {shlex.quote(str(path))}"
-        )
+        ).with_code("ledger.incomplete")
     releases = list(lines.releases)
     chains = list(lines.chains)
     for number, line in enumerate(data.splitlines()):
@@ -153,7 +153,9 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     stated = entry.pop("chain", None)
     expected = encode(entry, chain)[1]
     if stated != expected:
-        raise LedgerError(f"ledger {path} was edited: a hash is wrong. Restore it from a backup")
+        raise LedgerError(
+            f"ledger {path} was edited: a hash is wrong. Restore it from a backup"
+        ).with_code("ledger.edited")
     entry.pop("random", None)
     return entry, expected
 
@@ -275,7 +277,7 @@ class Ledger:
                 f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but this "
                 f"run uses {dataset!r}. Use the data set and partition of the ledger, or another "
                 "ledger folder"
-            )
+            ).with_code("ledger.dataset")
 
     @property
     def bound(self) -> bool:
@@ -325,7 +327,7 @@ class Ledger:
                 raise LedgerError(
                     f"the ledger of client {self.client!r} is in the memory of another process. "
                     "Set privacy.ledger to keep the ledger in a folder"
-                )
+                ).with_code("ledger.process")
             with self._in_memory:
                 check(self.lines.releases, [release])
                 self.lines = replace(self.lines, releases=(*self.lines.releases, release))
@@ -350,7 +352,9 @@ class Ledger:
         try:
             open_regular(self.path, writing=True).close()
         except OSError as error:
-            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}").with_code(
+                "ledger.write"
+            ) from error
 
     def carry_over(self) -> None:
         """Declares that the client's records may change for the next run.
@@ -402,7 +406,9 @@ class Ledger:
                 with suppress(OSError):  # then `privacy repair` removes it
                     os.ftruncate(file.fileno(), self.lines.size)
                     os.fsync(file.fileno())
-            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}").with_code(
+                "ledger.write"
+            ) from error
         self._catch_up(file, self.client)
 
     def _start(self, path: Path, records: str | None) -> None:

@@ -31,6 +31,7 @@ from fedsynth.results.run_folder import RESUMED, RunFolder
 from fedsynth.results.verification import unfinished_report, verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
+from tests.raising import raises
 
 Sections = dict[str, dict[str, Any]]
 FORK = multiprocessing.get_context("fork")
@@ -141,13 +142,13 @@ def test_runs_killed_while_writing_resume(tmp_path: Path, monkeypatch: pytest.Mo
         output = tmp_path / f"cut-{moment}"
         run_and_kill(settings, output, partial(kill_at, os, call, moment))
         if not (unfinished(output) / "config.toml").exists():  # the run had not started
-            with pytest.raises(OutputError, match=r"no config\.toml"):
+            with raises(OutputError, "files.output"):
                 resume(settings, output)
             continue
         assert_same(uninterrupted, resume(settings, output))
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.files, "write_whole", full_disk)
-        with pytest.raises(OutputError, match="cannot write"):
+        with raises(OutputError, "files.write"):
             run(settings, tmp_path / "full")
     assert_same(uninterrupted, resume(settings, tmp_path / "full"))
 
@@ -283,7 +284,7 @@ def test_private_checkpoints_contain_no_keys_and_are_needed_to_resume(tmp_path: 
             assert word not in content, path
     rows = read_rows(run_folder)
     shutil.rmtree(folder)
-    with pytest.raises(CheckpointError, match=r"the checkpoint in .* is missing"):
+    with raises(CheckpointError, "checkpoint.unusable"):
         resume(sections("feddm", privacy=PRIVATE), tmp_path)
     assert read_rows(run_folder) == rows
 
@@ -328,7 +329,7 @@ def test_resuming_with_changed_or_busy_runs_is_refused(tmp_path: Path) -> None:
         resume(settings, tmp_path)
     locked.release()
     finished = resume(settings, tmp_path).folder
-    with pytest.raises(OutputError, match="has finished"):
+    with raises(OutputError, "files.finished"):
         simulate(resolved, resume=finished)
 
 
