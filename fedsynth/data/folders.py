@@ -132,13 +132,13 @@ def with_listed_users(files: Records, *, private: bool = False) -> Records:
             raise DataFilesCorruptError(
                 f"{location} states a second user for {one_line(path)}. Remove the wrong line"
             ).with_code("data.second_user")
-    found = [listed.get(same_name(path), {}) for path in files.values]
+    entries = [listed.get(same_name(path), {}) for path in files.values]
     if not private:
-        if {} in found:
-            path = one_line(files.values[found.index({})])
+        if {} in entries:
+            path = one_line(files.values[entries.index({})])
             raise DataFilesCorruptError(f"{file} has no line for the image {path}. Add this line")
-        check_splits((row.get("split", "") for row in found), f" in {one_line(file)}")
-    users = names_array(row.get("user", "") for row in found)
+        check_splits((row.get("split", "") for row in entries), f" in {one_line(file)}")
+    users = names_array(row.get("user", "") for row in entries)
     return replace(files, users=users, notes=(*files.notes, *notes))
 
 
@@ -289,10 +289,10 @@ def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]
     """Returns the spelling of a path that exists: each accent may be composed or not."""
     if (root / path).exists():
         return path
-    found = PurePosixPath()
+    place = PurePosixPath()
     for name in PurePosixPath(path).parts:
-        found /= spellings(root / found).get(same_name(name), name)
-    return found.as_posix()
+        place /= spellings(root / place).get(same_name(name), name)
+    return place.as_posix()
 
 
 def _spellings(folder: Path) -> dict[str, str]:

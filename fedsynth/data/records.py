@@ -155,9 +155,9 @@ def check_names(records: Records) -> None:
                     f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
                     "label of one of them"
                 ).with_code("data.names")
-            words = set(words_of(name)) - _WORDS_OF_SPLITS
-            if words and words <= SPLITS.keys():
-                splits.setdefault(SPLITS[min(words)], name)
+            tokens = set(words_of(name)) - _WORDS_OF_SPLITS
+            if tokens and tokens <= SPLITS.keys():
+                splits.setdefault(SPLITS[min(tokens)], name)
         check_splits(splits.values(), kind=kind)
 
 

@@ -65,8 +65,8 @@ MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
 MAX_EXPANDED_BYTES = 2**31
 
-_WORDS = "|".join(SPLITS)
-_SPLIT = re.compile(rf"({_WORDS})[_./-](.+)|(.+)[_./-]({_WORDS})", re.IGNORECASE)
+_SPLIT_NAMES = "|".join(SPLITS)
+_SPLIT = re.compile(rf"({_SPLIT_NAMES})[_./-](.+)|(.+)[_./-]({_SPLIT_NAMES})", re.IGNORECASE)
 _FEATURES = ("x", "images", "image", "features", "embeddings", "embedding", "data")
 # The headings of columns with a meaning, each with the name of its role.
 _ROLES = {name: role for name, role in HEADINGS.items() if role != "path"}
@@ -112,8 +112,8 @@ class Part:
             DataError: a chosen column does not exist.
         """
         names = filter(None, map(str.strip, chosen.split(",")))
-        if found := [self._existing(name, "feature-columns") for name in names]:
-            return found
+        if columns := [self._existing(name, "feature-columns") for name in names]:
+            return columns
         if self.numbers is not None:
             return list(self.numbers)
         folded = {name.casefold(): name for name in self.readers}
