@@ -46,7 +46,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.finished import is_unfinished
-from fedsynth.results.verification import OWNER, owner_report
+from fedsynth.results.later_reports import OWNER, owner_report
 
 RUNS = "runs"
 LOCK = ".answering"

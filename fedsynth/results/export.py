@@ -183,7 +183,7 @@ def verified_report(
         if problems:
             raise PrivacyError(
                 f"the privacy report of {folder} does not follow from its settings and ledgers: "
-                f"{one_line(problems[0])}. To see all problems, run fedsynth privacy verify {folder}"
+                f"{one_line(str(problems[0]))}. To see all problems, run fedsynth privacy verify {folder}"
             )
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):

@@ -30,6 +30,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import Histories
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
+from fedsynth.privacy.report.file import hash_of_files
 from fedsynth.privacy.report.pages import event_text
 from fedsynth.results import disclosed
 from fedsynth.results.file_names import MODEL
@@ -387,8 +388,8 @@ class RunRecord:
         accuracy = final.get(self.measure.accuracy_name)
         folder = None
         if self.folder is not None:
-            report = self._write_results(self.folder, server, context, uploads, report)
-            folder = self.folder.finish(allowed)
+            report = self._write_results(self.folder, server, context, uploads, report, allowed)
+            folder = self.folder.finish()
             public["folder"] = str(folder)
         return RunResult(
             self.settings,
@@ -410,13 +411,14 @@ class RunRecord:
         context: RoundContext,
         uploads: Mapping[int, Message],
         report: dict[str, Any] | None,
+        summary: disclosed.Disclosed,
     ) -> dict[str, Any] | None:
         """Writes the results of a run into the run folder.
 
         Returns the privacy report, which contains the hashes of the result files.
 
         The report is written first and the pictures last, so that a failed picture never costs a
-        result.
+        result. The ledgers receive a hash of the result files before the report states them.
         """
         method = self.settings.method
         if report is not None:
@@ -431,8 +433,11 @@ class RunRecord:
         if sets:
             folder.write_synthetic(sets, context.spec)
         folder.write_artefacts(method.artefacts(server.state))
+        folder.write_summary(summary)
         if report is not None:
-            report = {**report, "files": exported_files(folder.path)}
+            files = exported_files(folder.path)
+            self.measure.backend.note_files(hash_of_files(files))
+            report = {**report, "files": files}
             write_report(report, folder.path)
         self.draw(sets, context.spec, "synthetic.png")
         return report

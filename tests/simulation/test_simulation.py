@@ -31,7 +31,8 @@ from fedsynth.privacy import BudgetExceededError, Release, epsilon, read_ledger
 from fedsynth.privacy.errors import PrivacySettingError, UnplannedReleaseError
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.report.build import write_report
-from fedsynth.results.verification import unfinished_report, verify_run
+from fedsynth.results.later_reports import unfinished_report
+from fedsynth.results.verification import verify_run
 from fedsynth.simulation.run import Simulation
 from tests.digits import digits
 from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
@@ -295,7 +296,7 @@ def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_p
         rows[index] = {key: value for key, value in changed.items() if value is not None}
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         (folder / "metrics.jsonl").write_text(text)
-        problems = "\n".join(verify_run(folder).problems)
+        problems = "\n".join(map(str, verify_run(folder).problems))
         assert f"metrics.jsonl: round {index + 1}" in problems, false_fields
 
 
