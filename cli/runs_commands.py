@@ -49,7 +49,8 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.results.finished import Run, aligned, differing, finished_runs, overview
+    from fedsynth.experiments.overview import differing, overview
+    from fedsynth.results.finished import Run, aligned, finished_runs
 
     loaded = list(map(Run.read, finished_runs(folders or [Path("runs")])))
     differences = differing(loaded)
@@ -83,9 +84,9 @@ def plot(
 
     A PNG file needs matplotlib (`fedsynth[plots]`). SVG and HTML files need no other package.
     """
+    from fedsynth.experiments.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.privacy.report.plots import standalone
     from fedsynth.results.finished import Run, finished_runs
-    from fedsynth.results.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.validation import check_choice
 
     check_choice(None, "--by", by, tuple(AXES))
@@ -116,8 +117,8 @@ def report(
     and round, fairness, generators, privacy and settings. It is self-contained and loads nothing.
     To show the privacy report of one run to others, use `fedsynth privacy report RUN`.
     """
+    from fedsynth.experiments.page import runs_page
     from fedsynth.results.finished import Run, finished_runs
-    from fedsynth.results.page import runs_page
 
     loaded = list(map(Run.read, finished_runs(runs)))
     write_output(output, runs_page(loaded, simulation_only=simulation_only).encode())

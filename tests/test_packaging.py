@@ -20,7 +20,8 @@ LINKS = ("privacy", "cli")
 # Packages import only packages before them.
 PACKAGES = [
     "privacy", "data", "features", "models", "training", "core", "evaluation", "synthesizer",
-    "methods", "config", "federation", "results", "simulation", "deployment", "reproduction", "cli",
+    "methods", "config", "federation", "results", "sharing", "simulation", "deployment", "experiments",
+    "reproduction", "cli",
 ]  # fmt: skip
 
 SIBLINGS = (("deployment", "simulation"), ("reproduction", "deployment"))

@@ -26,17 +26,17 @@ from typer.testing import CliRunner
 from fedsynth import resolve, simulate
 from fedsynth.cli.app import app
 from fedsynth.errors import FedsynthError, OutputError
-from fedsynth.results import sweep as sweeps
-from fedsynth.results.finished import (
-    Run,
-    RunFolderError,
-    by_seed,
-    differing,
-    finished_run,
-    finished_runs,
-    labels,
+from fedsynth.experiments.overview import by_seed, differing, labels
+from fedsynth.experiments.page import (
+    NEEDS_MATPLOTLIB,
+    curve,
+    curves,
+    curves_svg,
+    runs_page,
+    write_png,
 )
-from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
+from fedsynth.results import sweep as sweeps
+from fedsynth.results.finished import Run, RunFolderError, finished_run, finished_runs
 from fedsynth.results.sweep import Sweep, read_sweep, run_sweep
 from fedsynth.results.tables import FORMATS, render, sweep_rows
 from fedsynth.validation import to_toml
