@@ -56,7 +56,7 @@ def runs(
     differences = differing(loaded)
     if as_json:
         rows = [
-            {"run": run.name, "settings": settings, **run.summary}
+            {**run.summary, "run": run.name, "settings": settings}
             for run, settings in zip(loaded, differences, strict=True)
         ]
         print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))

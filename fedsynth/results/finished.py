@@ -10,18 +10,15 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, NamedTuple
 
 from fedsynth.errors import FedsynthError, one_line
-from fedsynth.faults import faults
-from fedsynth.files import decode_json, read_text
+from fedsynth.files import decode_json, load_json, read_text
+from fedsynth.results import disclosed
 from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
 from fedsynth.validation import flattened, read_sections
 
 Rows = Sequence[Mapping[str, Any]]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
 NONE = "–"
 # The text for an AUROC that is undefined (`classification_measures`).
 UNDEFINED = "undefined"
@@ -32,31 +29,6 @@ _SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreem
 
 class RunFolderError(FedsynthError):
     """Raised for a folder that is not the folder of a finished run, or whose files are damaged."""
-
-
-class Summary(BaseModel):
-    """The entries of a run's summary.json that tables and pages show.
-
-    The types and ranges of the entries are checked. The file may lack entries, and unknown entries
-    are ignored.
-    """
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    method: str | None = None
-    dataset: str | None = None
-    rounds: Count | None = None
-    test_accuracy: float | None = None
-    balanced_accuracy: float | None = None
-    auroc: float | None = None
-    f1: float | None = None
-    calibration_error: float | None = None
-    confusion_matrix: list[list[Count]] | None = None
-    local: dict[str, float] | None = None
-    generator: dict[str, int | float] | None = None
-    differential_privacy: dict[str, bool | float | str | None] | None = None
-    upload_bytes: Count | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +75,7 @@ class Run:
     @property
     def private(self) -> bool:
         """True if the run had differential privacy."""
-        return "differential_privacy" in self.summary
+        return disclosed.GUARANTEE in self.summary
 
 
 class Spread(NamedTuple):
@@ -201,11 +173,15 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """
     path = folder / SUMMARY
     try:
-        return Summary.model_validate_json(read_text(path)).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise RunFolderError(f"{path} is not a run's summary: {faults(error)[0][:300]}") from None
+        summary = load_json(path)
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {one_line(error)}") from None
+    if not isinstance(summary, dict):
+        raise RunFolderError(f"{path} is not a run's summary: the content must be a JSON object")
+    for key, declaration in disclosed.SUMMARY.items():
+        if key in summary and not declaration.fits(summary[key]):
+            raise RunFolderError(f"{path} is not a run's summary: {key} has a wrong type")
+    return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

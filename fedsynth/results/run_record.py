@@ -18,8 +18,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import FedsynthError, one_line
-from fedsynth.evaluation.classification import MEASURES
-from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.evaluation import GENERATOR, MEASURES
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import NO_TEST, PRIVATE
@@ -145,7 +144,7 @@ def summarise(
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
     summary |= _last_measures(metrics)
     if privacy is not None:
-        summary["differential_privacy"] = privacy
+        summary[disclosed.GUARANTEE] = privacy
     if sources := own_sources(settings):
         summary[disclosed.SOURCES] = {
             key: {"file": entry.file, "name": entry.name, "sha256": entry.sha256}
@@ -378,7 +377,7 @@ class RunRecord:
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
             privacy = privacy_section(self.plan, histories, simulated=self.simulated).to_json()
-            declared = disclosed.declared_summary(type(self.settings.method))
+            declared = disclosed.SUMMARY
         device = str(context.device)
         summary = summarise(
             self.settings, self.rows, final, device=device, test=self.test, privacy=privacy

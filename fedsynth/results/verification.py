@@ -30,7 +30,7 @@ from fedsynth.privacy.report.verify import Verification, differences, page_probl
 from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import private_run, run_folder
 from fedsynth.results.charges import Charges
-from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED
+from fedsynth.results.disclosed import GUARANTEE, LOST, NOT_COUNTED, REJECTED
 from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SERVED, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.later_reports import OWNER, owner_problems
@@ -52,7 +52,6 @@ TAKEN_AS_STATED = (
     "its warnings, the counts of an audit, the sizes of uploads, and pictures"
 )
 NO_LEDGER = "no ledger was compared. To compare the ledgers, name their folder with --ledger DIR"
-GUARANTEE = "differential_privacy"  # the entry of summary.json that states the guarantee
 EPSILON = "metrics.jsonl.epsilon"
 _REASON = re.compile(r".{1,1000}")
 

@@ -1,7 +1,7 @@
 """Tests that tampering with a run folder is detected, also if the rest of the report is consistent.
 
-docs/verification.md states the limit: if *all* files of a folder are rewritten, only a signature
-reveals it.
+docs/verification.md states the limit: if *all* files of a folder are rewritten, its ledgers too,
+only a signature reveals it.
 """
 
 from __future__ import annotations

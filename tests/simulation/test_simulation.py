@@ -135,7 +135,7 @@ def test_failing_figures_do_not_end_runs(
     result = fs.simulate(settings, output=tmp_path, observer=notes)
     assert len(result.metrics) == 2
     charged = (verified(result) / "ledger" / "client-000.jsonl").read_text().splitlines()
-    assert len(charged) == 3  # the header, and a row for each round
+    assert len(charged) == 4  # the header, a row for each round, and the hash of the files
     warnings = [line for line in notes.lines if line.startswith("warning: cannot record the ")]
     assert len(warnings) == 1
     assert f"{figure}: ZeroDivisionError" in warnings[0]
