@@ -302,13 +302,12 @@ class RunFolder:
             with writing(self.path):
                 save_tensors(matrices, self.path / ARTEFACTS, {})
 
-    def finish(self, summary: Disclosed) -> Path:
-        """Writes the summary of a run that has ended, and renames the run folder.
-
-        Returns the new path of the folder.
-        """
+    def write_summary(self, summary: Disclosed) -> None:
         public = {**summary.public, "folder": str(self.final)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
+
+    def finish(self) -> Path:
+        """Renames the folder of a run that has ended, and returns the new path of the folder."""
         with writing(self.path):
             _sync_all(self.path)
             self.path.rename(self.final)

@@ -49,7 +49,8 @@ from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
-RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries that are not releases
+# entries that are not releases
+RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Lines:
         may_change: True if the owner has declared that the client's records may change.
         resumptions: a pair for each time that a run was resumed. It states the number of rows that
             the ledger had then, and the number of finished rounds.
+        files: a pair for each run that has finished. It states the number of rows that the ledger
+            had then, and the hash of the run's files (`Ledger.note_files`).
         size: the number of bytes that have been read.
         chain: the chain hash over all lines that have been read.
         chains: the chain hashes after the header and after each release. Entry n, counted from 0,
@@ -79,6 +82,7 @@ class Lines:
     charged: tuple[str, ...] = ()
     may_change: bool = False
     resumptions: tuple[tuple[int, int], ...] = ()
+    files: tuple[tuple[int, str], ...] = ()
     size: int = 0
     chain: str = ""
     chains: tuple[str, ...] = ()
@@ -183,6 +187,8 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
     """
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
         return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
+    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str):
+        return replace(lines, files=(*lines.files, (rows, entry["sha256"])))
     if entry["entry"] == MAY_CHANGE:
         return replace(lines, may_change=True)
     if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
@@ -370,6 +376,17 @@ class Ledger:
         not happen.
         """
         self._note({"entry": RESUMED, "after": finished_rounds})
+
+    def note_files(self, sha256: str) -> None:
+        """Writes into the ledger which files a finished run has written.
+
+        The files of the run are checked against this line, so a file cannot be replaced together
+        with its hash in the report.
+
+        Args:
+            sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
+        """
+        self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:
         """Writes into the ledger that the client's records have changed.

@@ -237,7 +237,7 @@ def test_networks_of_torchvision_get_images_at_their_size(
     network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten())
     half = (0.5,) * 3
     pretrained = PretrainedNetwork(network, 12, (16, 16), False, half, half, "bilinear", "")
-    monkeypatch.setattr("fedsynth.simulation.fidelity.pretrained_network", lambda *_: pretrained)
+    monkeypatch.setattr("fedsynth.sharing.fidelity.pretrained_network", lambda *_: pretrained)
     measured = fidelity_of_set(folder, test, "torchvision:resnet18")
     assert (measured.features, measured.real) == (12, len(test.labels))
     stored = to_stored(load_synthetic(folder).images, test.spec)

@@ -27,8 +27,9 @@ from fedsynth.methods import METHODS
 from fedsynth.privacy import read_ledger
 from fedsynth.results import checkpoint as checkpoints
 from fedsynth.results.checkpoint import POINTER, Checkpoint, CheckpointFolder, LoopCheckpoints
+from fedsynth.results.later_reports import unfinished_report
 from fedsynth.results.run_folder import RESUMED, RunFolder
-from fedsynth.results.verification import unfinished_report, verify_run
+from fedsynth.results.verification import verify_run
 from fedsynth.simulation import run as simulated_run
 from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
 from tests.raising import raises
@@ -253,7 +254,7 @@ def test_repeated_rounds_are_charged_again(method: str, external: bool, tmp_path
     (deviation,) = result.deviations
     assert deviation.startswith("resumed after 1 of 3 rounds: earlier releases in round 2 are")
     (folder_of(result) / RESUMED).unlink()
-    problems = "\n".join(verify_run(folder_of(result)).problems)
+    problems = "\n".join(map(str, verify_run(folder_of(result)).problems))
     assert ("events has 1" if external else "does not follow from config.toml") in problems
 
 

@@ -31,7 +31,8 @@ from fedsynth.privacy import BudgetExceededError, Release, epsilon, read_ledger
 from fedsynth.privacy.errors import PrivacySettingError, UnplannedReleaseError
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.report.build import write_report
-from fedsynth.results.verification import unfinished_report, verify_run
+from fedsynth.results.later_reports import unfinished_report
+from fedsynth.results.verification import verify_run
 from fedsynth.simulation.run import Simulation
 from tests.digits import digits
 from tests.quick_runs import NoteRecorder, by_family, folder_of, quick_sections, read_rows, verified
@@ -135,7 +136,7 @@ def test_failing_figures_do_not_end_runs(
     result = fs.simulate(settings, output=tmp_path, observer=notes)
     assert len(result.metrics) == 2
     charged = (verified(result) / "ledger" / "client-000.jsonl").read_text().splitlines()
-    assert len(charged) == 3  # the header, and a row for each round
+    assert len(charged) == 4  # the header, a row for each round, and the hash of the files
     warnings = [line for line in notes.lines if line.startswith("warning: cannot record the ")]
     assert len(warnings) == 1
     assert f"{figure}: ZeroDivisionError" in warnings[0]
@@ -296,7 +297,7 @@ def test_clients_are_charged_for_computed_releases_and_losses_are_verified(tmp_p
         rows[index] = {key: value for key, value in changed.items() if value is not None}
         text = "".join(f"{json.dumps(row)}\n" for row in rows)
         (folder / "metrics.jsonl").write_text(text)
-        problems = "\n".join(verify_run(folder).problems)
+        problems = "\n".join(map(str, verify_run(folder).problems))
         assert f"metrics.jsonl: round {index + 1}" in problems, false_fields
 
 

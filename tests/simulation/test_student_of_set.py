@@ -20,7 +20,7 @@ from fedsynth.data.images import normalise
 from fedsynth.features import register_features, register_file, registry
 from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
-from fedsynth.simulation.student import Student, real_images
+from fedsynth.sharing.student import Student, real_images
 from tests.quick_runs import folder_of, quick_sections
 from tests.raising import raises
 

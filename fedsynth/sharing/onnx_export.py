@@ -15,9 +15,9 @@ from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError, writing
 from fedsynth.files import write_output
-from fedsynth.results.export import verified_report
 from fedsynth.results.saved_model import model_in
 from fedsynth.seeding import torch_generator
+from fedsynth.sharing.export import verified_report
 from fedsynth.version import __version__
 
 TOLERANCE = 1e-3
