@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsynth.core.sums import sums_securely
 from fedsynth.data.folder_files import DECLARATION
 from fedsynth.data.folder_settings import read_declaration
 from fedsynth.data.images import ImageData
@@ -312,7 +313,7 @@ class Node:
         can spend together.
         """
         privacy = proposal.settings.privacy
-        if privacy is None and not proposal.settings.method.requires_secure_sum:
+        if privacy is None and not sums_securely(proposal.settings.method):
             return []
         if privacy is not None and (privacy.epsilon is not None or self.owner.cap is not None):
             return []

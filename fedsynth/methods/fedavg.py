@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import PersonalModels
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import ClientState
@@ -142,7 +143,7 @@ class Nothing(Message):
 
 
 @dataclass(frozen=True)
-class Solo(TrainsLocally):
+class Solo(TrainsLocally, PersonalModels):
     """SOLO: every client trains only on its own data, without federation.
 
     Nothing is sent to the server, and a client continues with its own model in each round. The
@@ -164,7 +165,6 @@ class Solo(TrainsLocally):
     reference = "the comparison papers' SOLO"
     one_pass = True
     upload = Nothing
-    personal = True
     dp_mechanisms = ()
     refusal = "the clients send nothing, and the accuracies are computed from private data"
     robust_refusal = "the clients send no models that the server could average"

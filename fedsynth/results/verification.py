@@ -18,8 +18,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from fedsynth.core.capabilities import ImagesAtEnd, Measurements, SyntheticImages
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
+from fedsynth.core.sums import sums_securely
 from fedsynth.data.files import read_tensors
 from fedsynth.data.shared_set import BYTES, NORMALISED, SUMS, TENSORS, set_facts
 from fedsynth.errors import FedsynthError, one_line, short_repr
@@ -29,7 +31,7 @@ from fedsynth.federation import run_data
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.files import file_hash, plain_files
 from fedsynth.models.flat import restore
-from fedsynth.privacy.disclosure import PUBLIC
+from fedsynth.privacy.disclosure import PUBLIC, Disclosure
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
@@ -248,7 +250,7 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     run = charges.run
     models = row.get(MODELS, {})
     for name, variant in models.items():
-        if name not in run.settings.method.variant_names:
+        if name not in getattr(run.settings.method, "variant_names", ()):
             yield f"has metrics of a model {name!r:.40}, which the method does not make"
         for problem in disclosed.undeclared(variant, disclosed.MEASURED):
             yield f"{problem} (in the metrics of the model {name!r:.40})"
@@ -275,15 +277,16 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[str]:
     number = row["round"]
     active = charges.plan.participation.in_round(number)
     method = charges.run.settings.method
-    expected = {
-        **method.planned_facts(charges.round_context(number)),
-        **charges.expected_losses(number),
-    }
+    expected = dict(charges.expected_losses(number))
+    metric_privacy: Mapping[str, Disclosure] = {}
+    if isinstance(method, Measurements):
+        expected |= method.planned_facts(charges.round_context(number))
+        metric_privacy = method.metric_privacy
     if len(active) < charges.run.settings.partition.clients:
         expected["participants"] = list(active)
     stated = {}
     for key, value in row.items():
-        label = method.metric_privacy.get(key)
+        label = metric_privacy.get(key)
         if key in PLANNED or (label is not None and label.kind == PUBLIC):
             stated[key] = value
     return differences("", expected, stated)
@@ -387,15 +390,19 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
     sends_sets = issubclass(method.upload, SyntheticSet)
+    makes_images = isinstance(method, SyntheticImages) and getattr(method, "images_each", 1) > 0
+    uncertain = isinstance(method, ImagesAtEnd) and (sums_securely(method) or 1 not in counted)
+    certain = makes_images and not uncertain
     required = [MODEL, SUMMARY]
     if run.rows or (run.summary or {}).get("rounds") != 0:
         required.append(METRICS)
-    if counted and (sends_sets or method.produces_synthetic_data(counted)):
+    if counted and (sends_sets or certain):
         required.append(TENSORS)
     checks = {MODEL: _model_problems}
-    if counted and (sends_sets or method.plans_images):
+    if counted and (sends_sets or makes_images):
         checks[TENSORS] = _images_problems
-    if counted and type(method).artefacts is not Method.artefacts:
+    measured = getattr(type(method), "artefacts", Measurements.artefacts)
+    if counted and measured is not Measurements.artefacts:
         checks[run_folder.ARTEFACTS] = _matrices_problems
     problems = [f"{name} is missing" for name in required if not (folder / name).is_file()]
     for name in (TENSORS, run_folder.ARTEFACTS):

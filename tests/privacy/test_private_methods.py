@@ -42,7 +42,7 @@ from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedstats import FedStats
-from fedsynth.methods.statistics.class_moments import step_rows
+from fedsynth.methods.statistics.moments import step_rows
 from fedsynth.models.on_features import OnFeatures, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import ExampleGradients, example_gradients

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import HeterogeneousClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Presets
@@ -51,7 +52,7 @@ class EnsembleState(AveragingState):
 
 
 @dataclass(frozen=True)
-class EnsembleDistillation(TrainsLocally):
+class EnsembleDistillation(TrainsLocally, HeterogeneousClients):
     """Base class of methods whose server distils the clients' models into one model.
 
     The defaults are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and
@@ -65,7 +66,6 @@ class EnsembleDistillation(TrainsLocally):
             architectures, "average" starts from the server's model too.
     """
 
-    heterogeneous = True
     state = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
     features_refusal = "the server distils on images. Use fedavg instead"

@@ -22,13 +22,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import Measurements, ModelVariants
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import (
     ClientState,
     ClientStates,
-    Method,
     Presets,
     Request,
     Results,
@@ -69,7 +69,7 @@ def _report_part(
 
 
 @dataclass(frozen=True)
-class TrainsLocally(Method):
+class TrainsLocally(ModelVariants, Measurements):
     """Base class of methods with local training on the clients and an average on the server.
 
     Args:
