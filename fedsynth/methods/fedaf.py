@@ -222,11 +222,7 @@ class FedAF(CondensingMethod, TwoExchanges):
         return None
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         results = zip(self._class_logits(w_r, clients, states, context), states, strict=True)
@@ -253,11 +249,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     # ---------------------------------------- the client: collaborative data condensation (Eq. 10)
 
     def client_step(
-        self,
-        message: GlobalLogits,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: GlobalLogits, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
         all (client, class) pairs."""

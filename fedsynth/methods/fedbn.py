@@ -74,20 +74,12 @@ class FedBN(TrainsLocally, PersonalModels):
             raise SettingError("model", "norm", reason)
 
     def start_model(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> nn.Module:
         return context.load({**message.parameters, **state})
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             state = copy.deepcopy(model.state_dict())

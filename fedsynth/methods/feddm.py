@@ -123,11 +123,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     # ---------------------------------------------------- ClientUpdate(k, w_r, σ), lines 10 to 19
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Condenses the data of a group of clients into synthetic images.
 

@@ -56,11 +56,7 @@ class FedDyn(TrainsLocally):
     alpha: float = in_range(0.01, 0)
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         w_t, network = message.parameters, context.architecture
         g = {name: state.get(name, w_t[name] * 0) for name in trainable(context)}

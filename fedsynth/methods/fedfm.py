@@ -161,7 +161,6 @@ class TrainsToAnchors(TrainsLocally):
             is used only with differential privacy. The default is public and was not tuned.
     """
 
-    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     request = AnchorsDown
     state = AnchorState
     sums_exchange: ClassVar[str] = FIRST
@@ -283,6 +282,7 @@ class FedFM(TrainsToAnchors, TwoExchanges):
 
     name = "fedfm"
     summary = "local training pulls features towards anchors, the class means over all clients"
+    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     first_upload = FeatureSums
 
     def first_broadcast(self, state: AnchorState, context: RoundContext) -> Message | None:
@@ -291,11 +291,7 @@ class FedFM(TrainsToAnchors, TwoExchanges):
         return ModelParameters(state.parameters, 1.0)
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         model = context.load(message.parameters).requires_grad_(False).eval()
         results: Results = []
@@ -325,6 +321,7 @@ class FedFMLite(TrainsToAnchors):
 
     name = "fedfm-lite"
     summary = "FedFM with anchors made after local training and sent with the model"
+    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     upload = ModelAndSums
     sums_exchange = MAIN
 

@@ -57,11 +57,7 @@ class FedNova(TrainsLocally):
             raise SettingError("method", "momentum", f"must be below 1, got {self.momentum}")
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             norm = update_norm(trained.steps, self.momentum)

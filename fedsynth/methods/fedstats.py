@@ -200,11 +200,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return ModelParameters(state.parameters, 1.0)
 
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
@@ -256,11 +252,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the main exchange of a round.
 
@@ -448,23 +440,6 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             return {**shares, MOMENTS: rest / rounds, STEP: rest / rounds * (rounds > 1)}
         return {**shares, STEP: (rest - shares[MOMENTS]) / (rounds - 1)}
 
-    def widths(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, int]:
-        """Returns each release's number of coordinates, by the name of the release plan.
-
-        The number is 0 for optional statistics that are not released.
-        """
-        features, classes = self.map_of(context.spec), context.spec.classes
-        d = features.dimension
-        shares = self.shares(privacy, context)
-        pictures = images.pixel_width(low_pass(context.spec.image_shape).dimension, classes)
-        return {
-            CENTRE: d,
-            PIXELS: pictures * bool(shares[PIXELS]),
-            COVARIANCES: grams_width(features.blocks) * bool(shares[COVARIANCES]),
-            MOMENTS: d * classes + d * (d + 1) // 2 * self.has_second(privacy),
-            STEP: d * classes,
-        }
-
     def check_images(self) -> None:
         # the images need the moments of round 1, and a sum with too little noise is discarded
         if not self.images_each or self.requires_secure_sum:
@@ -494,12 +469,6 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of the releases in round 1 and of the later steps.
 
-        The expected signals assume C equally frequent classes, in which all examples of a class are
-        identical, and examples of different classes are orthogonal. Then Σ e/b ⊗ z is n/C times a
-        sum of C orthogonal terms of norm 1, so its norm is n/√C. The norm of Σ z zᵀ is the same.
-        All examples share one centre. Small pictures have the same signal as the moments, and
-        covariances have the signal of white features.
-
         Raises:
             SettingError: a clipping bound or a sampling rate is set, although the method fixes
                 both; or the shares leave no budget for steps.
@@ -508,61 +477,52 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             if getattr(privacy, key) is not None:
                 reason = f"must not be set for {self.name}, which chooses a value for each release"
                 raise SettingError("privacy", key, reason)
-        shares, widths = self.shares(privacy, context), self.widths(privacy, context)
-        plans = []
-        for name, quantity, clipped, clip, signal in self._descriptions(privacy, context):
-            if not shares[name]:
-                continue
-            plan = ReleasePlan(
-                name=name,
-                quantity=quantity,
-                mechanism="statistics",
-                clipped=clipped,
-                clip=clip,
-                sample_rate=1.0,
-                steps=1,
-                dimension=widths[name],
-                relative_noise_multiplier=shares[name] ** -0.5,
-                exchange=MAIN if name in (MOMENTS, STEP) else FIRST,
-                signal=signal,
-            )
-            plans.append(plan)
-        return self.sum_over_clients(tuple(plans), privacy, context)
+        return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
-    def _descriptions(
-        self, privacy: PrivacySettings, context: RoundContext
-    ) -> list[tuple[str, str, str, float, float]]:
-        """Returns the facts about each release from which its plan is made.
+    def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
+        """Returns the plans of all releases with the noise of a single client.
 
-        These are the name, the quantity, the clipped quantity, the clip and the expected signal.
+        The expected signals assume C equally frequent classes, in which all examples of a class are
+        identical, and examples of different classes are orthogonal. Then Σ e/b ⊗ z is n/C times a
+        sum of C orthogonal terms of norm 1, so its norm is n/√C. The norm of Σ z zᵀ is the same.
+        All examples share one centre. Small pictures have the same signal as the moments, and
+        covariances have the signal of white features.
         """
-        features = self.map_of(context.spec)
-        by_class = context.spec.classes**-0.5
-        products = "products of features with labels"
+        features, classes = self.map_of(context.spec), context.spec.classes
+        d, by_class = features.dimension, classes**-0.5
+        plan = partial(_planned, self.shares(privacy, context))
+        products, width = "products of features with labels", d * classes
         if self.has_second(privacy):
             products += ", and second moments of features"
+            width += d * (d + 1) // 2
         z = "z = (φ(x) − m)/R of each example; the joint vector of its products has norm at most 1"
         if self.has_covariances(privacy, context.spec):
             z = z.replace("= (", "= T(") + "; T is made of the released covariances"
         pictures = "products of small pictures with labels, and their second moments"
-        picture = (
-            "u of each example, an image averaged in cells over its own norm, beside a "
-            "constant; the joint vector of its products has norm at most 1"
+        u = (
+            "u of each example, an image averaged in cells over its own norm, beside a constant; "
+            "the joint vector of its products has norm at most 1"
         )
-        covariances = "second moments of features' channels, and of their cells"
+        pixels = images.pixel_width(low_pass(context.spec.image_shape).dimension, classes)
+        covariances, white = "second moments of features' channels, and of their cells", 0.0
         matrices = (
             "φ(x)/B of each example, B the map's norm bound; the joint vector of the products "
             "of its channels and of its cells has norm at most 1"
         )
-        white = moments.white_signal(features.blocks) if features.blocks else 0.0
-        steps = "sum of gradients of a linear model on features"
-        return [
-            (MOMENTS, products, z, 1.0, by_class),
-            (CENTRE, "sum of features", "φ(x) of each example", features.norm_bound, 1.0),
-            (PIXELS, pictures, picture, 1.0, by_class),
-            (COVARIANCES, covariances, matrices, 1.0, white),
-            (STEP, steps, "p − y of each example, and z", self.step_clip, by_class),
-        ]
+        if features.blocks:
+            white = moments.white_signal(features.blocks)
+        centre = "φ(x) of each example"
+        steps, wrong = (
+            "sum of gradients of a linear model on features",
+            "p − y of each example, and z",
+        )
+        return (
+            *plan(MOMENTS, products, z, width, by_class),
+            *plan(CENTRE, "sum of features", centre, d, 1.0, clip=features.norm_bound),
+            *plan(PIXELS, pictures, u, pixels, by_class),
+            *plan(COVARIANCES, covariances, matrices, grams_width(features.blocks), white),
+            *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
+        )
 
     def round_plans(self, plans: Plans, round: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
@@ -583,12 +543,12 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         )
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        widths = self.widths(context.privacy, context)
+        widths = {plan.name: plan.dimension for plan in self._releases(context.privacy, context)}
         bound = LARGEST * max(1.0, *context.noise.values(), 1.0)
         rules: dict[str, Rule] = {}
         for field, plan in self.sum_releases(exchange, context).items():
             dtype = self.sum_dtype(plan, context)
-            rules[field] = Array((widths[plan],), dtype, low=-bound, high=bound)
+            rules[field] = Array((widths.get(plan, 0),), dtype, low=-bound, high=bound)
         return rules
 
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
@@ -608,3 +568,31 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
 def _with_parameters(state: FedStatsState, changed: Tensors) -> FedStatsState:
     return replace(state, parameters={**state.parameters, **changed})
+
+
+def _planned(
+    shares: Mapping[str, float],
+    name: str,
+    quantity: str,
+    clipped: str,
+    dimension: int,
+    signal: float,
+    clip: float = 1.0,
+) -> Plans:
+    """Returns the plan of a release, or nothing if the release has no share of the budget."""
+    if not shares[name]:
+        return ()
+    plan = ReleasePlan(
+        name=name,
+        quantity=quantity,
+        mechanism="statistics",
+        clipped=clipped,
+        clip=clip,
+        sample_rate=1.0,
+        steps=1,
+        dimension=dimension,
+        relative_noise_multiplier=shares[name] ** -0.5,
+        exchange=MAIN if name in (MOMENTS, STEP) else FIRST,
+        signal=signal,
+    )
+    return (plan,)

@@ -167,11 +167,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return SumsRequest(state.parameters, 1.0, self._images(state, context))
 
     def client_step(
-        self,
-        message: SumsRequest,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: SumsRequest, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the class sums of features and the class counts of each client.
 

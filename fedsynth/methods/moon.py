@@ -69,11 +69,7 @@ class Moon(TrainsLocally):
         check_learned_embedding(self.name, model)
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         global_model = context.load(message.parameters).requires_grad_(False).eval()
         previous = context.load(state or message.parameters).requires_grad_(False).eval()

@@ -109,7 +109,7 @@ class EnsembleDistillation(TrainsLocally, HeterogeneousClients):
 
 
 @dataclass(frozen=True)
-class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
+class DataFreeEnsembleDistillation(EnsembleDistillation, OneShotSettings):
     """Base class of methods whose server distils the clients' models on generated images.
 
     The settings of the distillation are documented in `OneShotSettings`.
@@ -130,9 +130,6 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
             "start": "average",
         }
     }
-
-    def __post_init__(self) -> None:
-        TrainsLocally.__post_init__(self)
 
     def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
         """Adds a note to the round if the batch-norm loss L_BN ignores some of the clients' models.
