@@ -176,20 +176,6 @@ class PersonalModels(Method):
         raise NotImplementedError  # abstract
 
 
-class ModelVariants(Method):
-    """A method with further models, which are evaluated in addition to the global model.
-
-    Class attributes:
-        variant_names: the names of the models that `variants` may return.
-    """
-
-    variant_names: ClassVar[tuple[str, ...]]
-
-    def variants(self, state: State) -> Mapping[str, Tensors]:
-        """Returns the further models of the run by name."""
-        raise NotImplementedError  # abstract
-
-
 class OwnNetwork(Method):
     """A method with its own network on public features, which replaces the run's model.
 
@@ -227,9 +213,11 @@ class Measurements(Method):
     Class attributes:
         metric_privacy: the status under differential privacy of each metric of a round. A private
             run fails if the method returns a metric that is not declared here.
+        variant_names: the names of the models that `variants` may return.
     """
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
+    variant_names: ClassVar[tuple[str, ...]] = ()
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
         """Returns additional metrics of a round by name.
@@ -251,6 +239,10 @@ class Measurements(Method):
 
         They are the metrics that `metric_privacy` declares public. Verification recomputes them.
         """
+        return {}
+
+    def variants(self, state: State) -> Mapping[str, Tensors]:
+        """Returns further models by name, which are evaluated in addition to the global model."""
         return {}
 
     def artefacts(self, state: State) -> Tensors:

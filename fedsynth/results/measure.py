@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from fedsynth.core.capabilities import ModelVariants, PersonalModels
+from fedsynth.core.capabilities import Measurements, PersonalModels
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
@@ -65,7 +65,7 @@ class Measure:
         accuracies of each variant.
         """
         models = {FINAL: self.method.final_parameters(state)}
-        if isinstance(self.method, ModelVariants):
+        if isinstance(self.method, Measurements):
             models = {**self.method.variants(state), **models}
         rows = self._rows(models, context, figures)
         row = rows.pop(FINAL)

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from fedsynth.core.capabilities import Measurements, ModelVariants
+from fedsynth.core.capabilities import Measurements
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
@@ -69,7 +69,7 @@ def _report_part(
 
 
 @dataclass(frozen=True)
-class TrainsLocally(ModelVariants, Measurements):
+class TrainsLocally(Measurements):
     """Base class of methods with local training on the clients and an average on the server.
 
     Args:
