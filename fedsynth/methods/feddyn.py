@@ -31,9 +31,8 @@ class FedDyn(TrainsLocally):
     """FedDyn: local training with a regulariser that aligns the clients' optima with the global
     one.
 
-    The `buffers` of the server's state are the accumulated drift h.
-
-    The following settings come in addition to those of `TrainsLocally`.
+    The `buffers` of the server's state are the accumulated drift h. The following settings come in
+    addition to those of `TrainsLocally`.
 
     Args:
         alpha: α, the weight of the quadratic term. It is 0.01 in FedAF's comparison. With 0, the

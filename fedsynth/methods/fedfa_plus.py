@@ -54,9 +54,8 @@ HISTOGRAM = "histogram"
 class StatisticsDown(ModelParameters):
     """The message to the clients of FedFA+: the model w_t and statistics of all clients.
 
-    The statistics are γ for the channel means and deviations of each stage, and the histogram π.
-
-    γ and π are missing in round 1.
+    The statistics are γ for the channel means and deviations of each stage, and the histogram π. γ
+    and π are missing in round 1.
     """
 
     statistics: Tensors = public("sent to clients, never uploaded")

@@ -102,9 +102,8 @@ def anchor_losses(
 ) -> Tensor:
     """Computes the anchor loss q of each example [N].
 
-    Features and anchors are scaled to length 1.
-
-    The loss is 0 for examples of a class without an anchor.
+    Features and anchors are scaled to length 1. The loss is 0 for examples of a class without an
+    anchor.
 
     Args:
         features_ND: the features of the examples.

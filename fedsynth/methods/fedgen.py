@@ -57,9 +57,8 @@ TALLIED = 32  # embeddings per class for a round's facts
 class GeneratorDown(ModelParameters):
     """The message to the clients of FedGen: the model w_t and the generator.
 
-    A boolean mask [C] marks the classes of which any client has had examples.
-
-    The generator is empty in round 1.
+    A boolean mask [C] marks the classes of which any client has had examples. The generator is
+    empty in round 1.
     """
 
     generator: Tensors = public("sent to clients, never uploaded")
@@ -78,9 +77,8 @@ def ensemble_loss(
 ) -> Tensor:
     """Computes how badly the clients' classifiers recognise the labels of generated embeddings.
 
-    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n).
-
-    The classifier of each client is weighted by the client's share of the examples of a class.
+    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n). The classifier of each client is
+    weighted by the client's share of the examples of a class.
     """
     logits = torch.einsum("nd,kcd->nkc", h_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape

@@ -39,9 +39,7 @@ class FedGKD(TrainsLocally):
     """FedGKD: local training in which the average of the last global models is the teacher.
 
     The `buffers` of the server's state have the last M global models as one tensor [M, …] for each
-    parameter.
-
-    The following settings come in addition to those of `TrainsLocally`.
+    parameter. The following settings come in addition to those of `TrainsLocally`.
 
     Args:
         gamma: γ, twice the weight of the distillation. It is 0.2 on CIFAR and 0.001 on EMNIST in

@@ -164,9 +164,7 @@ class _Queue:
     def take(self, limit: int) -> Tensor:
         """Removes the next batches from the queue, at most `limit`.
 
-        Returns the indices of their examples [S, B].
-
-        A batch that is not full is padded with −1.
+        Returns the indices of their examples [S, B]. A batch that is not full is padded with −1.
         """
         examples = self.learner.examples
         size = self.learner.settings.batch
@@ -186,9 +184,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
     """Takes the next batches of all learners, so that the learners can be trained together.
 
     Returns the indices of the examples [S, A, B], and the weight of each example in the mean of its
-    batch.
-
-    The weight is 0 for padding, and for a learner that has no batch left in a step.
+    batch. The weight is 0 for padding, and for a learner that has no batch left in a step.
     """
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0

@@ -369,7 +369,7 @@ def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -
     network: nn.Module = build_network(ModelSettings(features=MAPS[1]), MNIST, 0)
     context = feature_context(network, MNIST)
     if isinstance(method, FedStats):
-        network = method.network(ModelSettings(), MNIST, 0)
+        network = method.network(MNIST)
         context = feature_context(network, MNIST, 2, clip=None)
     known_features = features(torch.from_numpy(images[1:]).float() / 255)
     z = embedded(known_features, torch.zeros(features.dimension), features.radius)

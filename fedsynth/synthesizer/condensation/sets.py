@@ -321,9 +321,8 @@ class BatchIndices:
 def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
     """Draws which examples of a class are used in each step, [steps, min(batch, pool)].
 
-    The entries are positions in the list of the class's examples.
-
-    With "resample", the shape is [steps, batch] even if the class has fewer examples.
+    The entries are positions in the list of the class's examples. With "resample", the shape is
+    [steps, batch] even if the class has fewer examples.
     """
     if pool <= batch:
         if small == "resample" and pool < batch:
