@@ -390,16 +390,16 @@ def _file_problems(charges: Charges, folder: Path) -> list[str]:
     method = run.settings.method
     counted = [row["round"] for row in run.rows if NOT_COUNTED not in row]
     sends_sets = issubclass(method.upload, SyntheticSet)
-    makes_images = isinstance(method, SyntheticImages) and getattr(method, "images_each", 1) > 0
+    plans_images = isinstance(method, SyntheticImages) and getattr(method, "images_each", 1) > 0
     uncertain = isinstance(method, ImagesAtEnd) and (sums_securely(method) or 1 not in counted)
-    certain = makes_images and not uncertain
+    certain = plans_images and not uncertain
     required = [MODEL, SUMMARY]
     if run.rows or (run.summary or {}).get("rounds") != 0:
         required.append(METRICS)
     if counted and (sends_sets or certain):
         required.append(TENSORS)
     checks = {MODEL: _model_problems}
-    if counted and (sends_sets or makes_images):
+    if counted and (sends_sets or plans_images):
         checks[TENSORS] = _images_problems
     measured = getattr(type(method), "artefacts", Measurements.artefacts)
     if counted and measured is not Measurements.artefacts:
