@@ -23,8 +23,7 @@ from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 
 
 def local_names(model: nn.Module) -> set[str]:

@@ -19,8 +19,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
@@ -50,7 +49,6 @@ class FedDyn(TrainsLocally):
     name = "feddyn"
     summary = "local training with a dynamic regulariser that aligns local and global optima"
     reference = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
-    one_pass = True
 
     alpha: float = in_range(0.01, 0)
 

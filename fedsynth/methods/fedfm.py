@@ -38,8 +38,7 @@ from fedsynth.methods.shared.class_sums import (
     sums_plans,
     sums_rules,
 )
-from fedsynth.methods.shared.client_training import LocalObjective
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.row_products import row_product
@@ -324,12 +323,16 @@ class FedFMLite(TrainsToAnchors):
     upload = ModelAndSums
     sums_exchange = MAIN
 
-    def finalize_upload(
-        self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext
-    ) -> ModelAndSums:
-        trained = context.load(upload.parameters).requires_grad_(False).eval()
-        sums, counts = self.feature_sums(trained, client, context)
-        return ModelAndSums(upload.parameters, upload.weight, sums, counts)
+    def task(
+        self, client: int, message: AnchorsDown, state: ClientState, context: RoundContext
+    ) -> LocalObjective:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+            parameters = model.state_dict()
+            frozen = context.load(parameters).requires_grad_(False).eval()
+            sums, counts = self.feature_sums(frozen, trained.client, context)
+            return ModelAndSums(parameters, trained.weight, sums, counts), {}
+
+        return replace(super().task(client, message, state, context), make_upload=make_upload)
 
     def combine(
         self, state: AnchorState, uploads: Mapping[int, ModelAndSums], context: RoundContext

@@ -22,8 +22,7 @@ from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import LocalObjective
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, TrainsLocally
 from fedsynth.validation import in_range
 
 
