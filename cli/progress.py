@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fedsynth.cli.application import say
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import PersonalModels
 from fedsynth.evaluation import GENERATOR, MEASURES
 from fedsynth.evaluation.generated import format_facts
 from fedsynth.privacy.errors import BudgetExceededError
@@ -116,7 +117,7 @@ def print_summary(result: RunResult) -> None:
     console = Console()
     summary = result.summary
     table = Table(title=f"{summary['method']} on {summary['dataset']}", show_header=False)
-    for name, value in accuracies(summary, result.settings.method.personal):
+    for name, value in accuracies(summary, isinstance(result.settings.method, PersonalModels)):
         table.add_row(name, value)
     for key in MEASURES:
         if key in summary:

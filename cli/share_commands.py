@@ -58,6 +58,7 @@ def show_method(
     """
     from dataclasses import fields, is_dataclass
 
+    from fedsynth.core.capabilities import upload_types
     from fedsynth.core.messages import privacy_of_fields
     from fedsynth.methods import method_class
 
@@ -70,13 +71,12 @@ def show_method(
     for base in cls.__mro__[1:]:
         if is_dataclass(base) and fields(base):
             print(f"\n`{base.__name__}`: {explanation(base)}")
-    uploads = {"uploads in a first exchange": cls.first_upload, "uploads": cls.upload}
-    for title, message in uploads.items():
-        if message is not None:
-            print(f"\n{title} ({message.__name__}):")
-            for key, (kind, reason) in privacy_of_fields(message).items():
-                suffix = f" ({reason})" if reason else ""
-                print(f"  {key}: {kind}{suffix}")
+    for message in upload_types(cls):
+        title = "uploads" if message is cls.upload else "uploads in a first exchange"
+        print(f"\n{title} ({message.__name__}):")
+        for key, (kind, reason) in privacy_of_fields(message).items():
+            suffix = f" ({reason})" if reason else ""
+            print(f"  {key}: {kind}{suffix}")
     mechanisms = ", ".join(cls.dp_mechanisms) or f"refused: {cls.refusal}"
     print(f"\nwith differential privacy: {mechanisms}")
     robust = f"refused: {cls.robust_refusal}" if cls.robust_refusal else ROBUST

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedsynth import ImageData, Method, PrivacySettings, RoundContext, from_arrays
+from fedsynth.core.capabilities import VaryingReleases
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.data.registry import dataset_spec
 from fedsynth.models.registry import ModelSettings, build_model
@@ -70,7 +71,9 @@ def charge_for(
     privacy, number, charged = context.privacy, context.round, []
     assert privacy is not None
     assert privacy.noise_multiplier is not None
-    plans = method.round_plans(method.release_plans(privacy, context), number)
+    plans = method.release_plans(privacy, context)
+    if isinstance(method, VaryingReleases):
+        plans = method.round_plans(plans, number)
     for client, guard, secret in zip(clients, guards, secrets, strict=True):
         own, sigma = method.client_plans(plans, client, context), privacy.noise_multiplier
         charged.append(charge_round(own, number, sigma, guard, secret, exchange=exchange))

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from fedsynth.core.capabilities import exchange_of
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import ClientState
 from fedsynth.federation.server import Server
-from fedsynth.privacy.plans import EXCHANGES, FIRST
+from fedsynth.privacy.plans import EXCHANGES
 
 
 def play_round(
@@ -32,7 +33,7 @@ def play_round(
             continue
         replies = {}
         for group in groups(exchange) if callable(groups) else groups:
-            step = server.method.first_step if exchange == FIRST else server.method.client_step
+            step = exchange_of(server.method, exchange).client_step
             group_states = [client_states.get(k, {}) for k in group.ids]
             results = step(request, group, group_states, context)
             for k, (message, client_state) in zip(group.ids, results, strict=True):

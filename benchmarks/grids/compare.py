@@ -24,6 +24,7 @@ import torch
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import ImagesAtEnd, PersonalModels
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS as REGISTERED
 from fedsynth.methods import method_class
@@ -70,7 +71,7 @@ def family(method: type[Method]) -> Values:
         return ONCE
     if issubclass(method, TrainsLocally):
         return LOCAL
-    if not method.learns_from_images:
+    if issubclass(method, ImagesAtEnd):
         return {}
     names = {f.name for f in fields(method)}
     settings = CONDENSE if "iterations" in names else IMAGES
@@ -87,7 +88,11 @@ METHODS: dict[str, tuple[str, Values]] = {
     **{name: _settings(method, changes) for name, (method, changes) in VARIANTS.items()},
 }
 # Methods whose clients end with models of their own.
-PERSONAL = tuple(name for name, (method, _) in METHODS.items() if method_class(method).personal)
+PERSONAL = tuple(
+    name
+    for name, (method, _) in METHODS.items()
+    if issubclass(method_class(method), PersonalModels)
+)
 SINGLE_ROUND = tuple(
     name
     for name, (method, values) in METHODS.items()

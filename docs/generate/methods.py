@@ -12,6 +12,7 @@ from inspect import getdoc
 from typing import Any
 
 from fedsynth.cli.share_commands import ROBUST
+from fedsynth.core.capabilities import upload_types
 from fedsynth.core.messages import Message, privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.experiments.presets import Preset, preset, preset_names
@@ -138,11 +139,10 @@ def _presets(cls: type[Method]) -> str:
 
 def _uploads(cls: type[Method]) -> Iterator[str]:
     """Yields the tables of the declared messages, in the order of the exchanges."""
-    if cls.first_upload is not None:
-        yield f"In the first exchange of a round, `{cls.first_upload.__name__}`:"
-        yield _fields_of(cls.first_upload)
-    yield f"In the main exchange of a round, `{cls.upload.__name__}`:"
-    yield _fields_of(cls.upload)
+    for upload in upload_types(cls):
+        exchange = "main" if upload is cls.upload else "first"
+        yield f"In the {exchange} exchange of a round, `{upload.__name__}`:"
+        yield _fields_of(upload)
 
 
 def _fields_of(message: type[Message]) -> str:

@@ -9,13 +9,14 @@ import torch
 
 from fedsynth.config.participation import active_clients
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import PublicImages, VaryingReleases, upload_types
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
+from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.own import refuse_dependence
-from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.dpsgd import check_example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.plans import ReleasePlan
@@ -102,9 +103,9 @@ def check_method(method: Method) -> None:
         UnaccountedReleaseError: if a field is not protected, or if the method has no mechanism. The
             message names the method and the reason.
     """
-    declared = dict(privacy_of_fields(method.upload))
-    if method.first_upload is not None:
-        declared.update(privacy_of_fields(method.first_upload))
+    declared = {}
+    for upload in upload_types(method):
+        declared.update(privacy_of_fields(upload))
     unprotected = []
     for name, (kind, _) in declared.items():
         if kind not in ("released", "public"):
@@ -125,7 +126,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
     method = settings.method
-    if not method.same_releases_every_round:
+    if isinstance(method, VaryingReleases):
         reason = f"must be 1 with {method.name}, because a client's releases differ between rounds"
         raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
@@ -145,7 +146,7 @@ def check_custom_model(
     """Refuses a custom model that cannot be trained with DP-SGD, which needs a gradient for each
     example.
     """
-    if not (settings.method.model_sees_data and is_own_model(settings.model)):
+    if not settings.runs_own_model:
         return
     if any(plan.mechanism == "dp-sgd" for plan in plans):
         generator = torch_generator(0, "images for a custom model")
@@ -159,14 +160,14 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """Refuses a private run that distils on public images from the data set of the clients' private
     images.
     """
-    if method.public_images() == spec.name:
+    if isinstance(method, PublicImages) and method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
             "clients' images come from this data set. Set method.proxy=noise or name another one"
         ).with_code("release.proxy")
 
 
-def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:
+def fewest(method: SummedUploads, taking: int, clients: int, *, private: bool) -> int:
     """Returns the smallest number of clients whose uploads the server may see as a sum.
 
     This number is a majority of the clients in a round. If each client adds 1/H of the noise, the
@@ -190,6 +191,8 @@ def check_quorum(settings: RunSettings) -> None:
     Raises:
         SettingError: if a setting is too small. The message states what to set.
     """
+    if not sums_securely(settings.method):
+        return
     taking = active_clients(settings.partition.clients, settings.participation)
     private = settings.privacy is not None
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedsynth.config.participation import Failures, Participation, active_clients
+from fedsynth.core.capabilities import HeterogeneousClients, OwnNetwork
 from fedsynth.core.method import Method
 from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
@@ -261,7 +262,7 @@ class RunSettings:
         if self.model.features and method.features_refusal:
             reason = f"must be left out with {method.name}: {method.features_refusal}"
             yield "model", "features", reason
-        if self.model.client_names and not method.heterogeneous:
+        if self.model.client_names and not isinstance(method, HeterogeneousClients):
             reason = f"cannot be used with {method.name}, whose clients must have one architecture"
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
@@ -301,6 +302,11 @@ class RunSettings:
         return tuple(filter(None, names))
 
     @property
+    def runs_own_model(self) -> bool:
+        """True if clients run a custom network on private data."""
+        return is_own_model(self.model) and not isinstance(self.method, OwnNetwork)
+
+    @property
     def own_code(self) -> tuple[str, ...]:
         """Names the parts of the user's own code that compute with the clients' examples.
 
@@ -309,7 +315,7 @@ class RunSettings:
         names = []
         if is_own_method(self.method):
             names.append(f"the method {self.method.name}")
-        if self.method.model_sees_data and is_own_model(self.model):
+        if self.runs_own_model:
             names.append(f"the model {self.model.name}")
         for name in filter(is_own_features, self.feature_names):
             names.append(f"the feature map {name}")

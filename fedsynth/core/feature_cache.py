@@ -137,11 +137,7 @@ def _fits(data: ImageData, features: FeatureMap) -> bool:
 
 
 def keep_on_disk(
-    folder: Path,
-    data: ImageData,
-    features: FeatureMap,
-    records: Tensor,
-    note: Note | None = None,
+    folder: Path, data: ImageData, features: FeatureMap, records: Tensor, note: Note | None = None
 ) -> None:
     """Fills the cache of a data set from a folder, or computes the vectors and stores them there.
 

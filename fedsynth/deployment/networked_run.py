@@ -78,8 +78,7 @@ class NetworkedRun(ActiveRun):
         settings = proposal.settings
         context = public_context(settings, proposal.spec, resolve_device(settings.device))
         check_executable(proposal, context)
-        if settings.method.requires_secure_sum:
-            check_quorum(settings)
+        check_quorum(settings)
         super().__init__(settings, context, observer or Observer())
         test = _test_set(proposal)
         proposal, self.folder = _begun(proposal, output, resume)

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedsynth.core.sums import sums_securely
 from fedsynth.data.declaration import FolderSettings, read_declaration
 from fedsynth.data.files import TRAIN
 from fedsynth.data.folders import DECLARATION
@@ -292,7 +293,7 @@ class Node(Place):
         can spend together.
         """
         privacy = proposal.settings.privacy
-        if privacy is None and not proposal.settings.method.requires_secure_sum:
+        if privacy is None and not sums_securely(proposal.settings.method):
             return []
         if privacy is not None and (privacy.epsilon is not None or self.owner.cap is not None):
             return []

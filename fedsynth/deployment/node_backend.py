@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from fedsynth.core.capabilities import exchange_of
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
+from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.core.uploads import most_bytes
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame
@@ -212,7 +214,7 @@ class NodeBackend(protocol.Backend):
         the server made the mistake.
         """
         self._refusals = []
-        collect = self._sum if self._settings.method.requires_secure_sum else self._uploads
+        collect = self._sum if sums_securely(self._settings.method) else self._uploads
         replies = collect(exchange, message, context, clients)
         if replies.messages or replies.rejected or replies.total is not None:
             return replies
@@ -232,7 +234,7 @@ class NodeBackend(protocol.Backend):
         frame = Frame(
             frames.STEP, {**self._facts(context), "exchange": exchange}, message.to_bytes()
         )
-        expected = protocol.declared(method, exchange, "upload")
+        expected = exchange_of(method, exchange).upload
         rules = [method.upload_rules(exchange, client, context) for client in clients]
         max_bytes = max(most_bytes(expected, fields) for fields in rules)
         messages: dict[int, Message] = {}
@@ -251,7 +253,8 @@ class NodeBackend(protocol.Backend):
         """Collects the secure sum of the clients' uploads. The server sees no single upload."""
         facts = {**self._facts(context), "exchange": exchange}
         agreed = self.proposal.agreement
-        secure_step = SecureStep(self._settings.method, exchange, context, facts, agreed, self._ask)
+        method = cast(SummedUploads, self._settings.method)
+        secure_step = SecureStep(method, exchange, context, facts, agreed, self._ask)
         total = secure_step.run(clients, message)
         counted = () if total is None else total.clients
         lost: dict[int, str] = {}

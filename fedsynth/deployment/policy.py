@@ -23,7 +23,9 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from fedsynth.core.capabilities import upload_types
 from fedsynth.core.messages import privacy_of_fields
+from fedsynth.core.sums import sums_securely
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.faults import faults_as
@@ -164,7 +166,9 @@ class Policy:
         mechanism = privacy.mechanism or next(iter(method.dp_mechanisms), "")
         if not self.open and mechanism and not mechanism_facts(mechanism).guaranteed:
             objections.append(f"the run's mechanism {mechanism} has no privacy guarantee")
-        shares = method.noise_shares(proposal.settings.partition.clients)
+        shares = 1
+        if sums_securely(method):
+            shares = method.noise_shares(proposal.settings.partition.clients)
         if shares > 1 and not identified and "method.aggregation" not in self.settings:
             objections.append(
                 f"each client adds only 1/{shares} of the noise, so a server with false clients "
@@ -237,12 +241,11 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
         f"{pluralize(run.rounds, 'round')}, data set {proposal.spec.name}, model {run.model.name}",
         f"  to approve exactly these settings, use --approve {proposal.agreement}",
     ]
-    masking = ", masked so that the server sees only sums" * method.requires_secure_sum
-    for upload in (method.first_upload, method.upload):
-        if upload is not None:
-            kinds = privacy_of_fields(upload).items()
-            fields = [name + f" ({kind})" * bool(run.privacy) for name, (kind, _) in kinds]
-            lines.append(f"  the client sends in each round{masking}: {', '.join(fields)}")
+    masking = ", masked so that the server sees only sums" * sums_securely(method)
+    for upload in upload_types(method):
+        kinds = privacy_of_fields(upload).items()
+        fields = [name + f" ({kind})" * bool(run.privacy) for name, (kind, _) in kinds]
+        lines.append(f"  the client sends in each round{masking}: {', '.join(fields)}")
     if run.privacy is None:
         return [
             *lines,

@@ -25,6 +25,7 @@ from fedsynth.config.checks import check_own_noise, check_quorum
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
+from fedsynth.core.sums import sums_securely
 from fedsynth.data import registry
 from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -142,8 +143,7 @@ def new_proposal(
     if settings.encoder is not None:
         reason = "cannot be used in a deployment, because the owners' nodes read image files"
         raise SettingError("data", "encoder", reason)
-    if settings.method.requires_secure_sum:
-        check_quorum(settings)
+    check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
 
 
@@ -164,7 +164,7 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
             raise SettingError("partition", "local_test", "must be 0 in a deployment")
         return
     plan = PrivacyPlan.checked(run, context)
-    if not run.method.requires_secure_sum:
+    if not sums_securely(run.method):
         check_own_noise(plan.plans)
 
 

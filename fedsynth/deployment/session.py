@@ -25,13 +25,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from fedsynth.core.capabilities import exchange_of
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import ClientState
+from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
@@ -51,7 +53,7 @@ from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.in_process import step_together
 from fedsynth.federation.position_leak_check import StepCheck
-from fedsynth.federation.protocol import Refusal, RunTerms, declared
+from fedsynth.federation.protocol import Refusal, RunTerms
 from fedsynth.federation.run_data import divided
 from fedsynth.files import (
     MAX_TENSORS_BYTES,
@@ -365,7 +367,7 @@ class Session:
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError("this client sends uploads only in secure sums")
-        message = declared(method, exchange, "request").from_bytes(frame.payload)
+        message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
         key = f"{context.round}-{exchange}"
         attempts = self.state.attempts.get(key, 0)
@@ -393,12 +395,13 @@ class Session:
             upload = reply()
             if isinstance(upload, Refusal):
                 return _answered(upload)
-            masked = client.mask(upload_layout(method, exchange, context).encode(upload))
+            layout = upload_layout(cast(SummedUploads, method), exchange, context)
+            masked = client.mask(layout.encode(upload))
             return Frame(frames.ANSWER, {}, masked.astype("<u8").tobytes())
 
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
-        if not method.requires_secure_sum:
+        if not sums_securely(method):
             raise MessageError(f"the method {method.name} does not use secure sums")
         return sum_terms(method, question.exchange, context, question.sum or "", self._agreement)
 

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from fedsynth.config.checks import check_own_noise
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import PersonalModels
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import ClientState
+from fedsynth.core.sums import sums_securely
 from fedsynth.data.images import ImageData
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import ClientInfo, Refusal, RunTerms
@@ -235,7 +237,7 @@ class ClientRuntime:
     @property
     def sends_sums(self) -> bool:
         """True if the client's uploads leave its machine only as part of a secure sum."""
-        return self.remote and self.method.requires_secure_sum
+        return self.remote and sums_securely(self.method)
 
     def join(self) -> ClientInfo:
         """Returns the message with which the client joins a run.
@@ -283,7 +285,7 @@ class ClientRuntime:
                 f"the server's noise multiplier must be above 0 and finite, got {sigma!r:.80}"
             ).with_code("request.noise")
         plan = PrivacyPlan.checked(self.settings, self.context)
-        if self.remote and not self.method.requires_secure_sum:
+        if self.remote and not sums_securely(self.method):
             check_own_noise(plan.plans)
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
@@ -407,4 +409,6 @@ class ClientRuntime:
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Returns the client's personal model, given the `parameters` of the server's model."""
-        return self.method.personal_parameters(parameters, self.client_state)
+        if isinstance(self.method, PersonalModels):
+            return self.method.personal_parameters(parameters, self.client_state)
+        return parameters

@@ -17,6 +17,7 @@ import torch
 
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import PublicImages, network_of
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import NOISE, noise_images, proxy_images
 from fedsynth.data.load import load_dataset
@@ -137,7 +138,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     nominal = training / clients_or_groups(partition, spec)
     if privacy is not None and privacy.nominal_size is not None:
         nominal = privacy.nominal_size
-    architecture = settings.method.network(settings.model, spec, settings.seed)
+    architecture = network_of(settings.method, settings.model, spec, settings.seed)
     return RoundContext(
         round=1,
         seed=settings.seed,
@@ -175,9 +176,9 @@ def with_proxy(
         settings: the settings of the run.
         download: True lets torchvision download the images if they are missing.
     """
-    name = settings.method.public_images()
-    if not name:
+    if not isinstance(settings.method, PublicImages):
         return context
+    name = settings.method.public_images()
     if name == NOISE:
         proxy = noise_images(context.spec, settings.seed)
     else:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.participation import CRASHED, TIMED_OUT
+from fedsynth.core.capabilities import PersonalModels, exchange_of
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Tensors
@@ -29,7 +30,7 @@ from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.releases import USER
 
 
@@ -87,7 +88,8 @@ def step_together(
         DivergedError: the personal model of a client is not finite.
     """
     method = clients[0].method
-    protocol.check_declared(method, message, protocol.declared(method, exchange, "request"))
+    declared = exchange_of(method, exchange)
+    protocol.check_declared(method, message, declared.request)
     try:
         protocol.check_model_request(message, context)
         method.check_request(message, context)
@@ -95,16 +97,13 @@ def step_together(
             check_numbers(message.numbers(), context.privacy.max_request_norm)
         client_states = [client.load_state(exchange, context) for client in clients]
         group = view(clients, exchange, context)
-        step = method.first_step if exchange == FIRST else method.client_step
-        results = step(message, group, client_states, context)
+        results = declared.client_step(message, group, client_states, context)
     except RequestRefusedError as error:
         return protocol.Replies(refusals=(protocol.Refusal(str(error), protocol.REQUEST),))
     except BudgetExceededError as error:
         return protocol.Replies(refusals=(protocol.Refusal(str(error), spent=error.spent),))
     replies: dict[int, Message] = {}
-    if (
-        method.personal
-    ):  # check the models that stay with clients, all before any client state is updated
+    if isinstance(method, PersonalModels):  # all are checked before any client state is updated
         for client, (_, client_state) in zip(clients, results, strict=True):
             protocol.check_finite(client_state, f"client {client.number}", context.round)
     for client, (reply, client_state) in zip(clients, results, strict=True):
@@ -126,7 +125,7 @@ def evaluate_together(
         right[client.number] = dict.fromkeys(models, 0)
     tested = [client for client in clients if len(client.data.held_out)]
     at_once = len(clients)
-    if clients[0].method.personal:
+    if isinstance(clients[0].method, PersonalModels):
         at_once = 1
     resident = clients[0].data.resident
     for name, parameters in models.items():

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import OwnNetwork, VaryingReleases, exchange_of
 from fedsynth.core.client import PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
@@ -37,7 +38,6 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
 from fedsynth.methods import is_own_method
 from fedsynth.models.own import refuse_dependence
-from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.batch_independence import (
     ADVICE,
     AMONG_OTHERS,
@@ -220,7 +220,7 @@ class StepTrial:
                 network=context.architecture,
                 isolated=context.isolated,
             )
-            step = self._method.first_step if exchange == FIRST else self._method.client_step
+            step = exchange_of(self._method, exchange).client_step
             try:
                 [(_, client_state)] = step(_disturbed(message), clients, [client_state], context)
             except _LastReleaseError:
@@ -436,7 +436,7 @@ def check_private_steps(
     plan = PrivacyPlan.checked(settings, context)
     if not plan.facts.guaranteed:
         return StepCheck()
-    own_model = settings.method.model_sees_data and is_own_model(settings.model)
+    own_model = settings.runs_own_model
     if own_model:
         if any(item.mechanism == "dp-sgd" for item in plan.plans):
             _check_gradients(settings, context)  # the plan has tried its forward passes
@@ -493,8 +493,8 @@ def _isolated(
     if not is_stable and context.device.type == "cpu":
         raise SettingError("run", "device", f"cannot compute private steps. {NOT_HELD}. {FASTER}")
     text = ISOLATED if is_stable else NOT_HELD
-    takes_images = settings.method.takes_model and not settings.model.features
-    warning = f"{text}. {FASTER}." if takes_images else f"{text}."
+    on_features = isinstance(settings.method, OwnNetwork) or settings.model.features
+    warning = f"{text}." if on_features else f"{text}. {FASTER}."
     return StepCheck([*warnings, warning], isolated=is_stable)
 
 
@@ -510,7 +510,7 @@ def _refused(settings: RunSettings, finding: str, *, own_model: bool) -> Setting
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:
     method = plan.run.method
     rounds = [1]
-    if plan.run.rounds > 1 and (not method.same_releases_every_round or is_own_method(method)):
+    if plan.run.rounds > 1 and (isinstance(method, VaryingReleases) or is_own_method(method)):
         rounds = [1, 2]
     trials = []
     for client in clients:

@@ -15,6 +15,7 @@ from functools import cached_property
 from fedsynth.config import checks
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import VaryingReleases
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
@@ -164,9 +165,14 @@ class PrivacyPlan:
     @property
     def all_releases(self) -> int:
         """The number of noisy releases in the whole run of a client that is in every round."""
-        if self.run.method.same_releases_every_round:
-            return self.run.rounds * self.releases
-        return sum(row.steps for row in self.planned())
+        if self.varies:
+            return sum(row.steps for row in self.planned())
+        return self.run.rounds * self.releases
+
+    @property
+    def varies(self) -> bool:
+        """True if the releases of a client differ between rounds."""
+        return isinstance(self.run.method, VaryingReleases)
 
     def round_plans(self, number: int) -> Plans:
         """Returns the plans of the releases that are made in the round with this number.
@@ -174,13 +180,14 @@ class PrivacyPlan:
         Raises:
             UnplannedReleaseError: the method changes a planned release or adds another release.
         """
-        if self.run.method.same_releases_every_round:
+        method = self.run.method
+        if not isinstance(method, VaryingReleases):
             return self.plans
-        planned = tuple(self.run.method.round_plans(self.plans, number))
+        planned = tuple(method.round_plans(self.plans, number))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
-                f"method {self.run.method.name} changes a planned release in round {number}. "
-                "Method.round_plans may only omit some of the planned releases"
+                f"method {method.name} changes a planned release in round {number}. "
+                "VaryingReleases.round_plans may only omit some of the planned releases"
             ).with_code("release.changed_plan")
         return planned
 
@@ -240,9 +247,9 @@ class PrivacyPlan:
         If the rounds differ, all clients take part in every round. The totals are then those of the
         first rounds.
         """
-        if self.run.method.same_releases_every_round:
-            return totals(self.planned([1], sigma)).times(rounds)
-        return totals(self.planned(range(1, rounds + 1), sigma))
+        if self.varies:
+            return totals(self.planned(range(1, rounds + 1), sigma))
+        return totals(self.planned([1], sigma)).times(rounds)
 
     def client_plans(self, client: int, context: RoundContext) -> Plans:
         """Returns the plans of the releases that one client makes in the round of the context.

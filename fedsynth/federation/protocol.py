@@ -30,7 +30,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState, Method
 from fedsynth.core.uploads import check_named
-from fedsynth.errors import DivergedError, MessageError
+from fedsynth.errors import DivergedError
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 
@@ -210,25 +210,7 @@ Side = Literal["request", "upload"]
 MAX_FACTS_BYTES = 2**20
 
 
-def declared(method: Method, exchange: str, side: Side) -> type[Message]:
-    """Returns the message type that a method declares for one direction of an exchange.
-
-    Args:
-        method: the method.
-        exchange: the exchange, "first" or "main".
-        side: "request" for the server's request, or "upload" for a client's reply.
-
-    Raises:
-        MessageError: the method has no such exchange.
-    """
-    request, upload = method.exchange_types(exchange)
-    expected = request if side == "request" else upload
-    if expected is None:
-        raise MessageError(f"method {method.name} has no {exchange} exchange")
-    return expected
-
-
-def check_declared(method: Method, message: Message, declared: type[Message]) -> None:
+def check_declared(method: Method, message: Message | None, declared: type[Message]) -> None:
     """Checks that a message has the type that the method declares.
 
     Differential privacy was checked only for declared types.

@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Self, cast
 
 from torch import Tensor
 
 from fedsynth.config.settings import QUORUM, RunSettings
+from fedsynth.core.capabilities import ImagesAtEnd, TwoExchanges, exchange_of
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
+from fedsynth.core.sums import SummedUploads
 from fedsynth.core.uploads import check_fields, memory_spans
 from fedsynth.errors import UploadRejectedError
 from fedsynth.federation import protocol
@@ -60,13 +62,12 @@ class Server:
         """
         if exchange == FIRST:
             self._next = self.state
-            message = self.method.first_broadcast(self._next, context)
-            if message is None:
+            if not isinstance(self.method, TwoExchanges):
                 return None
-        else:
-            message = self.method.broadcast(self._next, context)
-        expected = protocol.declared(self.method, exchange, "request")
-        protocol.check_declared(self.method, message, expected)
+        declared = exchange_of(self.method, exchange)
+        message = declared.broadcast(self._next, context)
+        if message is not None or exchange != FIRST:
+            protocol.check_declared(self.method, message, declared.request)
         return message
 
     def check(
@@ -84,7 +85,7 @@ class Server:
         """
         accepted: dict[int, Message] = {}
         rejected: dict[int, UploadRejectedError] = {}
-        expected = protocol.declared(self.method, exchange, "upload")
+        expected = exchange_of(self.method, exchange).upload
         server_memory = memory_spans(self._next.arrays(), server=True)
         for client, reply in sorted(replies.items()):
             try:
@@ -116,16 +117,16 @@ class Server:
             TypeError: a reply, the sum or the new state has another type than the method declares.
             DivergedError: the new model has numbers that are not finite.
         """
-        method, expected = self.method, protocol.declared(self.method, exchange, "upload")
+        method, declared = self.method, exchange_of(self.method, exchange)
         if isinstance(replies, protocol.SecureSum):
             total, count = replies.message, len(replies.clients)
-            protocol.check_declared(method, total, expected)
-            state = method.from_sum(exchange, self._next, total, count, context)
+            protocol.check_declared(method, total, declared.upload)
+            summed = cast(SummedUploads, method)
+            state = summed.from_sum(exchange, self._next, total, count, context)
         else:
             for reply in replies.values():
-                protocol.check_declared(method, reply, expected)
-            aggregate = method.first_aggregate if exchange == FIRST else method.server_step
-            state = aggregate(self._next, dict(sorted(replies.items())), context)
+                protocol.check_declared(method, reply, declared.upload)
+            state = declared.server_step(self._next, dict(sorted(replies.items())), context)
         if type(state) is not method.state:  # a checkpoint is read as this type
             raise TypeError(
                 f"the server's steps of method {method.name} must return the type `state` that it "
@@ -142,7 +143,8 @@ class Server:
         Args:
             context: the context of the last completed round.
         """
-        self.state = self._next = self.method.at_end(self.state, context)
+        if isinstance(self.method, ImagesAtEnd):
+            self.state = self._next = self.method.at_end(self.state, context)
 
     def final_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters of the final model."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fedsynth.core.capabilities import PersonalModels
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import ClientState
@@ -125,7 +126,7 @@ class Nothing(Message):
 
 
 @dataclass(frozen=True)
-class Solo(TrainsLocally):
+class Solo(TrainsLocally, PersonalModels):
     """SOLO: every client trains only on its own data, without federation.
 
     Nothing is sent to the server, and a client continues with its own model in each round. The
@@ -146,7 +147,6 @@ class Solo(TrainsLocally):
     summary = "no federation: each client trains only on its data"
     reference = "the comparison papers' SOLO"
     upload = Nothing
-    personal = True
     dp_mechanisms = ()
     refusal = "the clients send nothing, and the accuracies are computed from private data"
     robust_refusal = "the clients send no models that the server could average"

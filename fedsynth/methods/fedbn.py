@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import PersonalModels
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import ClientState
@@ -41,7 +42,7 @@ def shared_values(values: Tensors, model: nn.Module) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class FedBN(TrainsLocally):
+class FedBN(TrainsLocally, PersonalModels):
     """FedBN: FedAvg in which each client keeps its own batch-norm layers.
 
     The settings are documented in `TrainsLocally`. The method needs a network with batch norm
@@ -62,7 +63,6 @@ class FedBN(TrainsLocally):
     name = "fedbn"
     summary = "FedAvg whose batch-norm layers stay on the clients"
     reference = "Li et al. 2021, FedBN, arXiv 2102.07623"
-    personal = True
     dp_mechanisms = ()
     features_refusal = "a model on features has no batch-norm layers. Use fedavg instead"
     refusal = "batch norm mixes a batch's examples, so no clip bounds the influence of one example"

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fedsynth.core.capabilities import PublicImages
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Presets
 from fedsynth.data.images import normalise
@@ -28,7 +29,7 @@ from fedsynth.validation import in_range
 
 
 @dataclass(frozen=True)
-class FedDF(EnsembleDistillation):
+class FedDF(EnsembleDistillation, PublicImages):
     """FedDF: the server trains a student on public images, towards the clients' averaged logits.
 
     The defaults are those of the paper.

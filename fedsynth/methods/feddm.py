@@ -16,39 +16,30 @@ round, `features` for M releases and for the class counts.
 
 from __future__ import annotations
 
-import copy
 import math
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import PublishedEpsilon
 from fedsynth.core.client import ClientClassPairs, Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import ClientStates, Plans, Presets, Results
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.class_sums import (
-    IMAGES,
-    feature_plans,
-    feature_width,
-    private_matching,
-)
-from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall
-from fedsynth.models.flat import FlatNetwork
+from fedsynth.methods.shared.class_sums import IMAGES, feature_plans, feature_width
+from fedsynth.methods.shared.condensing import CondensingMethod, TrainsInBall, perturbed
 from fedsynth.models.layers import has_batch_norm, with_grouped_statistics
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation import augmentation, losses, matching, private_matchers, sets
+from fedsynth.synthesizer.condensation import augmentation, matching, private_matchers, sets
 from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
-class FedDM(CondensingMethod, TrainsInBall):
+class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     """FedDM: clients condense their data into synthetic images with similar mean features.
 
     The features are those of random networks around the global model.
@@ -132,11 +123,7 @@ class FedDM(CondensingMethod, TrainsInBall):
     # ---------------------------------------------------- ClientUpdate(k, w_r, σ), lines 10 to 19
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Condenses the data of a group of clients into synthetic images.
 
@@ -151,7 +138,7 @@ class FedDM(CondensingMethod, TrainsInBall):
         S = sets.start_images(  # last round's S_k, or real images (Sec. 4.1)
             clients, pairs, states, context, self.ipc, self.start_average, self.restart
         )
-        matcher = self._matcher(clients, pairs, context)
+        matcher = self.matcher(clients, pairs, context)
         networks = perturbed(
             with_grouped_statistics(w_r), self.radius, self.perturbation, context, matcher.period
         )
@@ -172,27 +159,19 @@ class FedDM(CondensingMethod, TrainsInBall):
         uploads = sets.split_uploads(S, pairs, len(clients.ids), matcher.uploaded)  # line 6
         return [(sent, {"images": S.images}) for sent, S in zip(uploads, condensed, strict=True)]
 
-    def _matcher(
+    def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> matching.MatchingObjective:
-        """Returns the matching loss of the condensation (lines 13 to 17)."""
-        if isinstance(clients, PrivateClientView):  # clip, sum and noise, with a guarantee
-            return private_matching(clients, context, min_examples=self.min_examples)
+        """Returns the matching loss of lines 13 to 17: Eq. 9, or a mechanism with a guarantee."""
+        if isinstance(clients, PrivateClientView):
+            return super().matcher(clients, pairs, context)
         if self.networks_per_round:
-            return matching.NetworkMeansMatcher(
-                clients, pairs, min(self.networks_per_round, self.iterations)
-            )
-        seed, r = context.seed, context.round
-        batches = sets.BatchIndices(  # line 13: B_c ~ D_k for each class c, and all of S_k
-            clients, pairs, self.batch, self.iterations, seed, r, self.small_class
-        )
-        exact = matching.ExactMatcher(clients, batches)  # line 14: L_c of Eq. 9, and its gradient
-        if context.privacy is not None:
-            noise = clients.noise(IMAGES)
-            # lines 15 to 17 as printed
+            networks = min(self.networks_per_round, self.iterations)
+            return matching.NetworkMeansMatcher(clients, pairs, networks)
+        exact = super().matcher(clients, pairs, context)
+        if context.privacy is not None and isinstance(exact, matching.ExactMatcher):
+            noise = clients.noise(IMAGES)  # lines 15 to 17 as printed
             return private_matchers.PaperMatcher(exact, pairs, noise)
-        if self.matching != "mean":
-            return losses.DistributionMatcher(exact, self.matching, self.blur)
         return exact
 
     # --------------------------------------------------------------------------- declarations
@@ -234,44 +213,6 @@ class FedDM(CondensingMethod, TrainsInBall):
         self.check_private(context)
         networks = min(self.networks, self.iterations)
         return feature_plans(privacy, context, networks=networks, count_noise=self.count_noise)
-
-
-def perturbed(
-    w_r: nn.Module, radius: float, variant: str, context: RoundContext, period: int | None = None
-) -> Iterator[nn.Module]:
-    """Yields the network of each step, drawn at random around the global model.
-
-    The weights are w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
-
-    All clients use the same networks, which are drawn from the public seed of the round. In
-    Algorithm 1 each client draws its own. The function yields the same network object each time,
-    with different weights.
-
-    Args:
-        w_r: the global model. It is copied, and the weights of the copy are frozen.
-        radius: ρ. With 0, every network is w_r itself.
-        variant: "sphere" or "ball". With "sphere", ε ~ N(0, I) is rescaled to length ρ if it is
-            longer. With 300,000 parameters, where ‖N(0, I)‖ ≈ 550, it is always longer. With
-            "ball", the length of ε is uniform in [0, ρ].
-        context: the context of the round.
-        period: number of networks after which the sequence repeats. With None, it never repeats.
-    """
-    network = FlatNetwork(copy.deepcopy(w_r).to(context.device))
-    center = network.flat.clone()
-    epsilon = torch.empty_like(center)
-    for step in count():
-        if step % (period or sys.maxsize) == 0:
-            generator = torch_generator(
-                context.seed, "parameter perturbation", context.round, device=context.device
-            )
-        epsilon.normal_(generator=generator)
-        norm = torch.linalg.vector_norm(epsilon)
-        if variant == "ball":
-            scale = radius * torch.rand((), generator=generator, device=norm.device) / norm
-        else:
-            scale = (radius / norm).clamp_max(1.0)
-        torch.addcmul(center, epsilon, scale, out=network.flat)
-        yield network.module
 
 
 def clipped_by_client(gradient: Tensor, client_S: Tensor, bound: float) -> Tensor:

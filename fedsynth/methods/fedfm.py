@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.core.capabilities import TwoExchanges
 from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, released
@@ -134,8 +135,8 @@ class AnchorState(AveragingState):
 
 
 @dataclass(frozen=True)
-class FedFM(TrainsLocally):
-    """FedFM: local training that pulls features towards shared anchors.
+class TrainsToAnchors(TrainsLocally):
+    """Base class of FedFM and FedFM-Lite, whose local training pulls features towards anchors.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -156,20 +157,9 @@ class FedFM(TrainsLocally):
             privacy.
         anchor_noise: noise multiplier of the feature sums and of the class counts, divided by σ. It
             is used only with differential privacy. The default is public and was not tuned.
-
-    >>> from fedsynth import FedFM, ModelSettings, RunSettings, simulate
-    >>> method = FedFM(weight=1.0, local_epochs=2, batch=32, lr=0.05)
-    >>> result = simulate(RunSettings(method, rounds=2, model=ModelSettings(width=16, depth=2)))
-    >>> result.accuracy > 0.4
-    True
     """
 
-    name = "fedfm"
-    summary = "local training pulls features towards anchors, the class means over all clients"
-    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     request = AnchorsDown
-    first_request: ClassVar[type[Message] | None] = ModelParameters
-    first_upload: ClassVar[type[Message] | None] = FeatureSums
     state = AnchorState
     sums_exchange: ClassVar[str] = FIRST
     robust_refusal = (
@@ -204,29 +194,6 @@ class FedFM(TrainsLocally):
             shape = context.spec.classes, feature_width(context, logits=False)
             rules |= sums_rules(client, shape, SUMS, context)
         return rules
-
-    def first_broadcast(self, state: AnchorState, context: RoundContext) -> Message | None:
-        if self.first_upload is None or context.round < self.start_round:
-            return None
-        return ModelParameters(state.parameters, 1.0)
-
-    def first_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
-    ) -> Results:
-        model = context.load(message.parameters).requires_grad_(False).eval()
-        results: Results = []
-        for client, state in zip(clients.split(), states, strict=True):
-            results.append((FeatureSums(*self.feature_sums(model, client, context)), state))
-        return results
-
-    def first_aggregate(
-        self, state: AnchorState, replies: Mapping[int, FeatureSums], context: RoundContext
-    ) -> AnchorState:
-        return self._with_anchors(state, list(replies.values()), context)
 
     def broadcast(self, state: AnchorState, context: RoundContext) -> Message:
         private = context.privacy is not None
@@ -299,10 +266,48 @@ class FedFM(TrainsLocally):
 
 
 @dataclass(frozen=True)
-class FedFMLite(FedFM):
+class FedFM(TrainsToAnchors, TwoExchanges):
+    """FedFM: local training that pulls features towards shared anchors.
+
+    The settings are documented in `TrainsToAnchors`.
+
+    >>> from fedsynth import FedFM, ModelSettings, RunSettings, simulate
+    >>> method = FedFM(weight=1.0, local_epochs=2, batch=32, lr=0.05)
+    >>> result = simulate(RunSettings(method, rounds=2, model=ModelSettings(width=16, depth=2)))
+    >>> result.accuracy > 0.4
+    True
+    """
+
+    name = "fedfm"
+    summary = "local training pulls features towards anchors, the class means over all clients"
+    reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
+    first_upload = FeatureSums
+
+    def first_broadcast(self, state: AnchorState, context: RoundContext) -> Message | None:
+        if context.round < self.start_round:
+            return None
+        return ModelParameters(state.parameters, 1.0)
+
+    def first_step(
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
+    ) -> Results:
+        model = context.load(message.parameters).requires_grad_(False).eval()
+        results: Results = []
+        for client, state in zip(clients.split(), states, strict=True):
+            results.append((FeatureSums(*self.feature_sums(model, client, context)), state))
+        return results
+
+    def first_aggregate(
+        self, state: AnchorState, replies: Mapping[int, FeatureSums], context: RoundContext
+    ) -> AnchorState:
+        return self._with_anchors(state, list(replies.values()), context)
+
+
+@dataclass(frozen=True)
+class FedFMLite(TrainsToAnchors):
     """FedFM with a single exchange in each round.
 
-    The settings are documented in `FedFM`. The first round has no anchors, so q is used from round
+    The settings are documented in `TrainsToAnchors`. The first round has no anchors, so q is used from round
     2 on, or from `start_round` on if that is later.
 
     >>> from fedsynth import FedFMLite, ModelSettings, RunSettings, simulate
@@ -316,8 +321,6 @@ class FedFMLite(FedFM):
     summary = "FedFM with anchors made after local training and sent with the model"
     reference = "Ye et al. 2023, FedFM, arXiv 2210.07615"
     upload = ModelAndSums
-    first_request = None
-    first_upload = None
     sums_exchange = MAIN
 
     def task(

@@ -23,55 +23,135 @@ docs/fedstats.md has results.
 In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403), one-shot
 federated ridge regression sums them over clients (arXiv 2601.08216), and Tramèr & Boneh train on
 scattering features by DP-SGD (arXiv 2011.11660).
+
+Shares of the budget refer to μ². A release with the share s has the run's noise multiplier divided
+by √s. All releases together then cost as much as a single Gaussian release with the run's σ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedsynth.core.capabilities import OwnNetwork, TwoExchanges, VaryingReleases
 from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters, Tensors
-from fedsynth.core.method import ClientStates, Results
+from fedsynth.core.messages import Message, ModelParameters, Tensors, released
+from fedsynth.core.method import ClientStates, Plans, ReleasePlan, Results
+from fedsynth.core.sums import Pool, SummedUploads
+from fedsynth.core.uploads import LARGEST, Array, Rule
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import SettingError
+from fedsynth.features import registry
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.features.scattering import low_pass
-from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.statistics import class_moments
-from fedsynth.methods.statistics.images import class_means_of
-from fedsynth.methods.statistics.settings import (
-    CENTRE,
-    MOMENTS,
-    STEP,
-    CentreSums,
-    FedStatsState,
-    PlansStatistics,
-    StatisticSums,
-)
-from fedsynth.methods.statistics.whitening import COVARIANCES, covariance_rows, released_roots
-from fedsynth.models.on_features import Embedding
-from fedsynth.privacy.plans import FIRST
-from fedsynth.privacy.products import Products, Rows
+from fedsynth.methods.statistics import images, moments
+from fedsynth.methods.statistics.images import PIXELS, ImagesState, MakesImages
+from fedsynth.methods.statistics.moments import COVARIANCES
+from fedsynth.models.on_features import Embedding, FeatureLinear
+from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.products import Products, Rows, grams_width
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.validation import in_range, one_of
 
+AUTO, YES, NO = "auto", "yes", "no"
 # The factor that converts the outputs of a regression on labels to logits. It is 4, because the
 # slope of the softmax at equal odds of two classes is ¼.
 SCALE = 4.0
 
 
+# The names of the release plans of the centre, of the moments and of the gradient steps. The plans
+# of optional statistics have the names `PIXELS` and `COVARIANCES`.
+CENTRE, MOMENTS, STEP = "centre", "moments", "step"
+
+FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
+
+
 @dataclass(frozen=True)
-class FedStats(PlansStatistics):
+class StatisticSums(Message):
+    """The upload of a client in FedStats: the noisy sum of one release, as a vector."""
+
+    sums: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CentreSums(Message):
+    """The upload of FedStats' first exchange: noisy sums of features and of optional statistics.
+
+    The optional statistics are small pictures, and products of features for covariances.
+
+    The sums of small pictures and the sums of products are empty if they are not released.
+    """
+
+    sums: Tensor = released()
+    pictures: Tensor = released()
+    covariances: Tensor = released()
+
+
+@dataclass(frozen=True)
+class FedStatsState(ImagesState):
+    """The server's state in FedStats: the classifier, the fields of `ImagesState`, and the fields
+    below.
+
+    Args:
+        eigenvalues: the eigenvalues [d] of the released second moments, plus the ridge. None before
+            round 1, or without second moments.
+        eigenvectors: the eigenvectors [d, d] of the released second moments.
+        velocity: the last change of the classifier divided by the rate, [C, d]. None before the
+            first step.
+    """
+
+    eigenvalues: Tensor | None = None
+    eigenvectors: Tensor | None = None
+    velocity: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
     """FedStats: the server computes a linear model on fixed features, from noisy sums of the
     clients.
 
     A run takes one gradient step in each round after the first. The defaults were
-    tuned on held-out training images. The settings are documented in `PlansStatistics`,
-    `MakesImages` and `DistributedNoise`.
+    tuned on held-out training images. `MakesImages` and `SummedUploads` document further settings.
+
+    Args:
+        features: name of the feature map φ, either built in (`fedsynth.features.feature_names`) or
+            registered. "auto" chooses a map by the public shape of the images (`features_for`).
+        centre_share: share of the budget μ² for the centre.
+        whitening: whether covariances of the feature map's channels and spatial cells are released
+            together with the centre, and z is whitened by them. "auto" does so with differential
+            privacy for grey images of at least 12 pixels a side. For colour images, the gain does
+            not exceed the cost. Without differential privacy, whitening is not needed.
+        covariance_share: share of the budget for the covariances that `whitening` uses.
+        moment_share: share of the budget for the second moments and z ⊗ e, if second moments are
+            released. The steps divide the rest equally. Without second moments, z ⊗ e is the first
+            of as many gradients as there are rounds, and all gradients have equal shares.
+        second_moments: whether z zᵀ is released together with z ⊗ e. With "no", z ⊗ e uses the
+            whole clipping bound, an upload is smaller by a factor of about d/2C, and all directions
+            have the same step size. This is the better choice if the features are already white and
+            there is noise. With "yes", the steps are Newton-like. "auto" is "yes" without
+            differential privacy, and "no" with it.
+        ridge: λ, the ridge of the classifier in closed form, divided by σ_A·√d, where σ_A is the
+            noise of a moment. It is used with second moments.
+        step_clip: c, the bound of clip(p − y). ‖p − y‖ is at most √2.
+        step_size: factor of the Newton-like step. Without second moments, it is the largest step
+            size, in units of 1/`curvature`.
+        logit_noise: standard deviation of the noise that all steps together may add to a logit. It
+            is used without second moments, and determines the step size together with the public
+            noise (`fedsynth.methods.statistics.moments.step_rate`).
+        momentum: share of the last change that is repeated in each step. It is used without second
+            moments.
+        curvature: a value that replaces all eigenvalues of the second moments if they are not
+            released.
+        step_floor: smallest eigenvalue by which a step divides, in units of σ_G·√d, where σ_G is
+            the noise of a coordinate of the gradient. It is used with second moments.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -83,15 +163,44 @@ class FedStats(PlansStatistics):
     summary = "the server computes a model and images from noisy class statistics of fixed features"
     reference = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403"
     dp_mechanisms = ("statistics",)
+    first_upload = CentreSums
+    upload = StatisticSums
+    state = FedStatsState
+    robust_refusal = "the server needs the exact sum, which a robust rule does not compute"
+    features_refusal = "the setting method.features chooses the feature map"
+
+    features: str = AUTO
+    centre_share: float = in_range(0.04, 1e-4, 0.9)
+    whitening: str = one_of(AUTO, YES, NO)
+    covariance_share: float = in_range(0.05, 1e-4, 0.9)
+    moment_share: float = in_range(0.1, 1e-4, 0.999)
+    second_moments: str = one_of(AUTO, YES, NO)
+    ridge: float = in_range(0.25, 0)
+    step_clip: float = in_range(0.5, 1e-3, 1.5)
+    step_size: float = in_range(1.5, 0)
+    logit_noise: float = in_range(0.9, 1e-3)
+    momentum: float = in_range(0.5, 0, 0.999)
+    step_floor: float = in_range(0.1, 0)
+    curvature: float = in_range(0.00375, 1e-9)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.features not in (AUTO, *registry.feature_names()):
+            registry.refuse_unknown_map(self.features, "method", AUTO)
+        pictures = self.images_each > 0 and self.pictures != NO
+        self._first_shares(pictures, self.whitening == YES)
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
+    def first_broadcast(
+        self, state: FedStatsState, context: RoundContext
+    ) -> ModelParameters | None:
+        if context.round > 1:
+            return None
+        return ModelParameters(state.parameters, 1.0)
+
     def first_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
@@ -103,12 +212,12 @@ class FedStats(PlansStatistics):
         sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
         small = covariances = torch.zeros(len(sums), 0, device=sums.device)
         if self.releases_pictures(context.spec):
-            rows = partial(class_moments.pixel_rows, classes=context.spec.classes)
+            rows = partial(images.pixel_rows, classes=context.spec.classes)
             cells = low_pass(context.spec.image_shape)
-            small = self._sums(class_moments.PIXELS, cells, rows, clients)
+            small = self._sums(PIXELS, cells, rows, clients)
         if self.has_covariances(context.privacy, context.spec):
             covariances = self._sums(
-                COVARIANCES, features, lambda f, y: covariance_rows(f, features), clients
+                COVARIANCES, features, lambda f, y: moments.covariance_rows(f, features), clients
             )
         results: Results = []
         for k, state in enumerate(states):
@@ -131,23 +240,19 @@ class FedStats(PlansStatistics):
         if self.has_covariances(context.privacy, context.spec):
             second = self.pooled(total.covariances, clients, COVARIANCES, context)
             noise = pool.noise_std / pool.records
-            roots = released_roots(second, centre, noise, self.map_of(context.spec))
+            roots = moments.released_roots(second, centre, noise, self.map_of(context.spec))
             state = _with_parameters(state, roots)
         if not self.releases_pictures(context.spec):
             return state
-        small = self.pooled(total.pictures, clients, class_moments.PIXELS, context)
+        small = self.pooled(total.pictures, clients, PIXELS, context)
         width = low_pass(context.spec.image_shape).dimension
-        moments = class_moments.PixelMoments.unpacked(small, width, context.spec.classes)
-        return replace(state, picture_means=moments.means, picture_roots=moments.roots)
+        pictures = images.PixelMoments.unpacked(small, width, context.spec.classes)
+        return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
 
     def client_step(
-        self,
-        message: ModelParameters,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the main exchange of a round.
 
@@ -162,8 +267,8 @@ class FedStats(PlansStatistics):
         def rows(z: Tensor, labels_N: Tensor) -> Products:
             if context.round == 1:
                 second = self.has_second(context.privacy)
-                return class_moments.moment_rows(z, labels_N, classes, second=second)
-            return class_moments.step_rows(z, labels_N, weight, self.step_clip)
+                return moments.moment_rows(z, labels_N, classes, second=second)
+            return moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
         results = zip(self._sums(name, features, rows, clients, embedding), states, strict=True)
@@ -188,20 +293,20 @@ class FedStats(PlansStatistics):
         second = self.has_second(context.privacy)
         if self.images_each:
             size = (context.spec.classes, self.map_of(context.spec).dimension)
-            state = replace(state, class_means=class_means_of(pool, size, second=second))
+            state = replace(state, class_means=images.class_means_of(pool, size, second=second))
         if second:
             return self._closed_form(state, pool)
         weight = state.parameters["classifier.weight"]
         state = _with_parameters(state, {"classifier.weight": torch.zeros_like(weight)})
-        return self._momentum_step(state, class_moments.first_gradient(pool, len(weight)), context)
+        return self._momentum_step(state, moments.first_gradient(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
         """Returns the state with the classifier that ridge regression computes from the released
         moments."""
         classes, d = state.parameters["classifier.weight"].shape
-        second, crossed, noise = class_moments.unpacked(pool, d, classes)
-        spectrum = class_moments.Spectrum.of(second, noise, self.ridge)
-        crossed = crossed * class_moments.target_norm(classes)
+        second, crossed, noise = moments.unpacked(pool, d, classes)
+        spectrum = moments.Spectrum.of(second, noise, self.ridge)
+        crossed = crossed * moments.target_norm(classes)
         weight = (SCALE * spectrum.solve(crossed)).float()
         return replace(
             _with_parameters(state, {"classifier.weight": weight}),
@@ -221,7 +326,7 @@ class FedStats(PlansStatistics):
             if self.has_second(context.privacy):  # round 1 was discarded
                 return state
             return self._momentum_step(state, gradient, context)
-        spectrum = class_moments.Spectrum(state.eigenvalues, state.eigenvectors)
+        spectrum = moments.Spectrum(state.eigenvalues, state.eigenvectors)
         noise = pool.noise_std / pool.records * math.sqrt(weight.shape[1])
         direction = spectrum.step(gradient, self.step_floor * noise)
         weight = weight - self.step_size * direction
@@ -250,6 +355,244 @@ class FedStats(PlansStatistics):
             return clients.feature_sums(clients.mechanisms(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
 
+    # ------------------------------------------------- the model, and what is released with which share
+
+    def map_of(self, spec: DatasetSpec) -> FeatureMap:
+        """Returns the feature map φ that the settings select for the images of a dataset."""
+        name = self.features
+        if name == AUTO:
+            name = registry.features_for(spec.image_shape)
+        return registry.feature_map(name, spec.image_shape)
+
+    def network(self, spec: DatasetSpec) -> FeatureLinear:
+        """Returns a linear model on φ."""
+        return FeatureLinear(self.map_of(spec), spec, whitens=self.whitens(spec))
+
+    def whitens(self, spec: DatasetSpec) -> bool:
+        """Returns whether the model has a matrix T. With T, a private run whitens z.
+
+        In a run without differential privacy, T stays the identity.
+
+        Raises:
+            SettingError: `whitening=yes` is set for features without channels and spatial cells.
+        """
+        features = self.map_of(spec)
+        if self.whitening == AUTO:
+            grey = spec.channels == 1 and min(spec.height, spec.width) >= MIN_SIDE
+            return bool(features.blocks) and grey
+        if self.whitening == YES and not features.blocks:
+            reason = (
+                "needs a feature map with channels and spatial cells (FeatureMap.blocks), but "
+                f"the feature map {features.name!r} has none. Set method.whitening=no"
+            )
+            raise SettingError("method", "whitening", reason, value=self.whitening)
+        return self.whitening == YES
+
+    def has_second(self, privacy: PrivacySettings | None) -> bool:
+        """Returns whether second moments are released, which depends only on public settings."""
+        if self.second_moments == AUTO:
+            return privacy is None
+        return self.second_moments == YES
+
+    def has_covariances(self, privacy: PrivacySettings | None, spec: DatasetSpec) -> bool:
+        """Returns whether covariances are released.
+
+        They are released in runs with differential privacy that whiten z.
+        """
+        return privacy is not None and self.whitens(spec)
+
+    def _first_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
+        """Returns the share of the budget of each release in the first round, by the name of the
+        plan.
+
+        A release that is not made has the share 0. The share of `MOMENTS` is for moments that
+        include second moments.
+
+        Raises:
+            SettingError: the shares leave no budget for steps.
+        """
+        shares = {
+            CENTRE: self.centre_share,
+            PIXELS: pictures * self.pixel_share,
+            COVARIANCES: covariances * self.covariance_share,
+            MOMENTS: self.moment_share,
+        }
+        total = sum(shares.values())
+        if total >= 1:
+            reason = (
+                "is too large. The sum of centre_share, pixel_share, covariance_share and "
+                f"moment_share must be below 1, got {total:g}"
+            )
+            raise SettingError("method", "moment_share", reason, value=self.moment_share)
+        return shares
+
+    def shares(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, float]:
+        """Returns the shares of the releases in the budget μ². The keys are names of release plans.
+
+        A release that is not made has the share 0. Without second moments, the moments have the
+        same share as a step. The steps divide the rest of the budget equally.
+        """
+        spec, rounds = context.spec, context.rounds
+        covariances = self.has_covariances(privacy, spec)
+        shares = self._first_shares(self.releases_pictures(spec), covariances)
+        rest = 1 - shares[CENTRE] - shares[PIXELS] - shares[COVARIANCES]
+        if rounds == 1 or not self.has_second(privacy):
+            return {**shares, MOMENTS: rest / rounds, STEP: rest / rounds * (rounds > 1)}
+        return {**shares, STEP: (rest - shares[MOMENTS]) / (rounds - 1)}
+
+    def check_images(self) -> None:
+        # the images need the moments of round 1, and a sum with too little noise is discarded
+        if not self.images_each or self.requires_secure_sum:
+            reason = "a value of ipc or drawn_ipc above 0 and a completed first round"
+            raise SettingError("method", "ipc", f"must be set: the images need {reason}")
+
+    def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
+        facts = {"model": "linear in the features, without a bias, and computed from releases"}
+        if self.releases_pictures(spec):
+            small = low_pass(spec.image_shape)
+            facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
+        if self.whitens(spec):
+            facts["whitening"] = (
+                "private runs whiten the features by noisy covariances of channels and cells, which "
+                "are released in round 1"
+            )
+        features = self.map_of(spec)
+        facts["feature map"] = (
+            f"{features.name}, {features.dimension} coordinates: fixed before data are read"
+        )
+        if not registry.is_own_features(features.name):
+            facts["feature map"] += ", and chosen on public benchmarks"
+        bounds = f"norm bound {features.norm_bound:.6g}, radius R {features.radius:.6g}"
+        facts["constants of the features"] = f"{bounds}: {features.source}"
+        return facts
+
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
+        """Returns the plans of the releases in round 1 and of the later steps.
+
+        Raises:
+            SettingError: a clipping bound or a sampling rate is set, although the method fixes
+                both; or the shares leave no budget for steps.
+        """
+        for key in ("clip", "sample_rate"):
+            if getattr(privacy, key) is not None:
+                reason = f"must not be set for {self.name}, which chooses a value for each release"
+                raise SettingError("privacy", key, reason)
+        return self.sum_over_clients(self._releases(privacy, context), privacy, context)
+
+    def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
+        """Returns the plans of all releases with the noise of a single client.
+
+        The expected signals assume C equally frequent classes, in which all examples of a class are
+        identical, and examples of different classes are orthogonal. Then Σ e/b ⊗ z is n/C times a
+        sum of C orthogonal terms of norm 1, so its norm is n/√C. The norm of Σ z zᵀ is the same.
+        All examples share one centre. Small pictures have the same signal as the moments, and
+        covariances have the signal of white features.
+        """
+        features, classes = self.map_of(context.spec), context.spec.classes
+        d, by_class = features.dimension, classes**-0.5
+        plan = partial(_planned, self.shares(privacy, context))
+        products, width = "products of features with labels", d * classes
+        if self.has_second(privacy):
+            products += ", and second moments of features"
+            width += d * (d + 1) // 2
+        z = "z = (φ(x) − m)/R of each example; the joint vector of its products has norm at most 1"
+        if self.has_covariances(privacy, context.spec):
+            z = z.replace("= (", "= T(") + "; T is made of the released covariances"
+        pictures = "products of small pictures with labels, and their second moments"
+        u = (
+            "u of each example, an image averaged in cells over its own norm, beside a constant; "
+            "the joint vector of its products has norm at most 1"
+        )
+        pixels = images.pixel_width(low_pass(context.spec.image_shape).dimension, classes)
+        covariances, white = "second moments of features' channels, and of their cells", 0.0
+        matrices = (
+            "φ(x)/B of each example, B the map's norm bound; the joint vector of the products "
+            "of its channels and of its cells has norm at most 1"
+        )
+        if features.blocks:
+            white = moments.white_signal(features.blocks)
+        centre = "φ(x) of each example"
+        steps, wrong = (
+            "sum of gradients of a linear model on features",
+            "p − y of each example, and z",
+        )
+        return (
+            *plan(MOMENTS, products, z, width, by_class),
+            *plan(CENTRE, "sum of features", centre, d, 1.0, clip=features.norm_bound),
+            *plan(PIXELS, pictures, u, pixels, by_class),
+            *plan(COVARIANCES, covariances, matrices, grams_width(features.blocks), white),
+            *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
+        )
+
+    def round_plans(self, plans: Plans, round: int) -> Plans:
+        return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
+
+    def rate(self, context: RoundContext) -> float:
+        """Returns the step size that is used if no second moments are released.
+
+        The step size depends only on public numbers.
+        """
+        records = context.nominal_size * context.clients
+        noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
+        return moments.step_rate(
+            noise_std * self.step_clip / records / math.sqrt(context.rounds),
+            context.rounds,
+            self.logit_noise,
+            self.step_size / self.curvature,
+            self.momentum,
+        )
+
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        widths = {plan.name: plan.dimension for plan in self._releases(context.privacy, context)}
+        bound = LARGEST * max(1.0, *context.noise.values(), 1.0)
+        rules: dict[str, Rule] = {}
+        for field, plan in self.sum_releases(exchange, context).items():
+            dtype = self.sum_dtype(plan, context)
+            rules[field] = Array((widths.get(plan, 0),), dtype, low=-bound, high=bound)
+        return rules
+
+    def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
+        if context.round > 1:
+            return {"sums": STEP}
+        if exchange == FIRST:
+            return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
+        return {"sums": MOMENTS}
+
+    def check_model(self, model: nn.Module) -> None:
+        if not isinstance(model, FeatureLinear):
+            reason = f"must not be set for {self.name}, which trains a linear model on features"
+            raise SettingError("model", "name", reason)
+        if self.ipc > 0:
+            images.check_differentiable(model)
+
 
 def _with_parameters(state: FedStatsState, changed: Tensors) -> FedStatsState:
     return replace(state, parameters={**state.parameters, **changed})
+
+
+def _planned(
+    shares: Mapping[str, float],
+    name: str,
+    quantity: str,
+    clipped: str,
+    dimension: int,
+    signal: float,
+    clip: float = 1.0,
+) -> Plans:
+    """Returns the plan of a release, or nothing if the release has no share of the budget."""
+    if not shares[name]:
+        return ()
+    plan = ReleasePlan(
+        name=name,
+        quantity=quantity,
+        mechanism="statistics",
+        clipped=clipped,
+        clip=clip,
+        sample_rate=1.0,
+        steps=1,
+        dimension=dimension,
+        relative_noise_multiplier=shares[name] ** -0.5,
+        exchange=MAIN if name in (MOMENTS, STEP) else FIRST,
+        signal=signal,
+    )
+    return (plan,)

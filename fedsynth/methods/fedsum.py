@@ -21,43 +21,106 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import Measurements, SyntheticImages
 from fedsynth.core.client import Group
-from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Message
-from fedsynth.core.method import ClientStates, Results, Upload
+from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Message, ModelParameters, public, released
+from fedsynth.core.method import ClientStates, Plans, Presets, Results, Upload
+from fedsynth.core.sums import SummedUploads
+from fedsynth.core.uploads import Rule, check_tensor
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.features.random_images import random_images
-from fedsynth.methods.fedaf import resampled
-from fedsynth.methods.feddm import perturbed
-from fedsynth.methods.shared.class_sums import (
-    COUNTS,
-    IMAGES,
-    class_counts,
-    class_sums,
-    mechanisms_of,
-)
-from fedsynth.methods.shared.fedsum_settings import (
-    FRESH,
-    CondensedState,
-    FedSumSettings,
-    NetworkSums,
-    SumsRequest,
-)
+from fedsynth.methods.shared import class_sums
+from fedsynth.methods.shared.class_sums import COUNTS, IMAGES, feature_width
+from fedsynth.methods.shared.condensing import TrainsInBall, perturbed, resampled
+from fedsynth.models.layers import check_embedding
+from fedsynth.privacy import disclosure
+from fedsynth.privacy.dpsgd import refuse_batch_norm
+from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation import augmentation, matching, sets
+from fedsynth.validation import in_range, one_of
+
+# The value of `perturbation` that selects newly initialised networks.
+FRESH = "fresh"
 
 
 @dataclass(frozen=True)
-class FedSum(FedSumSettings):
+class SumsRequest(ModelParameters):
+    """The message to the clients of FedSum: the model w_r and the synthetic images S.
+
+    S has the shape [classes · ipc, channels, H, W].
+
+    Clients subtract the class means of the features of S from their own features before summing
+    them.
+    """
+
+    images: Tensor = public("sent to clients, never uploaded")
+
+
+@dataclass(frozen=True)
+class NetworkSums(Message):
+    """The upload of a client in FedSum: class sums of features under each network, and class
+    counts.
+
+    The sums have the shape [M, classes, D], and the counts [classes].
+
+    The class means of the features of S are subtracted from the features.
+    """
+
+    sums: Tensor = released()
+    counts: Tensor = released()
+
+
+@dataclass(frozen=True)
+class CondensedState(ServerState):
+    """The server's state in FedSum, with the synthetic images S.
+
+    S is normalised, [classes · ipc, channels, H, W]. A boolean mask [classes] marks the classes
+    with enough data.
+
+    S and the mask are None before the first round.
+    """
+
+    images: Tensor | None = None
+    condensed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     """FedSum: the server condenses one synthetic set towards class sums of the features of all
     clients.
 
-    The settings are documented in `FedSumSettings`.
+    Settings that FedDM also has mean the same as there. The remaining settings are documented in
+    `TrainsInBall` and `SummedUploads`.
+
+    Args:
+        networks: M, the number of networks in a round. A client makes one pass over its data for
+            each network.
+        iterations: T, the number of condensation steps of the server in a round. Step t uses
+            network t mod M.
+        image_lr: η_c, the learning rate of the images.
+        image_momentum: momentum of the updates of the images.
+        min_examples: smallest number of examples over all clients with which a class is used. With
+            differential privacy, the released count must also be at least twice the standard
+            deviation of its noise.
+        start: what the images start from. "noise" and "random-process" images are both public.
+        restart: whether the images start again in each round. With False, the images of the last
+            round are improved further.
+        perturbation: how the networks are drawn. "sphere" draws them from the sphere of radius ρ
+            around w_r, and "ball" from the inside of the ball. "fresh" initialises new networks,
+            and the server then trains without the bound ρ.
+        augment: augmentation of real and synthetic images, "none" or "siamese".
+        flip: whether "siamese" may mirror images.
+        logit_weight: b, the weight of the logits relative to the embedding.
+        count_noise: noise multiplier of the counts, in units of σ/√M. The unit is the noise
+            multiplier of the sums under all M networks together. The setting is used only with
+            differential privacy.
 
     >>> from fedsynth import FedSum, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedSum(networks=4, ipc=5, iterations=40, image_lr=5.0, server_epochs=50)
@@ -72,20 +135,39 @@ class FedSum(FedSumSettings):
     name = "fedsum"
     summary = "the server condenses one set of images from class sums of features over all clients"
     reference = "FedDM's objective (arXiv 2207.09653, Eq. 9) on pooled class sums"
+    request = SumsRequest
+    upload = NetworkSums
+    state = CondensedState
+    dp_mechanisms = ("features",)
+    presets: ClassVar[Presets] = {"digits": {"iterations": 100, "image_lr": 5.0}}
+    robust_refusal = (
+        "the server adds class sums. In a robust rule, clients without examples of a class would "
+        "outvote the clients that have examples"
+    )
+    metric_privacy: ClassVar[Mapping[str, disclosure.Disclosure]] = {
+        "condensed_classes": disclosure.released("how many released counts are above their noise")
+    }
 
-    # --------------------------------------------------------------------------------- the messages
+    networks: int = in_range(16, 1, 10_000)
+    iterations: int = in_range(1000, 1)
+    image_lr: float = in_range(1.0, 0)
+    image_momentum: float = in_range(0.0, 0, 1)
+    min_examples: int = in_range(1, 0)
+    start: str = one_of("noise", "random-process")
+    restart: bool = False
+    perturbation: str = one_of("sphere", "ball", FRESH)
+    augment: str = one_of(*augmentation.AUGMENTATIONS)
+    flip: bool = False
+    logit_weight: float = in_range(1.0, 0)
+    count_noise: float = in_range(3.0, 0.01)
+
+    # -------------------------------------------------------------------- the message and the client
 
     def broadcast(self, state: CondensedState, context: RoundContext) -> Message:
         return SumsRequest(state.parameters, 1.0, self._images(state, context))
 
-    # ----------------------------------------------------------------------------------- the client
-
     def client_step(
-        self,
-        message: SumsRequest,
-        clients: Group,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: SumsRequest, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the class sums of features and the class counts of each client.
 
@@ -95,14 +177,14 @@ class FedSum(FedSumSettings):
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         S = self._by_class(message.images, context)
-        charged = mechanisms_of(clients, IMAGES)
+        charged = class_sums.mechanisms_of(clients, IMAGES)
         sums = []
         for m, u_m in enumerate(islice(self._feature_maps(w_r, context), self.networks)):
             s_m = matching.frozen_means(u_m, S)  # s_{m,c} = mean_{S_c} u_m
             rows = partial(_centred, u_m, s_m)
-            sums.append(class_sums(clients, charged, rows, s_m.shape[1], torch.float64))
+            sums.append(class_sums.class_sums(clients, charged, rows, s_m.shape[1], torch.float64))
             context.report("sums", m + 1, self.networks)
-        counts = class_counts(clients)
+        counts = class_sums.class_counts(clients)
         results = zip(torch.stack(sums, dim=1), counts, states, strict=True)
         return [(NetworkSums(R.clone(), n.clone()), state) for R, n, state in results]
 
@@ -150,11 +232,11 @@ class FedSum(FedSumSettings):
 
     def synthetic(
         self, state: CondensedState, context: RoundContext
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> tuple[Tensor, Tensor, None] | None:
         if state.images is None:
             return None
         S = self._set(state, context)
-        return S.images, S.labels
+        return S.images, S.labels, None
 
     def _floor(self, clients: int, context: RoundContext) -> float:
         """Returns the number of examples over all clients that a class must have to be used."""
@@ -216,6 +298,37 @@ class FedSum(FedSumSettings):
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]
         return sets.SyntheticSet(state.images[condensed], labels[condensed])
+
+    # --------------------------------------------------------------------------- declarations
+
+    def check_model(self, model: nn.Module) -> None:
+        check_embedding(self.name, model)
+
+    def check_request(self, message: SumsRequest, context: RoundContext) -> None:
+        rows = context.spec.classes * self.ipc
+        check_tensor("images", message.images, (rows, *context.spec.image_shape), torch.float32)
+
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        shape = self.networks, context.spec.classes, feature_width(context, logits=True)
+        return class_sums.sums_rules(
+            client, shape, IMAGES, context, self.sum_dtype(IMAGES, context)
+        )
+
+    def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
+        return {"sums": IMAGES, "counts": COUNTS}
+
+    def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
+        """Returns the plans of M releases of sums in each round, and of one release of the
+        counts."""
+        refuse_batch_norm(context.architecture)
+        plans = class_sums.feature_plans(
+            privacy, context, networks=self.networks, count_noise=self.count_noise
+        )
+        return self.sum_over_clients(plans, privacy, context)
+
+    def client_bytes(self, context: RoundContext) -> int:
+        numbers = self.networks * context.spec.classes * feature_width(context, logits=True)
+        return 16 * numbers
 
 
 def _centred(u: matching.NetworkFeatures, s_CD: Tensor, x_NCHW: Tensor, label_N: Tensor) -> Tensor:

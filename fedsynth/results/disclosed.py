@@ -2,7 +2,7 @@
 
 Every key in a round's metrics and in the summary must be declared with a privacy label. This module
 declares the keys that fedsynth itself writes. A method declares the keys of its own metrics in
-`Method.metric_privacy`. An undeclared key is refused. Values that only a simulation may show are
+`Measurements.metric_privacy`. An undeclared key is refused. Values that only a simulation may show are
 written only to the folder `simulation_only`.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fedsynth.core.capabilities import Measurements
 from fedsynth.evaluation import GENERATOR, MEASURES, GeneratorFacts
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
 from fedsynth.privacy.errors import UnaccountedReleaseError
@@ -93,7 +94,11 @@ def declared_row(method: type[Method]) -> Declared:
 
     Each name is mapped to the declaration of its privacy.
     """
-    return {**method.metric_privacy, **ROW}
+    return {**_declared_metrics(method), **ROW}
+
+
+def _declared_metrics(method: type[Method]) -> Declared:
+    return method.metric_privacy if issubclass(method, Measurements) else {}
 
 
 def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
@@ -167,7 +172,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         else:
             public[key] = value
     for problem in undeclared(public, declared):
-        advice = "`Method.metric_privacy` must declare each metric with its type"
+        advice = "`Measurements.metric_privacy` must declare each metric with its type"
         raise UnaccountedReleaseError(f"a row of metrics {problem}. {advice}")
     if MODELS in public:
         hidden[MODELS] = public[MODELS]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fedsynth.core.capabilities import Measurements, PersonalModels
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
@@ -50,7 +51,12 @@ class Measure:
     @property
     def accuracy_name(self) -> str:
         """The name under which a round's metrics contain the accuracy on the test set."""
-        return disclosed.COMMON if self.method.personal else "test_accuracy"
+        return disclosed.COMMON if self.personal else "test_accuracy"
+
+    @property
+    def personal(self) -> bool:
+        """True if each client ends with a personal model."""
+        return isinstance(self.method, PersonalModels)
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
         """Returns the accuracies of the model after a round.
@@ -58,7 +64,9 @@ class Measure:
         If the method makes several variants of the model, the entry `models` contains the
         accuracies of each variant.
         """
-        models = {**self.method.variants(state), FINAL: self.method.final_parameters(state)}
+        models = {FINAL: self.method.final_parameters(state)}
+        if isinstance(self.method, Measurements):
+            models = {**self.method.variants(state), **models}
         rows = self._rows(models, context, figures)
         row = rows.pop(FINAL)
         if rows:
@@ -79,7 +87,7 @@ class Measure:
         if not {self.accuracy_name, disclosed.PRIVATE_TEST} & last.keys():
             last = self.row(state, context, figures)
         measures = dict(last.get(disclosed.PRIVATE_TEST, last))
-        if self.method.personal or self.accuracy_name not in measures:
+        if self.personal or self.accuracy_name not in measures:
             return measures
         count = partial(self._confusion, context, self.method.final_parameters(state), self.test)
         return {**measures, **figures("confusion matrix", count)}
@@ -129,10 +137,10 @@ class Measure:
         logits = predict(context.load(model), test)
         right = logits.argmax(dim=1) == test.labels
         row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
-        if not self.method.personal:
+        if not self.personal:
             row |= classification.classification_measures(logits, test.labels)
         masks = domain_masks(test)
-        if masks and not self.method.personal:
+        if masks and not self.personal:
             accuracies, measures = {}, {}
             for name, mask in masks.items():
                 accuracies[name] = float(right[mask].double().mean())

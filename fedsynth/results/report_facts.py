@@ -18,7 +18,9 @@ from types import MappingProxyType
 from fedsynth.config.checks import fewest
 from fedsynth.config.participation import active_clients
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import OwnNetwork, PublicImages, PublishedEpsilon
 from fedsynth.core.messages import privacy_of_fields
+from fedsynth.core.sums import sums_securely
 from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import PRIVATE, PUBLIC
@@ -98,7 +100,7 @@ def _description(plan: PrivacyPlan) -> list[str]:
     if plan.run.participation < 1:
         rounds += f" (each client takes part in at most {plan.most_rounds()})"
     noise = f"σ = {plan.sigma:.4g}, clip {chief.clip:.4g}"
-    if not plan.run.method.same_releases_every_round:
+    if plan.varies:
         noise = f"σ = {plan.sigma:.4g} for all releases together, and more for each release"
     return [
         f"privacy: ε = {format_epsilon(plan.planned_epsilon())} at δ = {privacy.delta:g} "
@@ -123,9 +125,9 @@ def noise_warnings(plan: PrivacyPlan) -> list[str]:
 
 def schedule(plan: PrivacyPlan) -> str:
     """Describes how often the clients release noisy values, for example "2 releases a round"."""
-    if plan.run.method.same_releases_every_round:
-        return f"{pluralize(plan.releases, 'release')} a round"
-    return f"{pluralize(plan.all_releases, 'release')} in all"
+    if plan.varies:
+        return f"{pluralize(plan.all_releases, 'release')} in all"
+    return f"{pluralize(plan.releases, 'release')} a round"
 
 
 def _cap_warnings(plan: PrivacyPlan, planned: float) -> Iterator[str]:
@@ -244,8 +246,8 @@ def report_facts(
     if privacy.four_sums and not facts.randomness:
         randomness += FOUR_SUMS
     published = []
-    if facts.guaranteed and (comparison := run.method.paper_epsilon(privacy.delta, plan.sigma)):
-        published.append(dict(comparison))
+    if facts.guaranteed and isinstance(run.method, PublishedEpsilon):
+        published.append(dict(run.method.paper_epsilon(privacy.delta, plan.sigma)))
     clients = [history.client for history in plan.histories]
     sites = report.site_names(run.partition.clients)[first:]
     return figures.ReportFacts(
@@ -289,11 +291,11 @@ def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
 
     Returns 0 if the server sees the upload of each client.
     """
-    run = plan.run
-    if simulated or not run.method.requires_secure_sum:
+    run, method = plan.run, plan.run.method
+    if simulated or not sums_securely(method):
         return 0
     active = active_clients(run.partition.clients, run.participation)
-    return fewest(run.method, active, run.partition.clients, private=True)
+    return fewest(method, active, run.partition.clients, private=True)
 
 
 def owner_facts(
@@ -345,8 +347,9 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         "schedule": f"{pluralize(run.rounds, 'round')}, {schedule(plan)}, fixed before data are "
         "read",
         **feature_facts(run.model, spec),
-        **run.method.public_facts(spec),
     }
+    if isinstance(run.method, OwnNetwork):
+        items |= run.method.public_facts(spec)
     if spec.bounds is not None:
         low, high = spec.bounds
         items["bounds of the values"] = f"{low:g} to {high:g}, declared. Values outside are clipped"
@@ -368,7 +371,8 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
     if not simulated or run.partition.clients > 1:
         server = "it computes only with the uploads and public values, which costs no privacy"
         items["what the server does"] = server
-    if proxy := run.method.public_images():
+    if isinstance(run.method, PublicImages):
+        proxy = run.method.public_images()
         items["proxy images"] = f"the training images of {proxy}, declared public"
     if plan.facts.guaranteed:
         items |= _guarantee_items(plan, simulated=simulated)
@@ -397,7 +401,7 @@ def _guarantee_items(plan: PrivacyPlan, *, simulated: bool) -> dict[str, str]:
 
 
 def _architecture(run: RunSettings) -> str:
-    if not run.method.takes_model:
+    if isinstance(run.method, OwnNetwork):
         return "the method's own model. The settings of models have no effect"
     weights = "drawn from the run's seed"
     if has_given_weights(run.model):
@@ -486,7 +490,7 @@ def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[fi
 
 def _schedule_of(plan: PrivacyPlan, release: ReleasePlan) -> str:
     """Describes how often a client releases a quantity, for example "2 releases a round"."""
-    if plan.run.method.same_releases_every_round:
+    if not plan.varies:
         return f"{pluralize(release.steps, 'release')} a round"
     rounds = sum(release in plan.round_plans(number + 1) for number in range(plan.run.rounds))
     return f"{pluralize(release.steps * rounds, 'release')} in all"

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedsynth.config.resolve import model_is_set
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import OwnNetwork, PersonalModels
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation import GENERATOR
 from fedsynth.evaluation.generated import format_facts
@@ -47,12 +48,12 @@ def warnings(settings: RunSettings) -> Iterator[str]:
     method = settings.method
     if (settings.precision, settings.compile) != ("fp32", "off"):
         yield f"speed: run.precision={settings.precision}, run.compile={settings.compile}"
-    if method.personal and not settings.partition.local_test:
+    if isinstance(method, PersonalModels) and not settings.partition.local_test:
         yield (
             f"warning: {method.name} trains personal models, but this run does not test them. Set "
             "partition.local_test=0.2 to test the personal models"
         )
-    if not method.takes_model and model_is_set(settings):
+    if isinstance(method, OwnNetwork) and model_is_set(settings):
         yield f"warning: {method.name} uses a fixed model, so the section model is unused"
 
 
@@ -125,7 +126,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
     The metrics must not contain values that only a simulation may show.
     """
     parts = [f"round {row['round']}/{settings.rounds}"]
-    for name, value in accuracies(row, settings.method.personal):
+    for name, value in accuracies(row, isinstance(settings.method, PersonalModels)):
         parts.append(f"{name} {value}")
     if "epsilon" in row:
         parts.append(f"ε {format_epsilon(row['epsilon'])}")

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import Measurements, PersonalModels, SyntheticImages
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.data.registry import DatasetSpec
@@ -122,7 +124,7 @@ def summarise(
         privacy: the privacy section, or None without differential privacy.
     """
     method = settings.method
-    personal = method.personal
+    personal = isinstance(method, PersonalModels)
     hidden = privacy is not None and test == PRIVATE
     summary: dict[str, Any] = {
         "method": method.name,
@@ -272,12 +274,14 @@ class RunRecord:
         number = context.round
         method = self.settings.method
         checked = disclosed.without_reserved
-        row: dict[str, Any] = {"round": number, **checked(method.planned_facts(context))}
-        row |= self.figures("metrics of the server", lambda: checked(method.facts(state, context)))
-        client_states = self.measure.backend.client_states(sorted(played.uploads))
-        row |= self.figures(
-            "metrics of the clients", lambda: checked(method.client_metrics(client_states))
-        )
+        row: dict[str, Any] = {"round": number}
+        if isinstance(method, Measurements):
+            facts = partial(method.facts, state, context)
+            client_states = self.measure.backend.client_states(sorted(played.uploads))
+            of_clients = partial(method.client_metrics, client_states)
+            row |= checked(method.planned_facts(context))
+            row |= self.figures("metrics of the server", lambda: checked(facts()))
+            row |= self.figures("metrics of the clients", lambda: checked(of_clients()))
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row |= self.measure.row(state, context, self.figures)
         if self.plan is not None:
@@ -399,7 +403,7 @@ class RunRecord:
             report,
             folder,
             public,
-            self.settings.method.artefacts(server.state),
+            self._artefacts(server),
             self.deviations,
         )
 
@@ -426,12 +430,13 @@ class RunRecord:
         model = context.load(server.final_parameters())
         write_model(folder.path / MODEL, model, architecture)
         sets = sent_sets(uploads)
-        if (images := method.synthetic(server.state, context)) is not None:
-            soft_labels = method.synthetic_soft_labels(server.state, context)
-            sets.append((SERVER, *images, soft_labels))
+        if isinstance(method, SyntheticImages):
+            images = method.synthetic(server.state, context)
+            if images is not None:
+                sets.append((SERVER, *images))
         if sets:
             folder.write_synthetic(sets, context.spec)
-        folder.write_artefacts(method.artefacts(server.state))
+        folder.write_artefacts(self._artefacts(server))
         folder.write_summary(summary)
         if report is not None:
             files = exported_files(folder.path)
@@ -440,6 +445,10 @@ class RunRecord:
             write_report(report, folder.path)
         self.draw(sets, context.spec, "synthetic.png")
         return report
+
+    def _artefacts(self, server: Server) -> Tensors:
+        method = self.settings.method
+        return method.artefacts(server.state) if isinstance(method, Measurements) else {}
 
     def draw(self, sets: Sets, spec: DatasetSpec, name: str) -> None:
         """Draws synthetic images as a picture in the run folder, if there are any.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedsynth.config.resolve import resolve
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import ImagesAtEnd, OwnNetwork, network_of
 from fedsynth.core.method import Method
 from fedsynth.data.files import read_tensors, save_tensors
 from fedsynth.data.images import normalise, to_stored
@@ -69,13 +70,13 @@ class Architecture:
 
         A model that learned only from the synthetic images cannot be a teacher.
         """
-        return self.run is not None and not self.run.method.learns_from_images
+        return self.run is not None and isinstance(self.run.method, ImagesAtEnd)
 
     def network(self, seed: int = 0) -> nn.Module:
         """Builds the untrained network, on the CPU."""
         if self.run is None:
             return registry.build_network(self.model, self.spec, seed)
-        return self.run.method.network(self.model, self.spec, seed)
+        return network_of(self.run.method, self.model, self.spec, seed)
 
     @property
     def features(self) -> tuple[str, ...]:
@@ -87,7 +88,7 @@ class Architecture:
     @property
     def takes_model(self) -> bool:
         """True if the settings in the section "model" determine the network, and not the method."""
-        return self.run is None or self.run.method.takes_model
+        return self.run is None or not isinstance(self.run.method, OwnNetwork)
 
     @property
     def custom_parts(self) -> dict[str, str]:

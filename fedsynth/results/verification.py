@@ -15,12 +15,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from fedsynth.core.capabilities import Measurements
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS, TENSORS
 from fedsynth.errors import FedsynthError, short_repr
 from fedsynth.faults import short_key
 from fedsynth.files import file_hash, plain_files
-from fedsynth.privacy.disclosure import PUBLIC
+from fedsynth.privacy.disclosure import PUBLIC, Disclosure
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
@@ -240,15 +241,16 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]
     number = row["round"]
     active = charges.plan.participation.in_round(number)
     method = charges.run.settings.method
-    expected = {
-        **method.planned_facts(charges.round_context(number)),
-        **charges.expected_losses(number),
-    }
+    expected = dict(charges.expected_losses(number))
+    metric_privacy: Mapping[str, Disclosure] = {}
+    if isinstance(method, Measurements):
+        expected |= method.planned_facts(charges.round_context(number))
+        metric_privacy = method.metric_privacy
     if len(active) < charges.run.settings.partition.clients:
         expected["participants"] = list(active)
     stated = {}
     for key, value in row.items():
-        label = method.metric_privacy.get(key)
+        label = metric_privacy.get(key)
         if key in PLANNED or (label is not None and label.kind == PUBLIC):
             stated[key] = value
     problems = []

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from fedsynth.core.capabilities import ImagesAtEnd
 from fedsynth.core.method import Method
 from fedsynth.data import shared_set
 from fedsynth.data.shared_set import TENSORS, SharedSet
@@ -153,7 +154,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
         synthetic = replace(synthetic, clients=None)
     trained_on_images = False
     with suppress(UnknownNameError):
-        trained_on_images = (method or method_class(name)).learns_from_images
+        trained_on_images = not issubclass(method or method_class(name), ImagesAtEnd)
     return Share(
         replace(synthetic, epsilon=guarantee.get("epsilon"), delta=guarantee.get("delta")),
         f"fedsynth {__version__}, {name}",

@@ -19,6 +19,7 @@ import numpy as np
 from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.capabilities import OwnNetwork, SyntheticImages
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
@@ -236,7 +237,7 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
     method = settings.method
     model = sections.get("model", {})
     chosen = {"name", "depth", "features"} & model.keys()
-    if settings.privacy is None or not method.takes_model or chosen:
+    if settings.privacy is None or isinstance(method, OwnNetwork) or chosen:
         return settings
     usual = usual_model(run_data.specification(settings).image_shape)
     return resolve({**sections, "model": {**usual, **model}})
@@ -298,9 +299,9 @@ def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = Fal
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     method = settings.method
-    if issubclass(method.upload, SyntheticSet) or method.produces_synthetic_data([1]):
+    if issubclass(method.upload, SyntheticSet):
         return
-    if method.images_from:
-        raise SettingError("method", "ipc", f"must be set: the images need {method.images_from}")
+    if isinstance(method, SyntheticImages):
+        return method.check_images()
     reason = "makes no synthetic images. Use feddm, fedstats or fedaf"
     raise SettingError("run", "method", reason, value=method.name)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedsynth import FedSum, ModelParameters, register_model, resolve, simulate
+from fedsynth.core.sums import sums_securely
 from fedsynth.deployment.frames import Connection, Frame, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import DatasetPart, Node
@@ -54,7 +55,7 @@ def test_runs_over_nodes_match_the_simulation(setup: Setup, method: str) -> None
 def test_private_runs_over_nodes_charge_as_planned(setup: Setup, method: str) -> None:
     """One σ is chosen for all clients, and each charges its own ledger."""
     settings = sections(method, privacy={"epsilon": 8.0})
-    if resolve(settings).method.requires_secure_sum:
+    if sums_securely(resolve(settings).method):
         settings["run"]["quorum"] = 1.0
     served = setup.serve(settings)
     simulation = simulate(resolve(settings), output=setup.folder / "simulated", quiet=True)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import fedsynth
+from fedsynth.core.capabilities import upload_types
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import BudgetExceededError, epsilon, read_ledger
@@ -105,7 +106,7 @@ def test_method_pages_show_all_declarations(generated: dict[str, str]) -> None:
         cls = method_class(name)
         for field in dataclasses.fields(cls):
             assert f"| `{field.name}` | `" in page
-        for message in filter(None, (cls.first_upload, cls.upload)):
+        for message in upload_types(cls):
             for key, (kind, _) in privacy_of_fields(message).items():
                 assert f"| `{key}` | {kind} |" in page
         for mechanism in cls.dp_mechanisms:

@@ -25,8 +25,8 @@ from fedsynth.data.images import denormalise, normalise
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
-from fedsynth.methods.fedaf import CondensedSet, resampled
-from fedsynth.methods.feddm import perturbed
+from fedsynth.methods.fedaf import CondensedSet
+from fedsynth.methods.shared.condensing import perturbed, resampled
 from fedsynth.models import convnet as frozen
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.errors import ForbiddenLayerError

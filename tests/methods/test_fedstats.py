@@ -16,18 +16,19 @@ from torch import Tensor
 
 import fedsynth as fs
 from fedsynth import ModelParameters, RoundContext
+from fedsynth.core.capabilities import exchange_of
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
+from fedsynth.core.sums import Pool
 from fedsynth.data.images import denormalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features import FeatureMap, register_features
 from fedsynth.features.scattering import low_pass
-from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.statistics import class_moments as cm
-from fedsynth.methods.statistics import whitening
-from fedsynth.methods.statistics.class_moments import PIXELS as PICTURE
-from fedsynth.methods.statistics.settings import CENTRE, MOMENTS, STEP, FedStatsState, StatisticSums
-from fedsynth.methods.statistics.whitening import COVARIANCES, released_roots
+from fedsynth.methods.fedstats import CENTRE, MOMENTS, STEP, FedStatsState, StatisticSums
+from fedsynth.methods.statistics import moments as cm
+from fedsynth.methods.statistics.images import PIXELS as PICTURE
+from fedsynth.methods.statistics.images import PixelMoments, pixel_rows, pixel_width
+from fedsynth.methods.statistics.moments import COVARIANCES, released_roots
 from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
@@ -51,7 +52,7 @@ VALUES = st.one_of(st.floats(-9, 9, width=32), st.sampled_from(HOSTILE))
 
 
 def network(method: fs.FedStats = PIXELS) -> FeatureLinear:
-    net: Any = method.network(None, SPEC, 0)  # type: ignore[arg-type]
+    net: Any = method.network(SPEC)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         net.classifier.weight.copy_(torch.randn(10, net.embedding_size, generator=generator))
@@ -91,7 +92,7 @@ class Case:
     def step(self, clients: Group, ctx: Any = None) -> Tensor:
         """Returns the clients' uploads, [clients, D]."""
         message = ModelParameters(network(self.method).state_dict(), 1.0)
-        take = self.method.first_step if self.exchange == FIRST else self.method.client_step
+        take = exchange_of(self.method, self.exchange).client_step
         # without privacy nothing is whitened, and no covariances are sent
         sigma = 1.0 if self.field == COVARIANCES else None
         ctx = ctx or context(self.number, sigma, self.method)
@@ -247,7 +248,7 @@ def test_images_depend_only_on_the_last_server_state() -> None:
     def images(method: fs.FedStats) -> Tensor:
         """Returns [classes, images, 64] in bytes; checks labels and soft labels."""
         state: Any = method.at_end(method.server_step(INITIAL, upload, ctx), ctx)
-        x, labels = method.synthetic(state, ctx)
+        x, labels, _ = method.synthetic(state, ctx)
         per_class = method.ipc + method.drawn_ipc
         assert labels.tolist() == [c for c in range(10) for _ in range(per_class)]
         torch.testing.assert_close(state.soft_labels.sum(dim=1), torch.ones(10 * per_class))
@@ -304,7 +305,7 @@ def test_signal_to_noise_equals_a_simulation(second: str, aggregation: str) -> N
 @given(st.lists(VALUES, min_size=4, max_size=4), st.integers(0, 2))
 @settings(max_examples=100, deadline=None)
 def test_hostile_vectors_respect_the_sensitivity(u: list[float], label: int) -> None:
-    sums = cm.pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
+    sums = pixel_rows(torch.tensor([u]), torch.tensor([label]), 3).sums()
     assert float(sums.norm()) <= 1 + 1e-9
     assert bool(torch.isfinite(sums).all())
 
@@ -331,8 +332,8 @@ def test_means_and_directions_above_the_noise_equal_numpy() -> None:
     x = draws.random((60, 1, 8, 8)).astype(np.float32)
     labels = np.sort(np.r_[np.arange(10), draws.integers(0, 4, 50)])
     pixels = low_pass((1, 8, 8))(torch.from_numpy(x))
-    sums = cm.pixel_rows(pixels, torch.from_numpy(labels), 10).sums()
-    actual = cm.PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
+    sums = pixel_rows(pixels, torch.from_numpy(labels), 10).sums()
+    actual = PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 10)
     v = x.reshape(60, -1)
     v = v / np.linalg.norm(v, axis=1, keepdims=True)
     means = np.stack([v[labels == c].mean(axis=0) for c in range(10)])
@@ -340,17 +341,17 @@ def test_means_and_directions_above_the_noise_equal_numpy() -> None:
     about = v - means[labels]
     np.testing.assert_allclose(actual.roots @ actual.roots.T, about.T @ about / 60, atol=1e-5)
     # directions below the noise are dropped
-    noise = torch.from_numpy(draws.normal(size=cm.pixel_width(WIDTH, 10)))
-    actual = cm.PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
+    noise = torch.from_numpy(draws.normal(size=pixel_width(WIDTH, 10)))
+    actual = PixelMoments.unpacked(Pool(10.0 * noise, 10.0, 1000.0), WIDTH, 10)
     assert bool(torch.isfinite(actual.means).all())
     assert actual.roots.shape[1] < 22
-    assert cm.PixelMoments.unpacked(Pool(10.0 * noise, 0.0, 1000.0), WIDTH, 10).roots.shape[1] > 25
+    assert PixelMoments.unpacked(Pool(10.0 * noise, 0.0, 1000.0), WIDTH, 10).roots.shape[1] > 25
 
 
 def test_images_are_drawn_around_class_means() -> None:
     means = 0.2 + torch.eye(64, dtype=torch.float64)[:10]
     roots = 0.05 * torch.eye(64, dtype=torch.float64)
-    moments = cm.PixelMoments(means, roots)
+    moments = PixelMoments(means, roots)
     images = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
     assert images.shape == (10, 50, 1, 8, 8)
     assert 0 <= float(images.min()) <= float(images.max()) <= 1
@@ -419,13 +420,13 @@ def test_white_signal_equals_white_examples() -> None:
     blocks = ((3, 2), (4, 2))
     axes = np.eye(14)
     z = 2**-0.5 * np.stack([axes[i] + axes[6 + j] for i in range(6) for j in range(8)])
-    sums = Grams(torch.from_numpy(z), blocks, whitening.CELLS_PART).sums()
-    assert float(sums.norm()) / len(z) == pytest.approx(whitening.white_signal(blocks))
+    sums = Grams(torch.from_numpy(z), blocks, cm.CELLS_PART).sums()
+    assert float(sums.norm()) / len(z) == pytest.approx(cm.white_signal(blocks))
 
 
 def exact_pool(Z: np.ndarray) -> Pool:
     z = torch.from_numpy(Z.reshape(-1, 6) / MAP.norm_bound)
-    return Pool(Grams(z, BLOCKS, whitening.CELLS_PART).sums(), 0.0, len(z))
+    return Pool(Grams(z, BLOCKS, cm.CELLS_PART).sums(), 0.0, len(z))
 
 
 def test_roots_are_covariance_powers_of_equal_trace() -> None:
@@ -439,8 +440,8 @@ def test_roots_are_covariance_powers_of_equal_trace() -> None:
     for name, pattern in zip(root_names(BLOCKS), ("nas,nbs->ab", "nas,nat->st"), strict=True):
         covariance = np.einsum(pattern, about, about) / 400
         values, vectors = np.linalg.eigh(covariance)
-        floored = np.maximum(values, whitening.FLOOR * values.mean())
-        root = vectors @ np.diag(floored ** (-whitening.POWER / 2)) @ vectors.T
+        floored = np.maximum(values, cm.FLOOR * values.mean())
+        root = vectors @ np.diag(floored ** (-cm.POWER / 2)) @ vectors.T
         root *= np.sqrt(np.trace(covariance) / np.trace(root @ covariance @ root))
         np.testing.assert_allclose(actual[name], root, rtol=1e-4, atol=1e-5)
 
@@ -471,9 +472,9 @@ def test_noisy_covariances_give_roots_near_identity() -> None:
                 noise = (noise.triu() + noise.triu(1).T) * 0.5**0.5
                 noise.diagonal().mul_(2**0.5)
                 noise[0, 0] += signal * (2 * size) ** 0.5
-                values = torch.linalg.eigvalsh(whitening._root(noise, 1.0))
+                values = torch.linalg.eigvalsh(cm._root(noise, 1.0))
                 assert float(values.min()) > 0.4
-                assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (whitening.POWER / 2)
+                assert float(values.max()) < 1.3 * max(1.0, signal + 1) ** (cm.POWER / 2)
 
 
 def test_embedding_transforms_vectors_by_blocks() -> None:

@@ -42,7 +42,7 @@ from fedsynth.methods import method_class
 from fedsynth.methods.fedavg import FedAvg
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedstats import FedStats
-from fedsynth.methods.statistics.class_moments import step_rows
+from fedsynth.methods.statistics.moments import step_rows
 from fedsynth.models.on_features import OnFeatures, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import ExampleGradients, example_gradients
@@ -369,7 +369,7 @@ def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -
     network: nn.Module = build_network(ModelSettings(features=MAPS[1]), MNIST, 0)
     context = feature_context(network, MNIST)
     if isinstance(method, FedStats):
-        network = method.network(ModelSettings(), MNIST, 0)
+        network = method.network(MNIST)
         context = feature_context(network, MNIST, 2, clip=None)
     known_features = features(torch.from_numpy(images[1:]).float() / 255)
     z = embedded(known_features, torch.zeros(features.dimension), features.radius)

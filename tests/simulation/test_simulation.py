@@ -121,8 +121,8 @@ def test_memory_bounds_split_clients(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fedsynth.evaluation.classification.classification_measures", "test accuracy"),
         ("fedsynth.results.measure.local_metrics", "accuracy on the clients' splits"),
         ("fedsynth.data.picture.image_grid_png", "picture"),
-        ("fedsynth.methods.feddm.FedDM.facts", "metrics of the server"),
-        ("fedsynth.methods.feddm.FedDM.client_metrics", "metrics of the clients"),
+        ("fedsynth.methods.fedavg.FedAvg.facts", "metrics of the server"),
+        ("fedsynth.methods.fedavg.FedAvg.client_metrics", "metrics of the clients"),
     ],
 )
 def test_failing_figures_do_not_end_runs(
@@ -132,7 +132,8 @@ def test_failing_figures_do_not_end_runs(
     monkeypatch.setattr(target, Mock(side_effect=ZeroDivisionError))
     notes = NoteRecorder()
     more = {"partition": {"local_test": 0.2}, "privacy": {"noise_multiplier": 2.0}}
-    settings = fs.resolve(quick_sections("feddm", **more))
+    method = "fedavg" if "FedAvg" in target else "feddm"
+    settings = fs.resolve(quick_sections(method, **more))
     result = fs.simulate(settings, output=tmp_path, observer=notes)
     assert len(result.metrics) == 2
     charged = (verified(result) / "ledger" / "client-000.jsonl").read_text().splitlines()
@@ -148,11 +149,11 @@ def test_non_finite_figures_are_null_and_closed_pipes_end_no_run(
     """Regression: JSON without NaN refuses the row of a charged round."""
     facts = {"a": math.nan, "b": [1.0, -math.inf], "c": {"d": math.inf}}
     matrix = {"matrix": torch.tensor([[math.nan, 1.0]])}
-    monkeypatch.setattr(fs.FedDM, "facts", lambda *args: facts)
-    monkeypatch.setattr(fs.FedDM, "artefacts", lambda *args: matrix, raising=False)
+    monkeypatch.setattr(fs.FedAvg, "facts", lambda *args: facts)
+    monkeypatch.setattr(fs.FedAvg, "artefacts", lambda *args: matrix)
     closed = Mock(side_effect=BrokenPipeError(32, "Broken pipe"))  # stderr
     monkeypatch.setattr("fedsynth.results.run_messages.print", closed, raising=False)
-    folder = folder_of(fs.simulate(tiny(), output=tmp_path))
+    folder = folder_of(fs.simulate(fs.resolve(quick_sections("fedavg")), output=tmp_path))
     closed.assert_called()
     row = read_rows(folder)[0]
     assert (row["a"], row["b"], row["c"]) == (None, [1.0, None], {"d": None})

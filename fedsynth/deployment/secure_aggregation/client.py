@@ -27,9 +27,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from fedsynth.config.checks import fewest
+from fedsynth.core.capabilities import exchange_of
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Method
+from fedsynth.core.sums import SummedUploads
 from fedsynth.core.uploads import Array
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.primitives import (
@@ -50,7 +51,6 @@ from fedsynth.deployment.secure_aggregation.primitives import (
     split,
 )
 from fedsynth.errors import SettingError
-from fedsynth.federation.protocol import declared
 from fedsynth.privacy.randomness import finest
 from fedsynth.privacy.signing import read_private_key, read_public_key
 
@@ -393,7 +393,7 @@ class UploadLayout:
         return self.kind(**tensors)
 
 
-def upload_layout(method: Method, exchange: str, context: RoundContext) -> UploadLayout:
+def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -> UploadLayout:
     """Returns the public encoding of the uploads in one exchange of a round.
 
     Args:
@@ -415,11 +415,11 @@ def upload_layout(method: Method, exchange: str, context: RoundContext) -> Uploa
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
         fields[name] = (tuple(size or 0 for size in rule.shape), FixedPoint(grid, wraps=private))
-    return UploadLayout(declared(method, exchange, "upload"), fields)
+    return UploadLayout(exchange_of(method, exchange).upload, fields)
 
 
 def sum_terms(
-    method: Method, exchange: str, context: RoundContext, name: str, agreed: str
+    method: SummedUploads, exchange: str, context: RoundContext, name: str, agreed: str
 ) -> SumTerms:
     """Returns the parameters of the secure sum in one exchange.
 

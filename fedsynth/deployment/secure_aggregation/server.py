@@ -31,7 +31,7 @@ import numpy as np
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.core.method import Method
+from fedsynth.core.sums import SummedUploads
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.secure_aggregation import primitives
@@ -196,7 +196,7 @@ class SecureStep:
             cannot be used.
     """
 
-    method: Method
+    method: SummedUploads
     exchange: str
     context: RoundContext
     facts: Mapping[str, Any]

@@ -7,11 +7,15 @@ trains on such images. The steps of the algorithms are in `feddm.py`, `fedaf.py`
 
 from __future__ import annotations
 
+import copy
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from fedsynth.core.client import ClientClassPairs, ExactClientView, Group, PrivateClientView
@@ -24,8 +28,14 @@ from fedsynth.models.layers import check_embedding, has_batch_norm
 from fedsynth.privacy.dpsgd import refuse_batch_norm
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.seeding import forked_rng, torch_generator
 from fedsynth.synthesizer.condensation import losses, sets
-from fedsynth.synthesizer.condensation.matching import ACTIVATIONS, NetworkFeatures
+from fedsynth.synthesizer.condensation.matching import (
+    ACTIVATIONS,
+    ExactMatcher,
+    MatchingObjective,
+    NetworkFeatures,
+)
 from fedsynth.training.loop import resumable
 from fedsynth.training.sgd import MomentumSgd, SgdSettings
 from fedsynth.validation import in_range, one_of
@@ -239,6 +249,30 @@ class CondensingMethod(TrainsOnUnion):
             return clients.pairs()
         return clients.pairs(self.min_examples)
 
+    def matcher(
+        self, clients: Group, pairs: ClientClassPairs, context: RoundContext
+    ) -> MatchingObjective:
+        """Returns the matching loss of the condensation.
+
+        With differential privacy it clips, sums and adds noise. Otherwise it compares a batch of
+        each class of the real images with all synthetic images of the class.
+        """
+        width = None
+        if not self.matches_logits:
+            width = class_sums.feature_width(context, logits=False)
+        if isinstance(clients, PrivateClientView):
+            return class_sums.private_matching(
+                clients, context, columns=width, min_examples=self.min_examples
+            )
+        seed, r = context.seed, context.round
+        batches = sets.BatchIndices(
+            clients, pairs, self.batch, self.iterations, seed, r, self.small_class
+        )
+        exact = ExactMatcher(clients, batches, width)
+        if self.matching == "mean":
+            return exact
+        return losses.DistributionMatcher(exact, self.matching, self.blur, width)
+
     def features(
         self,
         clients: Group,
@@ -300,3 +334,77 @@ class CondensingMethod(TrainsOnUnion):
             report=lambda completed: context.report("condense", completed, self.iterations),
             draws=draws,
         )
+
+
+def perturbed(
+    w_r: nn.Module, radius: float, variant: str, context: RoundContext, period: int | None = None
+) -> Iterator[nn.Module]:
+    """Yields the network of each step, drawn at random around the global model.
+
+    The weights are w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
+
+    All clients use the same networks, which are drawn from the public seed of the round. In
+    Algorithm 1 each client draws its own. The function yields the same network object each time,
+    with different weights.
+
+    Args:
+        w_r: the global model. It is copied, and the weights of the copy are frozen.
+        radius: ρ. With 0, every network is w_r itself.
+        variant: "sphere" or "ball". With "sphere", ε ~ N(0, I) is rescaled to length ρ if it is
+            longer. With 300,000 parameters, where ‖N(0, I)‖ ≈ 550, it is always longer. With
+            "ball", the length of ε is uniform in [0, ρ].
+        context: the context of the round.
+        period: number of networks after which the sequence repeats. With None, it never repeats.
+    """
+    network, weights = _flat_copy(w_r, context)
+    center = weights.clone()
+    epsilon = torch.empty_like(center)
+    for step in count():
+        if step % (period or sys.maxsize) == 0:
+            generator = torch_generator(
+                context.seed, "parameter perturbation", context.round, device=context.device
+            )
+        epsilon.normal_(generator=generator)
+        norm = torch.linalg.vector_norm(epsilon)
+        if variant == "ball":
+            scale = radius * torch.rand((), generator=generator, device=norm.device) / norm
+        else:
+            scale = (radius / norm).clamp_max(1.0)
+        torch.addcmul(center, epsilon, scale, out=weights)
+        yield network
+
+
+def resampled(
+    w_r: nn.Module, gamma: float, context: RoundContext, period: int | None = None
+) -> Iterator[nn.Module]:
+    """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
+
+    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
+    the paper does not require. With a `period`, they repeat after this number of networks. The same
+    network object is yielded each time; w_r is copied.
+    """
+    network, weights = _flat_copy(w_r, context)
+    center = weights.clone()
+    scratch = copy.deepcopy(context.architecture).cpu().requires_grad_(False)
+    for step in count():
+        if gamma < 1:
+            number = step % (period or sys.maxsize)
+            with forked_rng(context.seed, "model re-sampling", context.round, number):
+                for layer in scratch.modules():
+                    if hasattr(layer, "reset_parameters"):
+                        layer.reset_parameters()  # type: ignore[operator]
+            fresh = _vector(scratch).to(center.device, non_blocking=True)
+            torch.lerp(fresh, center, gamma, out=weights)
+        yield network
+
+
+def _flat_copy(w: nn.Module, context: RoundContext) -> tuple[nn.Module, Tensor]:
+    """Copies a network to the device. The copy's frozen weights are views of the vector [P]."""
+    network = copy.deepcopy(w).to(context.device).requires_grad_(False).eval()
+    weights = _vector(network)
+    nn.utils.vector_to_parameters(weights, network.parameters())
+    return network, weights
+
+
+def _vector(network: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(map(Tensor.contiguous, network.parameters()))

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import HeterogeneousClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Presets
@@ -52,7 +53,7 @@ class EnsembleState(AveragingState):
 
 
 @dataclass(frozen=True)
-class EnsembleDistillation(TrainsLocally):
+class EnsembleDistillation(TrainsLocally, HeterogeneousClients):
     """Base class of methods whose server distils the clients' models into one model.
 
     The defaults are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and
@@ -66,7 +67,6 @@ class EnsembleDistillation(TrainsLocally):
             architectures, "average" starts from the server's model too.
     """
 
-    heterogeneous = True
     state = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
     features_refusal = "the server distils on images. Use fedavg instead"
@@ -110,7 +110,7 @@ class EnsembleDistillation(TrainsLocally):
 
 
 @dataclass(frozen=True)
-class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
+class DataFreeEnsembleDistillation(EnsembleDistillation, OneShotSettings):
     """Base class of methods whose server distils the clients' models on generated images.
 
     The settings of the distillation are documented in `OneShotSettings`.
@@ -131,9 +131,6 @@ class DataFreeEnsembleDistillation(OneShotSettings, EnsembleDistillation):
             "start": "average",
         }
     }
-
-    def __post_init__(self) -> None:
-        TrainsLocally.__post_init__(self)
 
     def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
         """Adds a note to the round if the batch-norm loss L_BN ignores some of the clients' models.

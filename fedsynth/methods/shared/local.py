@@ -26,13 +26,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from fedsynth.core.capabilities import Measurements
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import (
     ClientState,
     ClientStates,
-    Method,
     Plans,
     Presets,
     ReleasePlan,
@@ -130,7 +130,7 @@ def _trained(learner: many_clients.Learner, client: ExactClientView) -> Trained:
 
 
 @dataclass(frozen=True)
-class TrainsLocally(Method):
+class TrainsLocally(Measurements):
     """Base class of methods with local training on the clients and an average on the server.
 
     Args:

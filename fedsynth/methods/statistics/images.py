@@ -6,29 +6,37 @@ class and sharpened. Otherwise they are drawn from random processes. They are th
 the released class means of features (`fedsynth.synthesizer.condensation.from_statistics`). Images
 that are interpolated between an initial and an optimised image are kept too. Further initial images
 are added without optimisation. The released classifier gives all images soft labels.
+
+A small picture is a downsampled image. u is the vector of norm 1 that
+`fedsynth.features.scattering` makes of an image, and e_y is the image's one-hot label. Clients
+release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
+give the class counts, the class means and a common covariance around the means, of which only the
+directions above the noise are kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fedsynth.core.capabilities import ImagesAtEnd
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.method import Method, State
+from fedsynth.core.method import State
+from fedsynth.core.sums import Pool
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
-from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.methods.statistics.class_moments import PixelMoments, sharpened, target_norm
-from fedsynth.methods.statistics.whitening import AUTO, NO, YES
+from fedsynth.features.scattering import CONSTANT, cells_of
+from fedsynth.methods.statistics.moments import target_norm, unpacked
 from fedsynth.models.on_features import FeatureLinear
+from fedsynth.privacy.products import Moments
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation import from_statistics
 from fedsynth.synthesizer.condensation.sets import MAX_IPC
@@ -49,6 +57,14 @@ FEW_CANDIDATES = 2
 # steepness is log-uniform.
 STEEPNESS = (12.0, 50.0)
 MIDDLE = (0.35, 0.55)
+# The name of the release plan of small pictures.
+PIXELS = "pixels"
+# The quantile of an image's pixels that is scaled to white, because small pictures have lost their
+# brightness.
+WHITE = 0.98
+# The smallest share of all examples that a class is assumed to have. A smaller released share is
+# noise.
+FEWEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -74,7 +90,7 @@ class ImagesState(ServerState):
 
 
 @dataclass(frozen=True)
-class MakesImages(from_statistics.ImageSteps, Method):
+class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     """A method whose server generates images from released statistics after the last round.
 
     The settings of the optimisation of images are documented in `ImageSteps`.
@@ -94,17 +110,14 @@ class MakesImages(from_statistics.ImageSteps, Method):
             images are requested.
     """
 
-    images_from = "a value of ipc or drawn_ipc above 0 and a completed first round"
-    learns_from_images = False
-
     ipc: int = in_range(0, 0, MAX_IPC)
     drawn_ipc: int = in_range(0, 0, MAX_IPC)
-    pictures: str = one_of(AUTO, YES, NO)
+    pictures: str = one_of("auto", "yes", "no")
     pixel_share: float = in_range(0.15, 0, 0.9)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pictures == YES and not self.images_each:
+        if self.pictures == "yes" and not self.images_each:
             reason = "must be 'auto' or 'no' without images. To request images, set method.ipc=400"
             raise SettingError("method", "pictures", reason)
 
@@ -121,9 +134,9 @@ class MakesImages(from_statistics.ImageSteps, Method):
         """
         if not self.images_each or not self.pixel_share:
             return False
-        if self.pictures == AUTO:
+        if self.pictures == "auto":
             return spec.channels == 1 and min(spec.height, spec.width) > 1
-        return self.pictures == YES
+        return self.pictures == "yes"
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
         """Returns the state with images made from all releases so far, and with the images' soft
@@ -165,27 +178,13 @@ class MakesImages(from_statistics.ImageSteps, Method):
             parts.append(start(self.drawn_ipc, FEW_CANDIDATES))
         return to_stored(torch.cat(parts, dim=1).flatten(0, 1), context.spec)
 
-    def synthetic(self, state: ImagesState, context: RoundContext) -> tuple[Tensor, Tensor] | None:
+    def synthetic(
+        self, state: ImagesState, context: RoundContext
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
         if state.images is None:
             return None
         labels = torch.arange(context.spec.classes, device=state.images.device)
-        return state.images, labels.repeat_interleave(self.images_each)
-
-    def synthetic_soft_labels(self, state: ImagesState, context: RoundContext) -> Tensor | None:
-        return state.soft_labels
-
-    @property
-    def plans_images(self) -> bool:
-        return self.images_each > 0
-
-    def produces_synthetic_data(self, counted: Sequence[int]) -> bool:
-        """Returns whether the run is certain to end with images.
-
-        The moments that the images need are released only in round 1, so this round must count.
-        With `aggregation="secure"`, images are never certain, because a sum with too little noise
-        is discarded.
-        """
-        return self.plans_images and not self.requires_secure_sum and 1 in counted
+        return state.images, labels.repeat_interleave(self.images_each), state.soft_labels
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:
@@ -243,3 +242,95 @@ def check_differentiable(model: FeatureLinear) -> None:
             "torch.no_grad from the feature map, or set method.drawn_ipc=400"
         )
         raise SettingError("method", "ipc", reason)
+
+
+def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
+    """Returns each example's contribution to the release of small pictures.
+
+    It is √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1.
+    """
+    return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
+
+
+def pixel_width(dimension: int, classes: int) -> int:
+    """Returns the number of coordinates of the release of small pictures."""
+    return dimension * (dimension + 1) // 2 + dimension * classes
+
+
+@dataclass(frozen=True, eq=False)
+class PixelMoments:
+    """The moments of small pictures, after each picture v was scaled to v/‖v‖.
+
+    Attributes:
+        means: the mean of each class, [C, D].
+        roots: columns that span the variation within classes, [D, k]. roots·rootsᵀ is the
+            covariance that all classes share, restricted to its eigenvectors above the noise.
+    """
+
+    means: Tensor
+    roots: Tensor
+
+    @classmethod
+    def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
+        """Extracts the moments from a release that was summed over the clients.
+
+        Args:
+            pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
+            dimension, classes: the dimension of u, and C.
+        """
+        second, crossed, noise = unpacked(pool, dimension, classes)
+        gram = second[:-1, :-1] / (1 - CONSTANT**2)
+        noise /= 1 - CONSTANT**2
+        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
+        means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
+        within = gram - (shares * means).T @ means
+        values, vectors = torch.linalg.eigh(within)
+        significant = values > max(noise * math.sqrt(dimension), 1e-9)
+        return cls(means, vectors[:, significant] * values[significant].sqrt())
+
+    def drawn(
+        self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
+    ) -> Tensor:
+        """Draws random images of each class from a Gaussian with the moments of the class.
+
+        The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
+
+        Args:
+            count: number of images of each class.
+            shape: (channels, H, W).
+            variety: fractions of the standard deviation for the first and the last image of a
+                class. The images between them have evenly spaced fractions.
+            generator: a CPU generator.
+        """
+        classes = len(self.means)
+        width = self.roots.shape[1]
+        draws = torch.randn(classes, count, width, generator=generator, dtype=torch.float64)
+        spread = torch.linspace(*variety, count, dtype=torch.float64).view(1, -1, 1)
+        pictures = self.means.cpu()[:, None] + (spread * draws) @ self.roots.cpu().T
+        return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
+
+
+def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
+    """Enlarges small pictures [N, D] of any brightness to images [N, channels, H, W] in [0, 1]."""
+    small = pictures_ND.float().reshape(-1, *cells_of(shape))
+    large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
+    white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
+    return (large / white).clamp(0, 1)
+
+
+def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:
+    """Sharpens blurred images by a steeper curve from black to white.
+
+    Averages of many images are blurred, whereas images are not. The curve is (s(x) − s(0))/(s(1) −
+    s(0)), where s(x) is the logistic function of steepness·(x − middle).
+
+    >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
+    >>> sharpened(x, torch.tensor([10.0]), torch.tensor([0.4])).flatten()
+    tensor([0.0000, 0.4921, 1.0000])
+    """
+    k = steepness_N.view(-1, 1, 1, 1)
+    middle = middle_N.view(-1, 1, 1, 1)
+    low = torch.sigmoid(-k * middle)
+    high = torch.sigmoid(k * (1 - middle))
+    curved: Tensor = (torch.sigmoid(k * (x_NCHW - middle)) - low) / (high - low)
+    return curved

@@ -1,5 +1,5 @@
-"""Post-processing of summed class statistics: a classifier in closed form, and steps on noisy
-gradients.
+"""Post-processing of summed class statistics: a classifier in closed form, steps on noisy
+gradients, and the whitening of features.
 
 With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of √½·[svec(z zᵀ); z ⊗
 e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`). In later rounds, they release
@@ -12,26 +12,33 @@ only on τ = Σ η_t, and not on the number of steps. As τ grows, the classifie
 means to the maximum likelihood, and the noise grows too. `step_rate` chooses τ by the noise, which
 is known publicly before any data are read.
 
-The module also has the moments of small pictures, and draws images from them. A small picture is a
-downsampled image. u is the vector of norm 1 that `fedsynth.features.scattering` makes of an image,
-and e_y is the image's one-hot label. Clients release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which
-are `Moments` with targets of norm 1. The sums give the class counts, the class means and a common
-covariance around the means, of which only the directions above the noise are kept.
+A whitening that is computed from public images works only if these images resemble the data.
+The data may then vary far more in some directions than in others. Such directions use up most of
+the norm of a clipped vector, and steps along all other directions are slow. A covariance of all d
+coordinates has d²/2 entries, which are too many to be seen above the noise. The covariances of
+channels and of spatial cells have few entries. They are released together with the centre, for u =
+clip₁(φ/B) with B the norm bound of the map (`fedsynth.privacy.products.Grams`).
+
+The matrix T of the whitening scales each eigenvector by λ^(−POWER/2).
+Eigenvalues below the noise are set to the noise, so that all unknown directions are scaled equally.
+T flattens the covariance of u around its mean, whereas z is computed from φ itself, which may be
+longer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.features.feature_map import Shape
-from fedsynth.features.scattering import CONSTANT, cells_of
-from fedsynth.methods.shared.noise_shares import Pool
-from fedsynth.privacy.products import Moments, Outer, smat
+from fedsynth.core.sums import Pool
+from fedsynth.features.feature_map import FeatureMap
+from fedsynth.models.on_features import root_names
+from fedsynth.privacy.products import Grams, Moments, Outer, matrices_of, smat
 from fedsynth.privacy.row_products import row_product
 
 # The ridge of moments without noise, relative to the trace of the moments for z of norm 1.
@@ -168,103 +175,95 @@ def step_rate(
     return min(max_rate, logit_noise / noise / total_weight(steps, momentum))
 
 
-# The name of the release plan of small pictures.
-PIXELS = "pixels"
-# The quantile of an image's pixels that is scaled to white, because small pictures have lost their
-# brightness.
-WHITE = 0.98
-# The smallest share of all examples that a class is assumed to have. A smaller released share is
-# noise.
-FEWEST = 1e-3
+# The name of the release plan of the covariances.
+COVARIANCES = "covariances"
+# The share of the products of spatial cells in the squared norm of a contribution. There are few
+# cells, so the noise of their covariance is small.
+CELLS_PART = 0.16
+# The exponent of the whitening. 1 would make the features white. A smaller value is used because
+# the eigenvalues are uncertain. It was tuned on held-out training images.
+POWER = 0.75
+# The smallest eigenvalue that is used without noise, relative to the mean eigenvalue.
+FLOOR = 0.02
 
 
-def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution to the release of small pictures.
+def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
+    """Returns the contributions of single examples to the sum of covariances.
 
-    It is √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1.
+    The contribution of an example is [p·svec(U Uᵀ); q·svec(Uᵀ U)], where U are the matrices of u.
+    Its norm is at most 1.
     """
-    return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
+    return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
-def pixel_width(dimension: int, classes: int) -> int:
-    """Returns the number of coordinates of the release of small pictures."""
-    return dimension * (dimension + 1) // 2 + dimension * classes
+def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
+    """Returns the norm of the mean contribution if channels and spatial cells are white.
 
+    The norm shows whether a flat spectrum is above the noise. All blocks of the feature map are
+    assumed to have equal norms.
 
-@dataclass(frozen=True, eq=False)
-class PixelMoments:
-    """The moments of small pictures, after each picture v was scaled to v/‖v‖.
-
-    Attributes:
-        means: the mean of each class, [C, D].
-        roots: columns that span the variation within classes, [D, k]. roots·rootsᵀ is the
-            covariance that all classes share, restricted to its eigenvectors above the noise.
+    >>> round(white_signal([(1, 1)]), 3)
+    1.0
     """
-
-    means: Tensor
-    roots: Tensor
-
-    @classmethod
-    def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
-        """Extracts the moments from a release that was summed over the clients.
-
-        Args:
-            pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
-            dimension, classes: the dimension of u, and C.
-        """
-        second, crossed, noise = unpacked(pool, dimension, classes)
-        gram = second[:-1, :-1] / (1 - CONSTANT**2)
-        noise /= 1 - CONSTANT**2
-        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
-        means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
-        within = gram - (shares * means).T @ means
-        values, vectors = torch.linalg.eigh(within)
-        significant = values > max(noise * math.sqrt(dimension), 1e-9)
-        return cls(means, vectors[:, significant] * values[significant].sqrt())
-
-    def drawn(
-        self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
-    ) -> Tensor:
-        """Draws random images of each class from a Gaussian with the moments of the class.
-
-        The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
-
-        Args:
-            count: number of images of each class.
-            shape: (channels, H, W).
-            variety: fractions of the standard deviation for the first and the last image of a
-                class. The images between them have evenly spaced fractions.
-            generator: a CPU generator.
-        """
-        classes = len(self.means)
-        width = self.roots.shape[1]
-        draws = torch.randn(classes, count, width, generator=generator, dtype=torch.float64)
-        spread = torch.linspace(*variety, count, dtype=torch.float64).view(1, -1, 1)
-        pictures = self.means.cpu()[:, None] + (spread * draws) @ self.roots.cpu().T
-        return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
+    square = 0.0
+    for channels, cells in blocks:
+        square += (1 - CELLS_PART) / channels + CELLS_PART / cells
+    return math.sqrt(square) / len(blocks)
 
 
-def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
-    """Enlarges small pictures [N, D] of any brightness to images [N, channels, H, W] in [0, 1]."""
-    small = pictures_ND.float().reshape(-1, *cells_of(shape))
-    large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
-    white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
-    return (large / white).clamp(0, 1)
+def released_roots(
+    pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
+) -> dict[str, Tensor]:
+    """Computes the matrices that make up the whitening T, from the released covariances.
 
+    The keys are the names of the matrices in a model (`fedsynth.models.on_features.root_names`).
 
-def sharpened(x_NCHW: Tensor, steepness_N: Tensor, middle_N: Tensor) -> Tensor:
-    """Sharpens blurred images by a steeper curve from black to white.
-
-    Averages of many images are blurred, whereas images are not. The curve is (s(x) − s(0))/(s(1) −
-    s(0)), where s(x) is the logistic function of steepness·(x − middle).
-
-    >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
-    >>> sharpened(x, torch.tensor([10.0]), torch.tensor([0.4])).flatten()
-    tensor([0.0000, 0.4921, 1.0000])
+    Args:
+        pool: the release, summed over the clients. If its public number of records differs from the
+            true number, the covariances are slightly wrong.
+        centre_d: the released centre, in the units of the feature map.
+        centre_deviation: standard deviation of the noise in each coordinate of the centre.
+        features: the feature map.
     """
-    k = steepness_N.view(-1, 1, 1, 1)
-    middle = middle_N.view(-1, 1, 1, 1)
-    low = torch.sigmoid(-k * middle)
-    high = torch.sigmoid(k * (1 - middle))
-    curved: Tensor = (torch.sigmoid(k * (x_NCHW - middle)) - low) / (high - low)
-    return curved
+    bound = features.norm_bound
+    noise = pool.noise_std / pool.records
+    sums = pool.sums.double() / pool.records
+    mean = (centre_d.double() / bound)[None]
+    centre_variance = (centre_deviation / bound) ** 2
+    roots: list[Tensor] = []
+    start = 0
+    for m in matrices_of(mean, features.blocks):
+        for side, part in ((m[0], 1 - CELLS_PART), (m[0].T, CELLS_PART)):
+            size, summands = side.shape
+            width = size * (size + 1) // 2
+            second = smat(sums[start : start + width], size) / math.sqrt(part)
+            identity = torch.eye(size, dtype=second.dtype, device=second.device)
+            # the noise of the mean adds its variance to each diagonal entry of side·sideᵀ
+            covariance = second - side @ side.T + centre_variance * summands * identity
+            roots.append(_root(covariance, noise / math.sqrt(part)).float())
+            start += width
+    return dict(zip(root_names(features.blocks), roots, strict=True))
+
+
+def _root(covariance: Tensor, noise: float) -> Tensor:
+    """Computes the symmetric matrix that flattens the spectrum of a covariance and keeps its trace.
+
+    Args:
+        covariance: the released covariance [size, size].
+        noise: standard deviation of the noise of a diagonal entry. The standard deviation of other
+            entries is √½ of it, so the eigenvalues of pure noise reach about noise·√(2·size). By
+            chance, single ones exceed this value by up to a quarter.
+    """
+    values, vectors = torch.linalg.eigh(covariance)
+    mean = float(values.clamp_min(0).mean())
+    floor = max(FLOOR * mean, noise * math.sqrt(2 * len(values)))
+    if floor <= 0:  # all features are identical
+        return torch.eye(len(values), dtype=values.dtype, device=values.device)
+    factors = (values.clamp_min(floor) / floor) ** (-POWER / 2)
+    trace = float(values.sum())
+    new_trace = float((values * factors**2).sum())
+    if trace > 0 and new_trace > 0:  # noise makes eigenvalues of either sign, the ratio uncertain
+        highest = max(1.0, float(values.max()) / floor) ** POWER
+        factors = factors * math.sqrt(min(max(1.0, trace / new_trace), highest))
+    root: Tensor = (vectors * factors) @ vectors.T
+    return root

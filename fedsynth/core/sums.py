@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import sqrt
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,11 +50,10 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class DistributedNoise(Method):
+class SummedUploads(Method):
     """A method whose server needs only the sum of the clients' uploads.
 
-    A subclass defines `from_sum`, which computes the next state from the sum, and `sum_releases`,
-    which maps the fields of an upload to releases.
+    A subclass defines `from_sum` and `sum_releases`.
 
     Args:
         aggregation: who adds the noise. With "own", every client adds all of the noise. With
@@ -147,6 +146,27 @@ class DistributedNoise(Method):
         )
         return False
 
+    def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
+        """Names the release plan of each upload field that the server sees only as a sum.
+
+        The keys are the names of the fields, and the values are the names of the plans.
+        """
+        raise NotImplementedError  # abstract
+
+    def from_sum(
+        self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
+    ) -> ServerState:
+        """Returns the server's state after an exchange in which the server received only a sum.
+
+        Args:
+            exchange: the exchange, "first" or "main".
+            state: the server's state before the exchange.
+            total: a message whose fields are the sums of the uploads' fields, float64.
+            clients: the number of uploads that were added.
+            context: the round's context.
+        """
+        raise NotImplementedError  # abstract
+
     def first_aggregate(
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
@@ -160,10 +180,15 @@ class DistributedNoise(Method):
         return self.from_sum(MAIN, state, summed(uploads), len(uploads), context)
 
 
+def sums_securely(method: Method) -> TypeGuard[SummedUploads]:
+    """Returns whether the server sees only the sum of the clients' uploads."""
+    return isinstance(method, SummedUploads) and method.requires_secure_sum
+
+
 def summed(uploads: Mapping[int, M]) -> M:
     """Adds the uploads field by field, in float64.
 
-    >>> from fedsynth.methods.statistics.settings import StatisticSums
+    >>> from fedsynth.methods.fedstats import StatisticSums
     >>> summed({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()
     [2.0, 2.0]
     """

@@ -1,0 +1,275 @@
+"""Further abilities of methods, beside the hooks that all methods have (`fedsynth.core.method`).
+
+A method that has an ability inherits from its class, and the engine asks for it by `isinstance`. A
+method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from fedsynth.core.client import Group
+from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Message, ModelParameters, Tensors
+from fedsynth.core.method import (
+    ClientState,
+    ClientStates,
+    Method,
+    Plans,
+    Request,
+    Results,
+    State,
+    Upload,
+)
+from fedsynth.core.uploads import Rule, model_rules
+from fedsynth.data.registry import DatasetSpec
+from fedsynth.errors import MessageError
+from fedsynth.models.registry import ModelSettings, build_network
+from fedsynth.privacy.disclosure import Disclosure
+from fedsynth.privacy.plans import FIRST
+
+
+class TwoExchanges(Method):
+    """A method with an exchange with the clients before the main exchange of a round.
+
+    Class attributes:
+        first_request: the type of the server's message in the first exchange.
+        first_upload: the type of a client's message in the first exchange.
+    """
+
+    first_request: ClassVar[type[Message]] = ModelParameters
+    first_upload: ClassVar[type[Message]]
+
+    def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
+        if exchange == FIRST and issubclass(self.first_upload, ModelParameters):
+            return model_rules(client, context)
+        return super().upload_rules(exchange, client, context)
+
+    def first_broadcast(self, state: State, context: RoundContext) -> Message | None:
+        """Returns the server's message of the first exchange, or None if this round has no first
+        exchange."""
+        raise NotImplementedError  # abstract
+
+    def first_step(
+        self, message: Request, clients: Group, states: ClientStates, context: RoundContext
+    ) -> Results:
+        """Computes the clients' replies to the server's message of the first exchange.
+
+        Returns each client's reply, and the state that this round's `client_step` receives.
+        """
+        raise NotImplementedError  # abstract
+
+    def first_aggregate(
+        self, state: State, replies: Mapping[int, Upload], context: RoundContext
+    ) -> ServerState:
+        """Returns the server's state after the first exchange.
+
+        Args:
+            state: the server's state before the first exchange.
+            replies: all replies by client index, in ascending order.
+            context: the context of the round.
+        """
+        raise NotImplementedError  # abstract
+
+
+class Exchange(NamedTuple):
+    """The message types and the steps of one exchange of a method."""
+
+    request: type[Message]
+    upload: type[Message]
+    broadcast: Callable[[State, RoundContext], Message | None]
+    client_step: Callable[[Request, Group, ClientStates, RoundContext], Results]
+    server_step: Callable[[State, Mapping[int, Upload], RoundContext], ServerState]
+
+
+def exchange_of(method: Method, name: str) -> Exchange:
+    """Returns what a method declares for the exchange with this name, "first" or "main".
+
+    Raises:
+        MessageError: the method has no such exchange.
+    """
+    if name != FIRST:
+        steps = method.broadcast, method.client_step, method.server_step
+        return Exchange(method.request, method.upload, *steps)
+    if not isinstance(method, TwoExchanges):
+        raise MessageError(f"method {method.name} has no {name} exchange")
+    first_steps = method.first_broadcast, method.first_step, method.first_aggregate
+    return Exchange(method.first_request, method.first_upload, *first_steps)
+
+
+def upload_types(method: Method | type[Method]) -> tuple[type[Message], ...]:
+    """Returns the types of a client's messages in a round, in the order of the exchanges."""
+    first = getattr(method, "first_upload", None)
+    return (method.upload,) if first is None else (first, method.upload)
+
+
+class VaryingReleases(Method):
+    """A method whose private releases differ between rounds.
+
+    All clients must take part in every round.
+    """
+
+    def round_plans(self, plans: Plans, round: int) -> Plans:
+        """Selects the plans whose releases are made in this round, in the order of `plans`.
+
+        The result must be public and fixed before any data are read.
+
+        Args:
+            plans: all release plans of the method.
+            round: the number of the round: 1, 2, …
+        """
+        raise NotImplementedError  # abstract
+
+
+class SyntheticImages(Method):
+    """A method whose server makes synthetic images, for the run folder and for export."""
+
+    def synthetic(
+        self, state: State, context: RoundContext
+    ) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        """Returns the server's synthetic images, their labels and their soft labels.
+
+        The images are normalised, [N, C, H, W], the labels have the shape [N], and the soft labels
+        [N, classes], or None. Returns None if the run has no images. With differential privacy the
+        images are computed only from released values.
+        """
+        raise NotImplementedError  # abstract
+
+    def check_images(self) -> None:
+        """Refuses settings with which a run may end without images.
+
+        Raises:
+            SettingError: the setting that a run with images needs.
+        """
+
+
+class ImagesAtEnd(SyntheticImages):
+    """A method whose server makes images after the last round, so that no model learns from
+    them."""
+
+    def at_end(self, state: State, context: RoundContext) -> ServerState:
+        """Makes the images, and returns the resulting state.
+
+        It is called after the last round. A run can end before the planned number of rounds if the
+        privacy budget is used up. With differential privacy the images are made only from released
+        values, so they need no further budget.
+
+        Args:
+            state: the server's state after the last round.
+            context: the context of the last round.
+        """
+        raise NotImplementedError  # abstract
+
+
+class HeterogeneousClients(Method):
+    """A method whose clients may use other architectures than the server."""
+
+
+class PersonalModels(Method):
+    """A method whose clients end with a personal model each."""
+
+    def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
+        """Returns the model that a client with this state uses instead of the global model."""
+        raise NotImplementedError  # abstract
+
+
+class OwnNetwork(Method):
+    """A method with its own network on public features, which replaces the run's model.
+
+    A run that sets a model reports that the setting has no effect. The clients do not run the
+    network on private data.
+    """
+
+    def network(self, spec: DatasetSpec) -> nn.Module:
+        """Returns an untrained network for the images of a data set."""
+        raise NotImplementedError  # abstract
+
+    def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
+        """Returns further facts that the privacy report lists as public, with a reason for each
+        fact."""
+        return {}
+
+
+def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
+    """Returns an untrained network of the architecture that the server and the clients share.
+
+    Args:
+        method: the method.
+        model: the run's model settings.
+        spec: the data set's specification.
+        seed: the seed of the initial weights.
+    """
+    if isinstance(method, OwnNetwork):
+        return method.network(spec)
+    return build_network(model, spec, seed)
+
+
+class Measurements(Method):
+    """A method that adds its own metrics to those of a run.
+
+    Class attributes:
+        metric_privacy: the status under differential privacy of each metric of a round. A private
+            run fails if the method returns a metric that is not declared here.
+        variant_names: the names of the models that `variants` may return.
+    """
+
+    metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
+    variant_names: ClassVar[tuple[str, ...]] = ()
+
+    def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
+        """Returns additional metrics of a round by name.
+
+        With differential privacy they must be released values that `metric_privacy` declares.
+        """
+        return {}
+
+    def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
+        """Computes additional metrics of a round from its clients' states, in a simulation.
+
+        With differential privacy it may read only values that were computed from the server's
+        messages, public noise and released values.
+        """
+        return {}
+
+    def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
+        """Returns the metrics of a round that follow only from the settings and the round number.
+
+        They are the metrics that `metric_privacy` declares public. Verification recomputes them.
+        """
+        return {}
+
+    def variants(self, state: State) -> Mapping[str, Tensors]:
+        """Returns further models by name, which are evaluated in addition to the global model."""
+        return {}
+
+    def artefacts(self, state: State) -> Tensors:
+        """Returns the server's matrices that are saved in the run folder, by name.
+
+        Each matrix has the shape [classes, clients].
+        """
+        return {}
+
+
+class PublicImages(Method):
+    """A method whose server uses public images, which steps read from `RoundContext.proxy`."""
+
+    def public_images(self) -> str:
+        """Returns the name of the public data set whose training images the server uses.
+
+        Returns "noise" if the server uses random pixels.
+        """
+        raise NotImplementedError  # abstract
+
+
+class PublishedEpsilon(Method):
+    """A method whose paper prints an ε."""
+
+    def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
+        """Returns the ε that the paper prints for these settings, for the privacy report.
+
+        The keys are "source", "published" and "why it differs".
+        """
+        raise NotImplementedError  # abstract
