@@ -47,7 +47,7 @@ from fedsynth.privacy.mechanisms import (
     GaussianSumMechanism,
     Released,
 )
-from fedsynth.privacy.passes import Units, padded, pass_size, values_of_each
+from fedsynth.privacy.passes import Parts, Units, class_values, noisy_sums, padded, pass_size
 from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
@@ -237,14 +237,14 @@ class DataOwner:
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
         )
-        sample = self._units.sample(only)
-        for part in sample.split(count):
-            records = part.records.to(self.device)
-            classes = self._y[part.records]
-            inputs = padded(self._x[records], length), padded(classes, length, fill=-1)
-            vectors = values_of_each(values, inputs, _LOGGER.warning)[: len(part)]
-            only.add(vectors, classes.to(vectors.device), part)
-        return only.release()
+
+        def inputs(parts: Parts) -> tuple[Tensor, Tensor]:
+            ((_, part),) = parts
+            return padded(self._x[part.records.to(self.device)], length), self._y[part.records]
+
+        of_class = class_values(inputs, values, self.classes, length, _LOGGER.warning)
+        (released,) = noisy_sums([only], [self._units], count, of_class)
+        return released
 
     def noisy_mean(
         self,
@@ -418,11 +418,10 @@ class DataOwner:
         mechanism = self.charge(plan, total_epsilon)
         dpsgd.dp_sgd(
             model,
-            lambda indices: self._x[indices],
-            self._y.to(self.device),
+            lambda indices: (self._x[indices.to(self.device)], self._y[indices].to(self.device)),
             mechanism,
             dpsgd.DpSgdSettings(optimiser, batch_size, loss=loss),
-            units=self._units,
+            self._units,
             note=_LOGGER.warning,
             isolated=self._isolates(found.moved),
         )

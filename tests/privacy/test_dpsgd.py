@@ -17,6 +17,7 @@ from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
+from fedsynth.privacy.passes import Units
 from fedsynth.seeding import forked_rng
 from fedsynth.training.sgd import MomentumSgd
 from tests.digits import convnet
@@ -37,7 +38,7 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: A
     options = {name: values.pop(name) for name in ("penalty", "loss") if name in values}
     charged = mechanism(**{**defaults, **values})
     settings = dpsgd.DpSgdSettings(MomentumSgd(lr), 8.0, **options)
-    dpsgd.dp_sgd(model, lambda i: x[i], y, charged, settings)
+    dpsgd.dp_sgd(model, lambda i: (x[i], y[i]), charged, settings, Units(len(y)))
     assert charged.steps_left == 0
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
     return (flatten(model) - start).detach()
