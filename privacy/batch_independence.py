@@ -13,7 +13,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
@@ -141,6 +141,7 @@ class StepInputs:
         classes: the number of classes. Labels are 0, ..., classes - 1.
         padding: the label of padding.
         finite: False if records may contain NaN, and infinity if the bounds are infinite.
+        precision: the type of the numbers in a network.
     """
 
     shape: tuple[int, ...]
@@ -150,6 +151,7 @@ class StepInputs:
     classes: int = 1
     padding: int = 0
     finite: bool = True
+    precision: torch.dtype = torch.float32
 
     def draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         """Draws public random records [count, ...] and labels [count].
@@ -190,13 +192,16 @@ class Dependence:
         fault: a description of the fault, which completes the sentence "the function …". An empty
             string if the trial found no fault.
         moved: the largest L2 norm of a change of a record's value, divided by the norm of the value,
-            if the record is moved or others are replaced. Rounding alone is about 1e-7.
+            if the record is moved or others are replaced. Rounding alone is about 1e-7. It is above
+            0 if one bit changes.
         opaque: the types of objects whose state the trial could not compare.
+        values: the values of the first records of the trial, [length, D].
     """
 
     fault: str = ""
     moved: float = 0.0
     opaque: frozenset[str] = frozenset()
+    values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.fault)
@@ -241,6 +246,31 @@ def dependence_on_batch(
         return _Passes(function, generators, inputs).result(holders)
 
 
+def dependence_in_step(
+    values: RecordFunction,
+    inputs: StepInputs,
+    expected: Tensor | None = None,
+    *,
+    thorough: bool,
+) -> Dependence:
+    """Tests whether a step computes each record's value from that record only.
+
+    State is not compared, because a step may reach what the trial itself changes.
+
+    Args:
+        values: computes the values of records as the step does.
+        inputs: the records.
+        expected: the values of the first records in an earlier run of the step, among other
+            records. If they are passed, only these values are compared.
+        thorough: True for user code. Otherwise, only two other passes are compared with the first.
+    """
+    with GlobalGenerators(inputs.device) as generators:
+        passes = _Passes(values, generators, inputs)
+        if expected is not None:
+            return passes.compared_with(expected)
+        return passes.of_step() if thorough else passes.moved()
+
+
 class _Passes:
     """Compares passes of a step's length, in which some records keep their values.
 
@@ -259,11 +289,12 @@ class _Passes:
         self._moved = 0.0
         self._finite = False
 
-    def _begin(self, x: Tensor, y: Tensor) -> None:
+    def _begin(self, x: Tensor, y: Tensor, values: Tensor | None = None) -> Tensor:
         """Computes the values with which all later ones are compared."""
         self._x, self._y = x, y
-        self._first = self._values(x, y)
+        self._first = self._values(x, y) if values is None else values
         self._sizes = torch.linalg.vector_norm(self._first, math.inf, dim=1).cpu()
+        return self._first
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
         """Computes values as a step does. Values that are not finite become 0, as in the mechanism."""
@@ -279,16 +310,53 @@ class _Passes:
         before = ReachableState.of(self._function, *holders)
         if not self._finite:
             return Dependence("returns no finite value for random records within the bounds")
-        self._compare(self._positions >= 0, KEEPS_STATE)
-        self._move()
-        self._replace()
-        self._begin(*self._with_extremes())
-        self._replace_halves()
+        self._compare_all()
         change = before.change_since(initial, only_tensors=True)
         change = change or ReachableState.of(self._function, *holders).change_since(before)
         if change and not self._fault:
             self._fault = f"{STATE} ({change} changes)"
         return Dependence(self._fault, self._moved, frozenset(before.opaque))
+
+    def moved(self) -> Dependence:
+        """Moves records, and replaces every other record by an extreme one."""
+        values = self._begin(*self._inputs.draw(0, self._inputs.length))
+        extremes = torch.stack(self._inputs.extremes())
+        self._compare(self._positions >= 0, POSITION, order=self._positions.roll(1))
+        self._compare(
+            self._positions % 2 == 0,
+            MIXES,
+            records=extremes[self._positions % len(extremes)],
+            order=self._positions.roll(3),
+        )
+        return Dependence(self._fault, self._moved, values=values)
+
+    def of_step(self) -> Dependence:
+        values = self._begin(*self._inputs.draw(0, self._inputs.length))
+        self._generators.rewind()
+        position = self._generators.position()
+        watches = [OperationWatch(0.0), OperationWatch(1.0)]
+        repeated = []
+        for watch in watches:
+            with watch:
+                repeated.append(self._values(self._x, self._y))
+        if watches[0].draws or self._generators.position() != position:
+            return Dependence(DRAWS)
+        if _differ(*repeated):
+            return Dependence(KEEPS_STATE)
+        self._compare_all()
+        return Dependence(self._fault, self._moved, values=values)
+
+    def compared_with(self, values: Tensor) -> Dependence:
+        self._begin(*self._inputs.draw(0, self._inputs.length), values)
+        self._compare(self._positions >= 0, KEEPS_STATE)
+        return Dependence(self._fault, self._moved)
+
+    def _compare_all(self) -> None:
+        self._compare(self._positions >= 0, KEEPS_STATE)
+        self._move()
+        self._replace()
+        self._begin(*self._with_extremes())
+        self._replace_halves()
 
     def _move(self) -> None:
         """Moves all records to other positions of the pass."""
@@ -361,12 +429,12 @@ class _Passes:
                 changes[number] = torch.linalg.vector_norm(change, math.inf)
                 shorter = torch.minimum(expected.norm(), actual.norm())
                 relative_change = float(change.norm() / shorter.clamp_min(SHORTEST))
-                self._moved = max(self._moved, relative_change)
+                self._moved = max(self._moved, relative_change, SHORTEST)
         sizes = self._sizes[kept]
         usual = sizes[sizes > 0].median() if bool(sizes.any()) else sizes.max()
         relative = changes[kept] / torch.maximum(sizes, usual)
         largest = float(relative.nan_to_num(0.0, math.inf).max())
-        if largest > rounding(moved.device):
+        if largest > rounding(moved.device, self._inputs.precision):
             self._fault = fault
 
 
