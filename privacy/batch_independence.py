@@ -12,7 +12,7 @@ import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -142,6 +142,7 @@ class StepInputs:
         padding: the label of padding.
         finite: False if records may contain NaN, and infinity if the bounds are infinite.
         precision: the type of the numbers in a network.
+        seed: the seed of the random records.
     """
 
     shape: tuple[int, ...]
@@ -152,6 +153,7 @@ class StepInputs:
     padding: int = 0
     finite: bool = True
     precision: torch.dtype = torch.float32
+    seed: int = 0
 
     def draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         """Draws public random records [count, ...] and labels [count].
@@ -159,7 +161,7 @@ class StepInputs:
         Values are uniform within the bounds. If a bound is infinite, every other record is uniform
         in [0, 1], and the others are normal, because some functions need positive values.
         """
-        draws = np.random.default_rng(seed)  # not torch's: another watch may be active
+        draws = np.random.default_rng(self.seed + seed)  # not torch's: another watch may be active
         values = draws.random((count, *self.shape), dtype=np.float32)
         low, high = self.bounds
         if math.isfinite(high - low):
@@ -268,7 +270,7 @@ def dependence_in_step(
         passes = _Passes(values, generators, inputs)
         if expected is not None:
             return passes.compared_with(expected)
-        return passes.of_step() if thorough else passes.moved()
+        return passes.of_step(thorough=thorough)
 
 
 class _Passes:
@@ -288,6 +290,8 @@ class _Passes:
         self._fault = ""
         self._moved = 0.0
         self._finite = False
+        self._watches = False
+        self._fill = 0.0
 
     def _begin(self, x: Tensor, y: Tensor, values: Tensor | None = None) -> Tensor:
         """Computes the values with which all later ones are compared."""
@@ -299,7 +303,12 @@ class _Passes:
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
         """Computes values as a step does. Values that are not finite become 0, as in the mechanism."""
         self._generators.rewind()
-        values = values_of_each(self._function, (x, y), lambda text: None).detach()
+        position = self._generators.position()
+        watch = OperationWatch(self._fill)
+        with watch if self._watches else nullcontext():
+            values = values_of_each(self._function, (x, y), lambda text: None).detach()
+        if self._watches and (watch.draws or self._generators.position() != position):
+            self._fault = DRAWS
         self._finite = self._finite or bool(torch.isfinite(values).any())
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values.nan_to_num(0.0, 0.0, 0.0).reshape(len(values), -1)
@@ -317,36 +326,29 @@ class _Passes:
             self._fault = f"{STATE} ({change} changes)"
         return Dependence(self._fault, self._moved, frozenset(before.opaque))
 
-    def moved(self) -> Dependence:
-        """Moves records, and replaces every other record by an extreme one."""
+    def of_step(self, *, thorough: bool) -> Dependence:
+        """Moves records and replaces others, and watches the operations of user code."""
+        self._watches = thorough
         values = self._begin(*self._inputs.draw(0, self._inputs.length))
-        extremes = torch.stack(self._inputs.extremes())
+        even = self._positions % 2 == 0
+        extremes = self._inputs.extremes()
+        mixed = torch.stack(extremes)[self._positions % len(extremes)]
         self._compare(self._positions >= 0, POSITION, order=self._positions.roll(1))
-        self._compare(
-            self._positions % 2 == 0,
-            MIXES,
-            records=extremes[self._positions % len(extremes)],
-            order=self._positions.roll(3),
-        )
-        return Dependence(self._fault, self._moved, values=values)
-
-    def of_step(self) -> Dependence:
-        values = self._begin(*self._inputs.draw(0, self._inputs.length))
-        self._generators.rewind()
-        position = self._generators.position()
-        watches = [OperationWatch(0.0), OperationWatch(1.0)]
-        repeated = []
-        for watch in watches:
-            with watch:
-                repeated.append(self._values(self._x, self._y))
-        if watches[0].draws or self._generators.position() != position:
-            return Dependence(DRAWS)
-        if _differ(*repeated):
-            return Dependence(KEEPS_STATE)
-        self._compare_all()
+        self._compare(even, MIXES, records=mixed, order=self._positions.roll(3))
+        if thorough:
+            few = self._positions % 8 == 0
+            for record in extremes[:2]:  # so that every mean or extreme of a batch occurs
+                self._compare(few, MIXES, records=record[None])
+            others, labels = self._inputs.draw(3, self._inputs.length)
+            for kept in (even, ~even):
+                self._compare(kept, MIXES, records=others, labels=labels)
+            self._fill = 1.0
+            self._compare(self._positions >= 0, KEEPS_STATE)
         return Dependence(self._fault, self._moved, values=values)
 
     def compared_with(self, values: Tensor) -> Dependence:
+        """Compares the values of the first records with those of an earlier run."""
+        self._watches = True
         self._begin(*self._inputs.draw(0, self._inputs.length), values)
         self._compare(self._positions >= 0, KEEPS_STATE)
         return Dependence(self._fault, self._moved)
@@ -435,7 +437,7 @@ class _Passes:
         relative = changes[kept] / torch.maximum(sizes, usual)
         largest = float(relative.nan_to_num(0.0, math.inf).max())
         if largest > rounding(moved.device, self._inputs.precision):
-            self._fault = fault
+            self._fault = self._fault or fault
 
 
 class _FewRecords:

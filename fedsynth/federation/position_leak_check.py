@@ -42,6 +42,7 @@ from fedsynth.privacy.batch_independence import (
     ADVICE,
     AMONG_OTHERS,
     STATE,
+    Dependence,
     GlobalGenerators,
     StepInputs,
     dependence_in_step,
@@ -59,6 +60,8 @@ from fedsynth.seeding import numpy_generator, torch_generator
 # The number of records in a trial of this package's code. Its tests examine the code further.
 RECORDS = 32
 
+# The seed of the records in the second run of a step.
+OTHER_SEED = 10
 MIN_RECORDS = 8
 INSERTED = 3
 # The maximum number of coordinates of all records' vectors in one release of a trial.
@@ -66,6 +69,9 @@ MAX_NUMBERS = 2**27
 # The standard deviation of the noise that a trial adds to the initial weights. Without noise, the
 # zeros and ones among the weights would make products exact in every kernel.
 WEIGHT_NOISE = 0.01
+
+
+ADDS = "adds vectors to a mechanism without a function of its client view"
 
 
 class _LastReleaseError(Exception):
@@ -82,6 +88,18 @@ class _NoDraws(SecretGenerator):
 
     def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
         return torch.arange(records)
+
+
+class _TriedMechanism(GaussianSumMechanism):
+    """A mechanism of a trial, which finds a step that adds vectors without its client view."""
+
+    trial: StepTrial
+
+    def _open_sums(self, sample: Sample | None) -> Tensor:
+        if not self.trial.adds:
+            self.trial.finding = ADDS
+            raise _LastReleaseError
+        return super()._open_sums(sample)
 
 
 class TrialClientView(PrivateClientView):
@@ -105,7 +123,12 @@ class TrialClientView(PrivateClientView):
     def _show(self, x: Tensor, labels: Tensor) -> None:
         """Replaces the client's images."""
         context = self._trial.context
-        data = ImageData(to_stored(x, context.spec), labels, context.spec)
+        key = x.cpu().numpy().tobytes(), labels.numpy().tobytes()
+        data = self._trial.shown.get(key)
+        if data is None:
+            data = ImageData(to_stored(x, context.spec), labels, context.spec)
+        if not self._trial.thorough:  # whose features are then computed once
+            self._trial.shown[key] = data
         super().__init__(
             [self._trial.client],
             data,
@@ -136,7 +159,7 @@ class TrialClientView(PrivateClientView):
         def values(x: Tensor, labels: Tensor) -> Tensor:
             self._show(x, labels)
             sample = Sample(torch.arange(len(x)))
-            vectors = []
+            vectors: list[Tensor] = []
             with torch.set_grad_enabled(grad_mode):
                 compute = prepare([sample])
                 for parts in passes_of([sample], count):
@@ -148,11 +171,17 @@ class TrialClientView(PrivateClientView):
         if self._ends and not self._releases_left:
             raise _LastReleaseError
         inputs = self._trial.inputs
-        self._show(*inputs.draw(0, inputs.length))
-        sums = noisy_sums(mechanisms, units, count, prepare)
-        if self._trial.repeats:  # so that state differs from that of the first run
+        if self._trial.thorough:  # other calls than in the other run, so that their state differs
             values(*inputs.draw(4, inputs.length))
-        return sums
+        if self._trial.repeats:
+            mechanisms[0].steps_left -= 1
+            return [Released(self._trial.sums.pop(0))]
+        self._show(*inputs.draw(0, inputs.length))
+        self._trial.adds = True
+        (sums,) = noisy_sums(mechanisms, units, count, prepare)
+        self._trial.adds = False
+        self._trial.sums.append(sums.clone())
+        return [sums]
 
 
 def _vectors(values: Values) -> Tensor:
@@ -181,6 +210,9 @@ class StepTrial:
         opaque: the types of objects whose state could not be compared, in a trial of user code.
         inputs: the random records.
         repeats: True in the second run of the step.
+        adds: True while the client view adds values to a mechanism.
+        sums: the sums of the first run, which are released in both runs.
+        shown: the images that were shown to a step of this package's code, by their content.
     """
 
     def __init__(
@@ -190,8 +222,10 @@ class StepTrial:
         self.moved = False
         self.opaque: set[str] = set()
         self.client = client
-        self.repeats = False
-        self._thorough = thorough
+        self.repeats = self.adds = False
+        self.sums: list[Tensor] = []
+        self.shown: dict[tuple[bytes, bytes], ImageData] = {}
+        self.thorough = thorough
         self._sigma = plan.privacy.noise_multiplier or 1.0
         privacy = replace(plan.privacy, noise_multiplier=self._sigma)
         noise = replace(plan, privacy=privacy).noise
@@ -210,13 +244,15 @@ class StepTrial:
             precision=context.precision,
         )
         self._values: list[Tensor] = []
+        self._expected: list[Tensor] = []
         with GlobalGenerators(context.device) as generators:
             self._take_step()
-            if thorough:
+            if thorough and not self.finding:
                 state = ReachableState.of(self._method, context.architecture)
                 self.opaque = state.opaque
                 generators.rewind()
                 self.repeats = True
+                self._expected, self._values = self._values, []
                 self._take_step()
                 change = ReachableState.of(self._method, context.architecture).change_since(state)
                 if change:
@@ -227,7 +263,6 @@ class StepTrial:
         context = self.context
         server = Server.begun(self._method, context)
         client_state: ClientState = {}
-        self._releases = 0
         for exchange in EXCHANGES:
             message = server.request(exchange, context)
             if message is None:
@@ -239,28 +274,44 @@ class StepTrial:
                 BudgetEnforcer(Ledger("public images")),
                 _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
                 exchange=exchange,
+                make_mechanism=self._mechanism,
             )
             clients = TrialClientView(self, budget, ends=exchange != FIRST)
             step = self._method.first_step if exchange == FIRST else self._method.client_step
             try:
                 [(_, client_state)] = step(_disturbed(message), clients, [client_state], context)
             except _LastReleaseError:
-                pass
+                if self.finding:
+                    return
+            except Exception:
+                if self.finding:  # which must not be lost
+                    return
+                raise
+
+    def _mechanism(self, *charged: Any) -> GaussianSumMechanism:
+        mechanism = _TriedMechanism(*charged)
+        mechanism.trial = self
+        return mechanism
 
     def compare(self, values: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Compares the values of records in one release, or with those of the first run."""
         expected = None
         if self.repeats:
-            if self._releases >= len(self._values):
-                self.finding = self.finding or AMONG_OTHERS  # it makes other releases
-                return
-            expected = self._values[self._releases]
-        result = dependence_in_step(values, self.inputs, expected, thorough=self._thorough)
-        if not self.repeats:
-            self._values.append(result.values)
-        self._releases += 1
-        self.finding = self.finding or result.fault
+            if not self._expected:
+                self._report(Dependence(AMONG_OTHERS))  # it makes other releases
+            expected = self._expected.pop(0)
+        inputs = replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
+        result = dependence_in_step(values, inputs, thorough=self.thorough)
+        self._values.append(result.values)
+        self._report(result)
+        if expected is not None:
+            self._report(dependence_in_step(values, self.inputs, expected, thorough=True))
+
+    def _report(self, result: Dependence) -> None:
         self.moved = self.moved or result.moved > 0
+        self.finding = self.finding or result.fault
+        if self.finding:
+            raise _LastReleaseError
 
 
 def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
