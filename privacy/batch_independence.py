@@ -8,17 +8,19 @@ fault, but it cannot prove that there is none.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -246,6 +248,27 @@ def dependence_on_batch(
         if fault or not passes:
             return Dependence(fault)
         return _Passes(function, generators, inputs).result(holders)
+
+
+def network_dependence(network: nn.Module, inputs: StepInputs, *, trains: bool) -> Dependence:
+    """Tests whether a network's outputs, and its features, depend only on their own image.
+
+    Args:
+        network: the network, which is not changed.
+        inputs: the images.
+        trains: whether the network is also tested in training mode.
+    """
+    for mode in sorted({False, trains}):
+        twin = copy.deepcopy(network).train(mode)
+        for function in filter(None, (twin, getattr(twin, "embed", None))):
+            result = dependence_on_batch(partial(_of_images, function), inputs)
+            if result:
+                return result
+    return Dependence()
+
+
+def _of_images(network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return network(x)
 
 
 def dependence_in_step(

@@ -294,18 +294,16 @@ def example_gradients(
 def check_example_gradients(
     model: nn.Module,
     x_NCHW: Tensor,
+    labels_N: Tensor,
     loss: ExampleLoss | None = None,
-    labels_N: Tensor | None = None,
 ) -> None:
     """Refuses a model if its per-example gradients cannot be computed or differ from autograd's.
-
-    Call this before any budget is charged.
 
     Args:
         model: the model, for example a custom one.
         x_NCHW: public images.
+        labels_N: public labels.
         loss: a function that returns the loss of each example. None uses cross-entropy.
-        labels_N: public labels. None gives all images label 0.
 
     Raises:
         ForbiddenLayerError: the model has frozen or unused parameters, layers that are not
@@ -319,8 +317,7 @@ def check_example_gradients(
                 "requires_grad=True"
             )
     try:
-        labels = torch.zeros(len(x_NCHW), dtype=torch.int64) if labels_N is None else labels_N
-        labels = labels.to(x_NCHW.device)
+        labels = labels_N.to(x_NCHW.device)
         rows, expected = _gradients_and_expected(model, x_NCHW, labels, loss or cross_entropies)
     except PrivacyError:
         raise
@@ -391,14 +388,21 @@ def gradient_dependence(
 ) -> Dependence:
     """Tests whether each example's loss and gradient depend only on that example.
 
-    Gradients are those of DP-SGD. Code in the backward pass may act only on loud gradients, so the
-    test is repeated with losses whose scales differ by eight orders of magnitude.
+    Call this before any budget is charged. Gradients are those of DP-SGD. Code in the backward pass
+    may act only on loud gradients, so the test is repeated with losses whose scales differ by eight
+    orders of magnitude.
 
     Args:
         model: the network, which is not changed.
         inputs: the inputs of a step.
         loss: a function that returns the loss of each example. None uses cross-entropy.
+
+    Raises:
+        ForbiddenLayerError: DP-SGD cannot train the model.
+        PrivacyError: the loss does not return one value for each example.
     """
+    check_model(model)
+    check_example_gradients(model, *inputs.draw(0, 4), loss)
     used = loss or cross_entropies  # the names of variables appear in messages about state
     model = _with_moved_weights(model)
 

@@ -32,11 +32,10 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData, to_stored
-from fedsynth.errors import SettingError
+from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
 from fedsynth.methods import is_own_method
-from fedsynth.models.own import refuse_dependence
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.batch_independence import (
     ADVICE,
@@ -46,6 +45,7 @@ from fedsynth.privacy.batch_independence import (
     GlobalGenerators,
     StepInputs,
     dependence_in_step,
+    network_dependence,
 )
 from fedsynth.privacy.dpsgd import gradient_dependence
 from fedsynth.privacy.ledger import Ledger
@@ -381,16 +381,12 @@ def check_private_steps(
     if settings.privacy is None:
         return StepCheck()
     plan = PrivacyPlan.checked(settings, context)
+    own_model = settings.method.model_sees_data and is_own_model(settings.model)
+    trains = any(item.mechanism == "dp-sgd" for item in plan.plans)
+    if own_model and (trains or plan.facts.guaranteed):
+        _refuse_dependent_model(settings, context, trains=trains)
     if not plan.facts.guaranteed:
         return StepCheck()
-    own_model = settings.method.model_sees_data and is_own_model(settings.model)
-    if own_model:
-        if any(item.mechanism == "dp-sgd" for item in plan.plans):
-            _check_gradients(settings, context)  # the plan has tried its forward passes
-        else:
-            shape, device = context.spec.image_shape, context.device
-            name = settings.model.name
-            refuse_dependence(name, context.architecture, shape, device, training=False)
     clients = _clients_of_each_architecture(context) if client is None else [client]
     try:
         trials = _trials(plan, context, clients)
@@ -412,20 +408,33 @@ def check_private_steps(
     return _isolated(settings, context, isolated, warnings)
 
 
-def _check_gradients(settings: RunSettings, context: RoundContext) -> None:
-    """Refuses a custom model whose backward pass mixes the examples of a batch."""
+def _refuse_dependent_model(settings: RunSettings, context: RoundContext, *, trains: bool) -> None:
+    """Refuses a custom model whose outputs, or gradients if DP-SGD trains it, mix examples."""
     inputs = StepInputs(
         context.spec.image_shape,
         context.device,
-        length=RECORDS,
         bounds=(-3.0, 3.0),  # of normalised images
         classes=context.spec.classes,
     )
-    for network in context.client_architectures or (context.architecture,):
-        on_device = copy.deepcopy(network).to(context.device)
-        if dependence := gradient_dependence(on_device, inputs):
-            reason = f"cannot be private, because in training it {dependence}. {ADVICE}"
-            raise SettingError("model", "name", reason, value=settings.model.name)
+    for architecture in context.client_architectures or (context.architecture,):
+        network = copy.deepcopy(architecture).to(context.device)
+        try:
+            dependence = network_dependence(network, inputs, trains=trains)
+            if trains and not dependence:
+                dependence = gradient_dependence(network, inputs)
+        except FedsynthError:
+            raise
+        except Exception as error:
+            raise _refused_model(
+                settings, f"cannot take random images: {one_line(error)}"
+            ) from error
+        if dependence:
+            reason = f"cannot be private, because it {dependence}, so the influence of one example"
+            raise _refused_model(settings, f"{reason} is not bounded. {ADVICE}")
+
+
+def _refused_model(settings: RunSettings, reason: str) -> SettingError:
+    return SettingError("model", "name", reason, value=settings.model.name)
 
 
 def _isolated(

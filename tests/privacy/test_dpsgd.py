@@ -46,6 +46,7 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: A
 
 X8 = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 X4 = torch.rand(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+Y4 = torch.zeros(4, dtype=torch.int64)
 
 
 def test_single_step_equals_numpy() -> None:
@@ -240,11 +241,11 @@ SCALE = Uses(lambda layer, x: x.mul_(layer.factor), factor=nn.Parameter(torch.li
 def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, message: str) -> None:
     """Covers layers with constant inputs, whose rows are no examples."""
     with pytest.raises(ForbiddenLayerError, match=message):
-        dpsgd.check_example_gradients(faulty(layer, use), X4)
+        dpsgd.check_example_gradients(faulty(layer, use), X4, Y4)
     plain = faulty(nn.Linear(4, 4), lambda layer, x: layer(x.flatten(1)))
-    dpsgd.check_example_gradients(plain, X4)
+    dpsgd.check_example_gradients(plain, X4, Y4)
     with torch.autocast("cpu", torch.bfloat16):
-        dpsgd.check_example_gradients(plain, X4)
+        dpsgd.check_example_gradients(plain, X4, Y4)
 
 
 def test_other_layers_than_for_public_images_are_refused() -> None:
