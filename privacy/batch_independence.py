@@ -357,7 +357,8 @@ class _Passes:
         extremes = self._inputs.extremes()
         mixed = torch.stack(extremes)[self._positions % len(extremes)]
         self._compare(self._positions >= 0, POSITION, order=self._positions.roll(1))
-        self._compare(even, MIXES, records=mixed, order=self._positions.roll(3))
+        fewer = self._positions.roll(3)[:-1]  # padding takes the last place
+        self._compare(even, MIXES, records=mixed, order=fewer)
         if thorough:
             few = self._positions % 8 == 0
             for record in extremes[:2]:  # so that every mean or extreme of a batch occurs
@@ -443,10 +444,10 @@ class _Passes:
         if labels is not None:
             y = torch.where(kept, y, labels)
         moved = self._values(x[order.to(x.device)], y[order])
-        if moved.shape != self._first.shape:
+        if moved.shape != (len(order), *self._first.shape[1:]):
             self._fault = LENGTH
             return
-        changes = torch.zeros(len(order))
+        changes = torch.zeros(len(self._positions))
         for position, number in enumerate(order.tolist()):  # as all rows at once need much memory
             expected, actual = self._first[number], moved[position]
             if kept[number] and not torch.equal(expected, actual):

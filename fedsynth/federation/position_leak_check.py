@@ -117,7 +117,7 @@ class TrialClientView(PrivateClientView):
         self._trial = trial
         self._budget = budget
         self._ends = ends
-        self._releases_left = sum(plan.steps for plan in budget.plans)
+        trial.releases_left = sum(plan.steps for plan in budget.plans)
         self._show(*trial.inputs.draw(0, trial.inputs.length))
 
     def _show(self, x: Tensor, labels: Tensor) -> None:
@@ -167,8 +167,8 @@ class TrialClientView(PrivateClientView):
             return torch.cat(vectors)
 
         self._trial.compare(values)
-        self._releases_left -= 1
-        if self._ends and not self._releases_left:
+        self._trial.releases_left -= 1
+        if self._ends and not self._trial.releases_left:
             raise _LastReleaseError
         inputs = self._trial.inputs
         if self._trial.thorough:  # other calls than in the other run, so that their state differs
@@ -210,6 +210,7 @@ class StepTrial:
         opaque: the types of objects whose state could not be compared, in a trial of user code.
         inputs: the random records.
         repeats: True in the second run of the step.
+        releases_left: the number of releases until the step of the exchange ends.
         adds: True while the client view adds values to a mechanism.
         sums: the sums of the first run, which are released in both runs.
         shown: the images that were shown to a step of this package's code, by their content.
@@ -223,6 +224,7 @@ class StepTrial:
         self.opaque: set[str] = set()
         self.client = client
         self.repeats = self.adds = False
+        self.releases_left = 0
         self.sums: list[Tensor] = []
         self.shown: dict[tuple[bytes, bytes], ImageData] = {}
         self.thorough = thorough

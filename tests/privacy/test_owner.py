@@ -412,6 +412,7 @@ METHODS: dict[str, Any] = {
     "mixup": lambda n, x, y: losses(n, (x + x.flip(0)) / 2, y),
     "class sizes": lambda n, x, y: losses(n, x, y) / torch.bincount(y, minlength=10)[y],
     "a list": lambda n, x, y: (SEEN.append(x.detach()), losses(n, x, y))[1],
+    "padding": lambda n, x, y: losses(n, x, y) / (x.flatten(1).abs().sum(1) > 0).sum(),
     "from index 40": lambda n, x, y: losses(n, x, y) * (1 + (torch.arange(len(x)) > 40)),
 }
 
