@@ -431,8 +431,8 @@ def _refuse_dependent_model(settings: RunSettings, context: RoundContext, *, tra
                 settings, f"cannot take random images: {one_line(error)}"
             ) from error
         if dependence:
-            reason = f"cannot be private, because it {dependence}, so the influence of one example"
-            raise _refused_model(settings, f"{reason} is not bounded. {ADVICE}")
+            reason = f"{dependence}, so the influence of one example is not bounded. {ADVICE}"
+            raise _refused_model(settings, reason)
 
 
 def _refused_model(settings: RunSettings, reason: str) -> SettingError:
