@@ -242,7 +242,7 @@ def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
     """Returns the length of a pass of DP-SGD, and how many records it has (see `pass_size`)."""
-    start = PASS_START / sum(map(Tensor.numel, model.parameters()))
+    start = PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
 
