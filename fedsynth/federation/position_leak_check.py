@@ -12,7 +12,7 @@ step releases a sum, the view computes the values of the images as the step does
 lengths of the run (the "pass lengths" of `fedsynth.privacy.passes`). It computes them again at
 other positions and among other images (`dependence_in_step`). The step of user code then runs a
 second time, among other images. Its values of the same images must be those of the first time. No
-client's ledger is charged and no noise is added.
+client's ledger is charged, and the step receives seeded noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ from fedsynth.privacy.batch_independence import (
 from fedsynth.privacy.dpsgd import gradient_dependence
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
-from fedsynth.privacy.passes import Prepare, Sample, Units, Values, noisy_sums, passes_of
+from fedsynth.privacy.passes import Prepare, Sample, Units, Values, passes_of
 from fedsynth.privacy.plans import EXCHANGES, FIRST, ReleaseBudget, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
@@ -78,28 +78,14 @@ class _LastReleaseError(Exception):
     """Raised during a trial to end the step after the last release that the trial needs."""
 
 
-class _NoDraws(SecretGenerator):
-    """A generator of a trial, which samples all records and whose noise is zero."""
-
-    def normal(
-        self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=device)
-
-    def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
-        return torch.arange(records)
-
-
 class _TriedMechanism(GaussianSumMechanism):
     """A mechanism of a trial, which finds a step that adds vectors without its client view."""
 
     trial: StepTrial
 
-    def _open_sums(self, sample: Sample | None) -> Tensor:
-        if not self.trial.adds:
-            self.trial.finding = ADDS
-            raise _LastReleaseError
-        return super()._open_sums(sample)
+    def _open_sums(self, sample: Sample | None) -> NoReturn:
+        self.trial.finding = ADDS
+        raise _LastReleaseError
 
 
 class TrialClientView(PrivateClientView):
@@ -146,7 +132,7 @@ class TrialClientView(PrivateClientView):
         count: int,
         prepare: Prepare,
     ) -> list[Released]:
-        """Lets the trial compare values, and releases the sums of the same images in each run.
+        """Lets the trial compare values, and releases noise that is the same in each run.
 
         Raises:
             _LastReleaseError: this was the last release of the main exchange. A trial omits the
@@ -170,18 +156,10 @@ class TrialClientView(PrivateClientView):
         self._trial.releases_left -= 1
         if self._ends and not self._trial.releases_left:
             raise _LastReleaseError
-        inputs = self._trial.inputs
         if self._trial.thorough:  # other calls than in the other run, so that their state differs
-            values(*inputs.draw(4, inputs.length))
-        if self._trial.repeats:
-            mechanisms[0].steps_left -= 1
-            return [Released(self._trial.sums.pop(0))]
-        self._show(*inputs.draw(0, inputs.length))
-        self._trial.adds = True
-        (sums,) = noisy_sums(mechanisms, units, count, prepare)
-        self._trial.adds = False
-        self._trial.sums.append(sums.clone())
-        return [sums]
+            values(*self._trial.inputs.draw(4, self._trial.inputs.length))
+        mechanisms[0].sample(0)
+        return [mechanisms[0].release()]
 
 
 def _vectors(values: Values) -> Tensor:
@@ -211,8 +189,6 @@ class StepTrial:
         inputs: the random records.
         repeats: True in the second run of the step.
         releases_left: the number of releases until the step of the exchange ends.
-        adds: True while the client view adds values to a mechanism.
-        sums: the sums of the first run, which are released in both runs.
         shown: the images that were shown to a step of this package's code, by their content.
     """
 
@@ -223,13 +199,11 @@ class StepTrial:
         self.moved = False
         self.opaque: set[str] = set()
         self.client = client
-        self.repeats = self.adds = False
+        self.repeats = False
         self.releases_left = 0
-        self.sums: list[Tensor] = []
         self.shown: dict[tuple[bytes, bytes], ImageData] = {}
         self.thorough = thorough
-        self._sigma = plan.privacy.noise_multiplier or 1.0
-        privacy = replace(plan.privacy, noise_multiplier=self._sigma)
+        privacy = replace(plan.privacy, noise_multiplier=plan.privacy.noise_multiplier or 1.0)
         noise = replace(plan, privacy=privacy).noise
         self.context = replace(context, privacy=privacy, noise=noise)
         self._method = plan.run.method
@@ -272,9 +246,9 @@ class StepTrial:
             budget = charge_round(
                 self._plans,
                 context.round,
-                self._sigma,
+                1.0,  # more noise could hide the values in later releases
                 BudgetEnforcer(Ledger("public images")),
-                _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
+                SecretGenerator(test_only=numpy_generator(0, "noise of a trial")),
                 exchange=exchange,
                 make_mechanism=self._mechanism,
             )
