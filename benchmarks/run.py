@@ -19,6 +19,7 @@ import math
 import pkgutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -58,7 +59,8 @@ def main() -> None:
     keep_large_allocations()
     if grid.threads is not None:
         torch.set_num_threads(grid.threads)
-    rows = Rows(rows_file(options.grid, options.quick), options.only, options.time_budget)
+    deadline = time.monotonic() + options.time_budget
+    rows = Rows(rows_file(options.grid, options.quick), deadline, options.only)
     axes = {name: getattr(options, name) for name in grid.axes}
     same = {"device": options.device, "quick": options.quick, "cache": options.cache}
     for cell in grid.cells(axes, **same):

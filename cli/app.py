@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedsynth.cli import application, options, share_commands
+from fedsynth.cli.application import say
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.privacy_commands import print_dry_run, privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
@@ -85,20 +85,31 @@ def train(
     NAME`). For the built-in digits, a preset shortens the run. The file config.toml in the run
     folder contains all settings of the run.
     """
+    from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.config.resolve import resolve
+    from fedsynth.results.loggers import Several, make_loggers
+    from fedsynth.simulation.simulate import simulate
 
     if resume is not None:
         options.refuse_beside_resume(context)
         config = resume / "config.toml"
-    chosen = options.with_own_code(chosen)
     if preset is not None:
-        sections = options.from_table(preset, config, chosen, application.say)
+        sections = options.from_table(preset, config, chosen, say)
     else:
-        sections = options.merged(options.read_config(config), chosen, application.say)
+        sections = options.merged(options.read_config(config), chosen, say)
+    settings = resolve(sections)
     if dry_run:
-        print_dry_run(resolve(sections), as_json)
-    else:
-        _run(sections, output, download, as_json, resume, log or [])
+        print_dry_run(settings, as_json)
+        return
+    application.keep_large_allocations()
+    folder = output if resume is None else resume.parent
+    loggers = make_loggers(log or [], folder, private=settings.privacy is not None, note=say)
+    with make_observer(settings, options.from_preset(sections)) as display:
+        observer = Several([display, *loggers])
+        result = simulate(
+            settings, output=output, observer=observer, download=download, resume=resume
+        )
+    show_result(result, as_json)
 
 
 @app.command()
@@ -114,36 +125,11 @@ def partition(chosen: options.Sections, download: options.Download = False) -> N
     from fedsynth.federation.run_data import data_of_run
     from fedsynth.simulation.simulate import among_clients
 
-    settings = resolve(options.merged({}, options.with_own_code(chosen)))
+    settings = resolve(options.merged({}, chosen))
     loaded = data_of_run(settings, None, None, application.note, download=download)
     loaded, clients = among_clients(loaded)
     train = loaded.train
     print(partition_table(count_matrix(train.labels.numpy(), clients.parts, train.spec.classes)))
-
-
-def _run(
-    sections: options.Sections,
-    output: Path,
-    download: bool,
-    as_json: bool,
-    resume: Path | None,
-    log: Sequence[str],
-) -> None:
-    from fedsynth.cli.progress import make_observer, show_result
-    from fedsynth.config.resolve import resolve
-    from fedsynth.results.loggers import Several, make_loggers
-    from fedsynth.simulation.simulate import simulate
-
-    settings = resolve(sections)
-    application.keep_large_allocations()
-    folder = output if resume is None else resume.parent
-    loggers = make_loggers(log, folder, private=settings.privacy is not None, note=application.say)
-    with make_observer(settings, options.from_preset(sections)) as display:
-        observer = Several([display, *loggers])
-        result = simulate(
-            settings, output=output, observer=observer, download=download, resume=resume
-        )
-    show_result(result, as_json)
 
 
 for command in (

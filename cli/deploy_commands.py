@@ -172,7 +172,7 @@ def client(
         raise OptionError("--identity and --identities must be used together")
     source = DatasetPart() if data is None else ClassFolders(data)
     connection = ServerConnection(server, ca, key)
-    node = Node(number, ledger, source, _owner(policy, approve), device, _say)
+    node = Node(number, ledger, _owner(policy, approve), device, _say, source=source)
     if identity is not None and identities is not None:
         node.identities = read_identities(identity, identities)
     join(node, connection, once=once, wait=wait)
@@ -201,7 +201,7 @@ def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) 
     from fedsynth.deployment.proposal import new_proposal, read_spec
     from fedsynth.results.run_messages import UNPROTECTED
 
-    sections = options.merged(options.read_config(config), options.with_own_code(chosen))
+    sections = options.merged(options.read_config(config), chosen)
     proposal = new_proposal(sections, None if spec is None else read_spec(spec))
     if code := code_options(proposal.settings):
         raise OptionError(

@@ -67,8 +67,8 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
 def read_config(path: Path | None) -> Sections:
     """Reads the sections of a TOML file, or of the config.toml in a run folder.
 
-    The custom code that a TOML file names as FILE.py:NAME is loaded. A run folder may come from
-    somebody else, so the code that a config.toml names is not.
+    The custom code that a TOML file names as FILE.py:NAME is loaded. The code that the config.toml of a
+    run folder names is not, because a run folder may come from an unknown person.
 
     Returns an empty dictionary if the path is None."""
     if path is None:
@@ -122,7 +122,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
     """
     if config is not None:
         raise OptionError("use either --preset or --config, because both define all settings")
-    from fedsynth.reproduction.presets import cell_words, preset, preset_sections
+    from fedsynth.experiments.presets import cell_words, preset, preset_sections
 
     table = preset(name)
     sections, cell = preset_sections(table, chosen)
@@ -336,7 +336,8 @@ def takes_settings(
     """A decorator that adds options for settings to a command, and the option `--set`.
 
     The first argument of the command contains the values of these options by section. `--set`
-    accepts all settings, also those without an option.
+    accepts all settings, also those without an option. The user's own code that the values name is
+    loaded.
 
     Args:
         places: sections such as "run", which stand for all settings with an option, or single
@@ -355,7 +356,7 @@ def takes_settings(
                 if value is not None:
                     sections[section][key] = str(value) if isinstance(value, Path) else value
             texts = values.pop("settings") if set_option else None
-            command(set_options(texts or [], sections), **values)
+            command(with_own_code(set_options(texts or [], sections)), **values)
 
         signature = inspect.signature(command, eval_str=True)
         _, *rest = signature.parameters.values()

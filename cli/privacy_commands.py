@@ -20,6 +20,7 @@ import typer
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
 from fedsynth.files import claim
+from fedsynth.results.file_names import CONFIG
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
@@ -40,15 +41,13 @@ LedgerFolder = Annotated[
 def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> None:
     """Show the privacy report of a run as Markdown.
 
-    The run folder also contains the report as privacy_report.html and privacy_report.json.
-
-    If the run was killed and has no report yet, the report is built from the ledgers and written
-    into the run folder.
+    The run folder also contains the report as privacy_report.html and privacy_report.json. If the
+    run was killed and has no report yet, the report is built from the ledgers and written into the
+    run folder.
     """
     from fedsynth.privacy.report.file import sound_report
     from fedsynth.privacy.report.pages import render_markdown
 
-    options.with_own_code(chosen)
     _report_unfinished(run, ledger)
     print(render_markdown(sound_report(run)), end="")
 
@@ -91,7 +90,6 @@ def verify(
     from fedsynth.results.verification import verify_run
 
     key = None if public_key is None else read_public_key(public_key)
-    options.with_own_code(chosen)
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
     problems = [*result.problems, *problems]
@@ -171,67 +169,54 @@ def audit(
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
     runs/… --canaries 1000`.
     """
-    chosen = {name: values for name, values in options.with_own_code(chosen).items() if values}
-    numbers = {"canaries": canaries, "guesses": guesses, "confidence": confidence}
-    if run is None:
-        result, command = _audit_options(config, chosen, numbers)
-    else:
-        result, command = _audit_folder(run, config, chosen, numbers)
+    from fedsynth.cli.progress import make_observer
+    from fedsynth.simulation.audit import audit_run, settings_of_run, write_audit
+
+    settings, first = _settings_to_audit(run, config, chosen)
+    audited = settings if run is None else settings_of_run(run, settings)
+    keep_large_allocations()
+    with make_observer(audited, first) as observer:
+        result = audit_run(
+            audited, canaries=canaries, guesses=guesses, confidence=confidence, observer=observer
+        )
+    command = shlex.join(["fedsynth", *sys.argv[1:]])
+    if run is not None:
+        command = (
+            f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
+            f"{result.canaries} --guesses {result.guesses} --confidence {result.confidence}"
+        )
+        write_audit(run, settings, result.entry(command))
     _show(result, command, as_json)
 
 
-def _audit_options(
-    config: Path | None, chosen: options.Sections, numbers: dict[str, Any]
-) -> tuple[AuditResult, str]:
-    """Audits the run that the options describe.
+def _settings_to_audit(
+    run: Path | None, config: Path | None, chosen: options.Sections
+) -> tuple[RunSettings, str]:
+    """Returns the settings of the run to audit, as they are stated, and the first line to print.
 
-    Returns the result, and the command line that repeats this audit.
+    Args:
+        run: the folder of a finished run. None: the options describe the run.
+        config: the value of --config.
+        chosen: the settings that the options give.
     """
     from fedsynth.config.resolve import resolve
 
-    sections = options.merged(options.read_config(config), {"run": {}, "data": {}, **chosen}, say)
-    settings = resolve(sections)
-    if settings.privacy is None:
-        raise OptionError(
-            "an audit needs a run with differential privacy. Set --dp-sigma, --dp-epsilon, or --run "
-            "with the folder of a private run"
-        )
-    result = _audited(settings, numbers, options.from_preset(sections))
-    return result, shlex.join(["fedsynth", *sys.argv[1:]])
-
-
-def _audit_folder(
-    run: Path, config: Path | None, chosen: options.Sections, numbers: dict[str, Any]
-) -> tuple[AuditResult, str]:
-    """Audits the settings of a finished run, and adds the result to the run's report.
-
-    Returns the result, and the command that repeats the audit.
-    """
-    from fedsynth.config.resolve import resolve
-    from fedsynth.simulation.audit import settings_of_run, write_audit
-
+    if run is None:
+        sections = options.merged(options.read_config(config), chosen, say)
+        settings = resolve(sections)
+        if settings.privacy is None:
+            raise OptionError(
+                "an audit needs a run with differential privacy. Set --dp-sigma, --dp-epsilon, or "
+                "--run with the folder of a private run"
+            )
+        return settings, options.from_preset(sections)
     if config is not None:
         raise OptionError("--run and --config cannot be used together: both define all settings")
-    sections = options.read_config(run / "config.toml")
+    sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
-    if resolve(options.merged(sections, {"run": {}, **chosen})) != settings:
+    if resolve(options.merged(sections, chosen)) != settings:
         raise OptionError(f"the options differ from the run {run}. Remove the options or --run")
-    result = _audited(settings_of_run(run, settings), numbers, f"settings of {run}")
-    command = (
-        f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
-        f"{result.canaries} --guesses {result.guesses} --confidence {result.confidence}"
-    )
-    write_audit(run, settings, result.entry(command))
-    return result, command
-
-
-def _audited(settings: RunSettings, numbers: dict[str, Any], first: str) -> AuditResult:
-    from fedsynth.cli.progress import make_observer
-    from fedsynth.simulation.audit import audit_run
-
-    keep_large_allocations()
-    with make_observer(settings, first) as observer:
-        return audit_run(settings, observer=observer, **numbers)
+    return settings, f"settings of {run}"
 
 
 def _show(result: AuditResult, command: str, as_json: bool) -> None:
@@ -286,10 +271,9 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
 
     if "folder" not in chosen["data"]:
         chosen["data"].setdefault("dataset", "mnist")
-    sections = options.with_own_code(chosen)
-    if not sections["privacy"].keys() & {"epsilon", "noise_multiplier"}:
+    if not chosen["privacy"].keys() & {"epsilon", "noise_multiplier"}:
         raise OptionError("set --dp-epsilon to compute σ, or --dp-sigma to compute ε")
-    plans = plans_by_mechanism(sections)
+    plans = plans_by_mechanism(chosen)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))
     else:

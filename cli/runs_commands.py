@@ -26,11 +26,18 @@ from fedsynth.cli.application import (
 from fedsynth.files import require_folder, write_output
 
 if TYPE_CHECKING:
-    from fedsynth.reproduction.comparison import Line
-    from fedsynth.reproduction.presets import Cell, Preset
+    from fedsynth.experiments.comparison import Line
+    from fedsynth.experiments.presets import Cell, Preset
+    from fedsynth.results.finished import Run
 
 
 RUNS = "Run folders, or folders that contain run folders"
+
+
+def _loaded(folders: list[Path]) -> list[Run]:
+    from fedsynth.results.finished import Run, finished_runs
+
+    return list(map(Run.read, finished_runs(folders)))
 
 
 def runs(
@@ -49,9 +56,9 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.results.finished import Run, aligned, differing, finished_runs, overview
+    from fedsynth.results.finished import aligned, differing, overview
 
-    loaded = list(map(Run.read, finished_runs(folders or [Path("runs")])))
+    loaded = _loaded(folders or [Path("runs")])
     differences = differing(loaded)
     if as_json:
         rows = [
@@ -84,7 +91,6 @@ def plot(
     A PNG file needs matplotlib (`fedsynth[plots]`). SVG and HTML files need no other package.
     """
     from fedsynth.privacy.report.plots import standalone
-    from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.validation import check_choice
 
@@ -92,8 +98,7 @@ def plot(
     suffix = output.suffix.lower()
     if suffix not in (".svg", ".png", ".html"):
         raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
-    loaded = list(map(Run.read, finished_runs(runs)))
-    lines = curves(loaded, metric, by, mean=mean, note=note)
+    lines = curves(_loaded(runs), metric, by, mean=mean, note=note)
     if suffix == ".png":
         write_png(output, lines, metric, by)
     elif suffix == ".svg":
@@ -116,11 +121,10 @@ def report(
     and round, fairness, generators, privacy and settings. It is self-contained and loads nothing.
     To show the privacy report of one run to others, use `fedsynth privacy report RUN`.
     """
-    from fedsynth.results.finished import Run, finished_runs
     from fedsynth.results.page import runs_page
 
-    loaded = list(map(Run.read, finished_runs(runs)))
-    write_output(output, runs_page(loaded, simulation_only=simulation_only).encode())
+    page = runs_page(_loaded(runs), simulation_only=simulation_only)
+    write_output(output, page.encode())
     print(output)
 
 
@@ -140,9 +144,9 @@ def sweep(
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
+    from fedsynth.experiments.runner import run_sweep
+    from fedsynth.experiments.sweep import FORMATS, read_sweep, render, sweep_rows
     from fedsynth.results.finished import finished_run
-    from fedsynth.results.sweep import read_sweep, run_sweep
-    from fedsynth.results.tables import FORMATS, render, sweep_rows
     from fedsynth.validation import check_choice
 
     check_choice(None, "--format", form, FORMATS)
@@ -151,8 +155,8 @@ def sweep(
     if dry_run:
         require_folder(plan.output)
         for cell in plan.cells:
-            state = "finished" if finished_run(plan.output / cell.key) else "to do"
-            print(f"{state}  {plan.output / cell.key}  {cell.label}")
+            state = "finished" if finished_run(plan.folder(cell)) else "to do"
+            print(f"{state}  {plan.folder(cell)}  {cell.label}")
         return
     failed = []
     if not only_table:
@@ -197,11 +201,10 @@ def reproduce(
         _list_tables()
         return
     from fedsynth.cli.progress import make_observer
-    from fedsynth.reproduction.comparison import lines
-    from fedsynth.reproduction.presets import cell_words
-    from fedsynth.reproduction.presets import preset as preset_of
-    from fedsynth.reproduction.rows import Rows
-    from fedsynth.reproduction.runs import Runner, jobs_of
+    from fedsynth.experiments.comparison import jobs_of, lines
+    from fedsynth.experiments.presets import cell_words
+    from fedsynth.experiments.presets import preset as preset_of
+    from fedsynth.experiments.runner import Runner, rows_by_hash
 
     table = preset_of(preset)
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
@@ -221,11 +224,10 @@ def reproduce(
     if not jobs:
         raise OptionError(f"no selected cell of {preset} can be run")
     keep_large_allocations()
-    rows = Rows(output)
     deadline = time.monotonic() + 60 * time_budget
-    runner = Runner(rows, deadline, report=say, watch=make_observer, download=download)
+    runner = Runner(output, deadline, report=say, watch=make_observer, download=download)
     outcomes = list(runner.run(jobs))
-    compared = lines(table, cells, range(seeds), rows.all(), changes)
+    compared = lines(table, cells, range(seeds), rows_by_hash(output), changes)
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared)
     if unfinished:
@@ -238,7 +240,7 @@ def reproduce(
 
 def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
     """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
-    from fedsynth.reproduction.comparison import format_number
+    from fedsynth.experiments.comparison import format_number
 
     print(f"{table.name}: {table.heading}")
     rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
@@ -258,7 +260,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 def _list_tables() -> None:
     """Prints all tables, and the published experiments that fedsynth does not cover."""
-    from fedsynth.reproduction.presets import not_covered, preset, preset_names
+    from fedsynth.experiments.presets import not_covered, preset, preset_names
 
     rows = [["preset", "runnable", "cells", "what it shows"]]
     for table in map(preset, preset_names()):
@@ -276,9 +278,8 @@ def _list_cells(table: Preset, cells: Sequence[Cell]) -> None:
     The description contains the settings with their sources, and the cells with their published
     numbers.
     """
-    from fedsynth.reproduction.comparison import format_number
-    from fedsynth.reproduction.presets import cell_words
-    from fedsynth.reproduction.runs import changed_settings
+    from fedsynth.experiments.comparison import changed_settings, format_number
+    from fedsynth.experiments.presets import cell_words
 
     print(f"{table.name}: {table.heading}")
     for block in table.blocks:

@@ -91,14 +91,19 @@ def explanation(cls: type) -> str:
     return "\n\n".join(text for text in paragraphs if ">>> " not in text)
 
 
+# The settings of a network, and of the real images on which it is tested.
+NETWORK = ("model.width", "model.depth", "model.norm")
+TEST_DATA = (
+    "data.data_root", "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.encoder",
+    "data.encoder_weights", "data.public_images", *options.COLUMNS,
+)  # fmt: skip
+TestDataset = Annotated[
+    str | None, typer.Option("--dataset", help="The data set of the real images.")
+]
 StudentFile = Annotated[Path, options.path_option("The file to write the student to.")]
 
 
-@options.takes_settings(
-    "model.width", "model.depth", "model.norm", "run.seed", "run.device", "data.data_root",
-    "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.encoder",
-    "data.encoder_weights", "data.public_images", *options.COLUMNS, set_option=False,
-)  # fmt: skip
+@options.takes_settings(*NETWORK, "run.seed", "run.device", *TEST_DATA, set_option=False)
 def distill(
     chosen: options.Sections,
     models: Annotated[
@@ -123,7 +128,7 @@ def distill(
     if len(sections) > 1:
         raise OptionError("--set must be KEY=VALUE with a setting of the method")
     sections["run"] = {**chosen["run"], "method": method}
-    sections |= options.with_own_code({"data": chosen["data"], "model": chosen["model"]})
+    sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:
         lines = list(
             distil_files(models, student, sections, evaluate=evaluate, output=output, report=report)
@@ -232,7 +237,7 @@ def synthesize(
     from fedsynth.simulation.simulate import check_synthesis, owner_settings
     from fedsynth.simulation.simulate import synthesize as make
 
-    sections = options.merged(options.read_config(config), options.with_own_code(chosen))
+    sections = options.merged(options.read_config(config), chosen)
     resolved = owner_settings(sections)
     if dry_run:
         check_synthesis(resolved, out, unprotected=unprotected)
@@ -277,7 +282,6 @@ def export(
 
     if out is None and onnx is None:
         raise OptionError("name the folder with --out, or the model's file with --onnx")
-    options.with_own_code(chosen)
     if out is not None:
         folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
         print(f"you may share the folder {folder}")
@@ -286,11 +290,8 @@ def export(
 
 
 @options.takes_settings(
-    "model.name", "model.width", "model.depth", "model.norm", "data.test_folder",
-    "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
-    "data.encoder_weights", "data.public_images", *options.COLUMNS, "run.seed", "run.device",
-    set_option=False,
-)  # fmt: skip
+    "model.name", *NETWORK, *TEST_DATA, "run.seed", "run.device", set_option=False
+)
 def student(
     chosen: options.Sections,
     share: Annotated[
@@ -319,7 +320,7 @@ def student(
     ] = None,
     copies: Annotated[int | None, typer.Option(help="Augmented copies of an image.")] = None,
     flip: Annotated[bool, options.flag("--flip", "Mirror copies, not for digits.")] = False,
-    dataset: Annotated[str | None, typer.Option(help="The data set of the test images.")] = None,
+    dataset: TestDataset = None,
     download: options.Download = False,
     output: StudentFile = Path("student.safetensors"),
 ) -> None:
@@ -341,10 +342,10 @@ def student(
     keep_large_allocations()
     spec = load_synthetic(share).spec
     require_place(output)
-    data, run = options.with_own_code({"data": chosen["data"]})["data"], chosen["run"]
+    data, run = chosen["data"], chosen["run"]
     test = real_images(spec, data, dataset, download=download, note=say)
     options.with_own_code({"model": {"features": features}})
-    network = network_for(spec, **options.with_own_code({"model": chosen["model"]})["model"])
+    network = network_for(spec, **chosen["model"])
     numbers: dict[str, Any] = {"steps": steps, "views": copies, "seed": run.get("seed")}
     changes = {name: value for name, value in numbers.items() if value is not None}
     settings = settings_for(spec.image_shape, flip=flip, **changes)
@@ -376,10 +377,7 @@ def student(
     print(f"student: {output}")
 
 
-@options.takes_settings(
-    "data.test_folder", "data.skip_corrupt", "data.skip_other", "data.data_root", "data.encoder",
-    "data.encoder_weights", "data.public_images", *options.COLUMNS, set_option=False,
-)  # fmt: skip
+@options.takes_settings(*TEST_DATA, set_option=False)
 def fidelity(
     chosen: options.Sections,
     folder: Annotated[
@@ -404,7 +402,7 @@ def fidelity(
             "that the library downloads.",
         ),
     ] = "pretrained",
-    dataset: Annotated[str | None, typer.Option(help="The data set of the real images.")] = None,
+    dataset: TestDataset = None,
     download: options.Download = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -422,9 +420,8 @@ def fidelity(
     from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
     from fedsynth.simulation.student import real_images
 
-    data = options.with_own_code({"data": chosen["data"]})["data"]
     spec = synthetic_set(folder).spec
-    test = real_images(spec, data, dataset, download=download, note=say)
+    test = real_images(spec, chosen["data"], dataset, download=download, note=say)
     if test is None:
         raise OptionError("name the real images with --test-data or --dataset")
     with show_steps() as report:

@@ -40,7 +40,7 @@ from fedsynth.methods.shared.class_sums import class_means, feature_width, sums_
 from fedsynth.privacy.plans import MAIN
 from fedsynth.synthesizer.condensation.losses import average_over_holders
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
-from fedsynth.training.sgd import Objective
+from fedsynth.training.sgd import Loss
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ProtoDM(FedDM):
         train_on_union(model, uploads, self.union_sgd(), context, self.loss(uploads))
         return replace(state, parameters=model.state_dict())
 
-    def loss(self, uploads: Mapping[int, SetWithPrototypes]) -> Objective:
+    def loss(self, uploads: Mapping[int, SetWithPrototypes]) -> Loss:
         """Returns cross-entropy plus the distance of embeddings to the prototypes."""
         present = [u.present for u in uploads.values()]
         targets, has_target = average_over_holders(

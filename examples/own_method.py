@@ -60,7 +60,6 @@ class FedAdam(TrainsLocally):
     name: ClassVar[str] = "fedadam"
     summary: ClassVar[str] = "FedAvg with Adam on the server"
     reference: ClassVar[str] = "Reddi et al. 2021, arXiv 2003.00295"
-    one_pass: ClassVar[bool] = True  # clients' training is plain SGD
     state: ClassVar[type[ServerState]] = AdamState
 
     server_lr: float = in_range(0.03, 0)

@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.data.shared_set import SharedSet as SharedSet
     from fedsynth.data.shared_set import load_synthetic as load_synthetic
+    from fedsynth.experiments.presets import load_preset as load_preset
     from fedsynth.features.encoding import EncoderSettings as EncoderSettings
     from fedsynth.federation.protocol import Observer as Observer
     from fedsynth.methods import register_method as register_method
     from fedsynth.methods.registry import *  # noqa: F403
-    from fedsynth.methods.shared.client_training import LocalObjective as LocalObjective
     from fedsynth.methods.shared.condensing import CondensingMethod as CondensingMethod
+    from fedsynth.methods.shared.local import LocalObjective as LocalObjective
     from fedsynth.methods.shared.local import TrainsLocally as TrainsLocally
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
-    from fedsynth.reproduction.presets import load_preset as load_preset
     from fedsynth.results.export import export_run as export_run
     from fedsynth.results.onnx_export import export_onnx as export_onnx
     from fedsynth.results.run_record import RunResult as RunResult

@@ -148,10 +148,8 @@ def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
     """Executes a Python file and returns it as a module.
 
     If this process has executed the same text from a file of this name before, the function returns
-    the module of that execution.
-
-    The text is compiled here, because Python's own loader could run a cached `.pyc` file instead,
-    which is not hashed.
+    the module of that execution. The text is compiled here, because Python's own loader could run a
+    cached `.pyc` file instead, which is not hashed.
     """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:HASH_DIGITS]}"
     if title in sys.modules:

@@ -299,7 +299,7 @@ def dependence_in_step(
 class _Passes:
     """Compares passes of a step's length, in which some records keep their values.
 
-    The values of all kept records are compared, and the state that the function can reach.
+    The values of all unchanged records are compared, and the state that the function can reach.
     """
 
     def __init__(
@@ -339,15 +339,19 @@ class _Passes:
     def result(self, holders: Sequence[object]) -> Dependence:
         initial = ReachableState.of(self._function, *holders)
         self._begin(*self._inputs.draw(0, self._inputs.length))
-        before = ReachableState.of(self._function, *holders)
+        before_trial = ReachableState.of(self._function, *holders)
         if not self._finite:
             return Dependence("returns no finite value for random records within the bounds")
-        self._compare_all()
-        change = before.change_since(initial, only_tensors=True)
-        change = change or ReachableState.of(self._function, *holders).change_since(before)
+        self._compare(self._positions >= 0, KEEPS_STATE)
+        self._move()
+        self._replace()
+        self._begin(*self._with_extremes())
+        self._replace_halves()
+        change = before_trial.change_since(initial, only_tensors=True)
+        change = change or ReachableState.of(self._function, *holders).change_since(before_trial)
         if change and not self._fault:
             self._fault = f"{STATE} ({change} changes)"
-        return Dependence(self._fault, self._moved, frozenset(before.opaque))
+        return Dependence(self._fault, self._moved, frozenset(before_trial.opaque))
 
     def of_step(self, *, thorough: bool) -> Dependence:
         """Moves records and replaces others, and watches the operations of user code."""
@@ -377,13 +381,6 @@ class _Passes:
         self._compare(self._positions >= 0, KEEPS_STATE)
         return Dependence(self._fault, self._moved)
 
-    def _compare_all(self) -> None:
-        self._compare(self._positions >= 0, KEEPS_STATE)
-        self._move()
-        self._replace()
-        self._begin(*self._with_extremes())
-        self._replace_halves()
-
     def _move(self) -> None:
         """Moves all records to other positions of the pass."""
         shuffled = torch.from_numpy(np.random.default_rng(1).permutation(len(self._positions)))
@@ -396,16 +393,16 @@ class _Passes:
         self._compare(even, MIXES, labels=self._y[:1])
         self._replace_halves()
         for record in self._inputs.extremes():
-            for kept in (few, ~first):
-                self._compare(kept, MIXES, records=record[None])
+            for unchanged in (few, ~first):
+                self._compare(unchanged, MIXES, records=record[None])
         padding = torch.tensor([self._inputs.padding])
         self._compare(first, MIXES, records=torch.zeros_like(self._x[:1]), labels=padding)
 
     def _replace_halves(self) -> None:
         even, half = self._positions % 2 == 0, self._positions < len(self._positions) // 2
-        others, labels = self._inputs.draw(3, len(self._positions))
-        for kept in (even, ~even, half, ~half):
-            self._compare(kept, MIXES, records=others, labels=labels)
+        records, labels = self._inputs.draw(3, len(self._positions))
+        for unchanged in (even, ~even, half, ~half):
+            self._compare(unchanged, MIXES, records=records, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
         """Returns records among which are extreme ones, whose values are compared, too.
@@ -427,22 +424,22 @@ class _Passes:
 
     def _compare(
         self,
-        kept: Tensor,
+        unchanged: Tensor,
         fault: str,
         *,
         records: Tensor | None = None,
         labels: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Replaces the records that are not kept, and compares the values of the kept ones."""
-        if self._fault or not bool(kept.any()):
+        """Replaces all but the unchanged records, and compares the values of these."""
+        if self._fault or not bool(unchanged.any()):
             return
         x, y = self._x, self._y
         order = self._positions if order is None else order
         if records is not None:
-            x = torch.where(kept.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, records)
+            x = torch.where(unchanged.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, records)
         if labels is not None:
-            y = torch.where(kept, y, labels)
+            y = torch.where(unchanged, y, labels)
         moved = self._values(x[order.to(x.device)], y[order])
         if moved.shape != (len(order), *self._first.shape[1:]):
             self._fault = LENGTH
@@ -450,15 +447,15 @@ class _Passes:
         changes = torch.zeros(len(self._positions))
         for position, number in enumerate(order.tolist()):  # as all rows at once need much memory
             expected, actual = self._first[number], moved[position]
-            if kept[number] and not torch.equal(expected, actual):
+            if unchanged[number] and not torch.equal(expected, actual):
                 change = expected - actual
                 changes[number] = torch.linalg.vector_norm(change, math.inf)
                 shorter = torch.minimum(expected.norm(), actual.norm())
                 relative_change = float(change.norm() / shorter.clamp_min(SHORTEST))
                 self._moved = max(self._moved, relative_change, SHORTEST)
-        sizes = self._sizes[kept]
+        sizes = self._sizes[unchanged]
         usual = sizes[sizes > 0].median() if bool(sizes.any()) else sizes.max()
-        relative = changes[kept] / torch.maximum(sizes, usual)
+        relative = changes[unchanged] / torch.maximum(sizes, usual)
         largest = float(relative.nan_to_num(0.0, math.inf).max())
         if largest > rounding(moved.device, self._inputs.precision):
             self._fault = self._fault or fault

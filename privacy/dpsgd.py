@@ -425,9 +425,9 @@ def gradient_dependence(
         def rows(x: Tensor, y: Tensor, compute: ExampleGradients = gradients) -> Tensor:
             return compute(x, y.to(x.device))
 
-        found = dependence_on_batch(rows, inputs, operations=False, holders=(model, used))
-        moved = max(result.moved, found.moved)
-        result = replace(found, moved=moved, opaque=result.opaque | found.opaque)
+        dependence = dependence_on_batch(rows, inputs, operations=False, holders=(model, used))
+        moved = max(result.moved, dependence.moved)
+        result = replace(dependence, moved=moved, opaque=result.opaque | dependence.opaque)
     return result
 
 

@@ -158,16 +158,16 @@ class ReachableState:
     def _of_object(self, path: str, value: object) -> Iterator[tuple[str, object]]:
         kind = type(value)
         self.code.add(kind)
-        held = _slots(value) | getattr(value, "__dict__", {})
+        attributes = _slots(value) | getattr(value, "__dict__", {})
         collection = isinstance(value, (*_COLLECTIONS, Mapping))
-        if not held and not collection and not hasattr(value, "__dict__"):
+        if not attributes and not collection and not hasattr(value, "__dict__"):
             if " at 0x" not in repr(value):
                 self.values[path] = repr(value)
             elif kind is not object and not isinstance(
                 value, _STATELESS
             ):  # an address shows nothing of the content
                 self.opaque.add(f"{kind.__module__}.{kind.__qualname__}")
-        yield from ((f"{path}.{name}", item) for name, item in held.items())
+        yield from ((f"{path}.{name}", item) for name, item in attributes.items())
         yield from self._of_class(path, kind)
 
 

@@ -169,8 +169,8 @@ class PrivacySettings:
             self._check_without_guarantee(self.mechanism)
 
     def _check_unit(self) -> None:
-        known = self.unit in (None, *UNITS)
-        _require(known, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
+        is_unit = self.unit in (None, *UNITS)
+        _require(is_unit, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
                 "requires privacy.nominal_size, the approximate number of users of a client, or "

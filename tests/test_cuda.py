@@ -212,7 +212,7 @@ def trained_weights(device: torch.device | str, radius: float | None) -> list[Te
 
 @pytest.mark.parametrize("radius", [None, 0.5])
 def test_recorded_steps_equal_cpu(radius: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recorded graph repeats its operations on the same client state."""
+    """A recorded graph repeats its operations on the same memory."""
     recordings: list[object] = []
     record = sgd.recorded
     monkeypatch.setattr(sgd, "recorded", lambda *args: recordings.append(args) or record(*args))

@@ -1,9 +1,8 @@
-"""The installed layout: one complete top-level package with quick start-up."""
+"""The wheel has one complete top-level package."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,19 +11,9 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import fedsynth
-
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LINKS = ("privacy", "cli")
-# Packages import only packages before them.
-PACKAGES = [
-    "privacy", "data", "features", "models", "training", "core", "evaluation", "synthesizer",
-    "methods", "config", "federation", "results", "simulation", "deployment", "reproduction", "cli",
-]  # fmt: skip
-
-SIBLINGS = (("deployment", "simulation"), ("reproduction", "deployment"))
-IMPORT = re.compile(r"^\s*(?:from|import) (fedsynth\.[\w.]+)", re.MULTILINE)
 
 
 def package_folders() -> Iterator[Path]:
@@ -61,33 +50,3 @@ def test_wheel_contains_all_modules_tables_and_templates(tmp_path: Path) -> None
     data = set().union(*map(files, patterns))
     assert len(data) > 34
     assert data <= names
-
-
-def _package(module: str) -> str:
-    """Returns the package of a dotted name; "" for modules at the top of fedsynth."""
-    second = module.split(".")[1:2]
-    return second[0] if second and (ROOT / "fedsynth" / second[0]).is_dir() else ""
-
-
-def test_package_imports_have_one_direction() -> None:
-    assert {_package(f"fedsynth.{name}") for name in PACKAGES} == set(PACKAGES)
-    # the packages before it, and itself
-    allowed = {name: {"", *PACKAGES[: n + 1]} for n, name in enumerate(PACKAGES)}
-    allowed["privacy"] = {"", "privacy"}
-    for package, sibling in SIBLINGS:
-        allowed[package].remove(sibling)
-    upward = [
-        f"{path.relative_to(ROOT)} imports {name}"
-        for package in PACKAGES
-        for path in sorted((ROOT / "fedsynth" / package).glob("**/*.py"))
-        for name in IMPORT.findall(path.read_text(encoding="utf-8"))
-        if _package(name) not in allowed[package]
-    ]
-    assert upward == []
-
-
-def test_version_is_defined_once() -> None:
-    assert "version" not in PYPROJECT["project"]
-    assert PYPROJECT["project"]["dynamic"] == ["version"]
-    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
-    assert cited[1] == fedsynth.__version__

@@ -7,10 +7,9 @@ import math
 import statistics
 from typing import Any
 
-from fedsynth.reproduction.comparison import Line, format_number, lines
-from fedsynth.reproduction.presets import cell_words, preset
-from fedsynth.reproduction.rows import Rows
-from fedsynth.reproduction.runs import changed_settings
+from fedsynth.experiments.comparison import Line, changed_settings, format_number, lines
+from fedsynth.experiments.presets import cell_words, preset
+from fedsynth.experiments.runner import rows_by_hash
 from library import RESULTS
 from library.pages import markdown, sentence, table
 from library.rows import READ, REPRODUCTION, Row, case, percents
@@ -23,7 +22,7 @@ MODELS = ("aca", "oca")
 def _rows() -> dict[str, dict[str, Any]]:
     """Returns all rows by their hash."""
     READ.append(REPRODUCTION)
-    return Rows(RESULTS / "reproduction").all()
+    return rows_by_hash(RESULTS / "reproduction")
 
 
 def _as_published(name: str) -> list[Row]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
-from fedsynth.config.resolve import fingerprint
 from fedsynth.config.settings import RunSettings
-from library.machine import append, machine, read
+from fedsynth.experiments.rows import Rows as FileRows
+from fedsynth.experiments.rows import settings_hash
+from library.machine import append, machine
 from library.runs import Data, dataset, one_run
 
 # A value of each axis, `device`, `quick`, `cache`, what `Grid.choose` found as `chosen`, and the
@@ -66,25 +64,16 @@ class Grid:
         work = self.work
         if work is None:
             return rows.run(name, cell.settings)
-        return rows.get(name, cell.settings, lambda: work(cell), repeats)
+        return rows.make(name, cell.settings, lambda: work(cell), repeats)
 
 
-class Rows:
-    """A results file, which grows by the rows that are missing.
+class Rows(FileRows):
+    """A results file, which grows by the rows that are missing."""
 
-    Args:
-        path: the file.
-        only: make only rows whose key contains this.
-        budget: seconds after which no further row is begun.
-    """
+    def append(self, row: Mapping[str, Any]) -> None:
+        append(self.path, row)
 
-    def __init__(self, path: Path, only: str = "", budget: float = math.inf) -> None:
-        self.path = path
-        self._only = only
-        self._end = time.monotonic() + budget
-        self._machine = machine()
-
-    def get(
+    def make(
         self,
         name: str,
         settings: RunSettings | None,
@@ -100,14 +89,10 @@ class Rows:
             repeats: how many rows the key has.
 
         Returns:
-            The row; None if `only` or the budget leaves it to another call.
+            The row; None if `only` or the deadline leaves it to another call.
         """
-        key = name if settings is None else f"{name} {fingerprint(settings)}"
-        rows = [row for row in read(self.path) if row["key"] == key]
-        while len(rows) < repeats and self._only in key and time.monotonic() < self._end:
-            rows.append({"key": key, **work(), **self._machine})
-            append(self.path, rows[-1])
-        return rows[-1] if len(rows) >= repeats else None
+        key = name if settings is None else f"{name} {settings_hash(settings)}"
+        return self.get(key, lambda: {**work(), **machine()}, repeats)
 
     def run(
         self, name: str, settings: RunSettings, data: Callable[[], Data] | None = None
@@ -123,7 +108,7 @@ class Rows:
         def work() -> Row:
             return one_run(settings, data() if data else dataset(settings.dataset))
 
-        return self.get(name, settings, work)
+        return self.make(name, settings, work)
 
 
 def best(rows: Mapping[Choice, Row | None]) -> Choice | None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fedsynth.reproduction.rows import environment
+from fedsynth.experiments.rows import Rows, environment
 from library import RESULTS
 
 Case = TypeVar("Case")
@@ -124,21 +124,7 @@ def rows_file(name: str, quick: bool) -> Path:
     return RESULTS / f"{name}{'_quick' if quick else ''}.jsonl"
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file; none if there is no file yet."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if _READ.get(path, ("", []))[0] != text:
-        _READ[path] = text, [json.loads(line) for line in text.splitlines()]
-    return _READ[path][1] if text else []
-
-
-# The text of each file that was read last, and its rows.
-_READ: dict[Path, tuple[str, list[dict[str, Any]]]] = {}
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
+def append(path: Path, row: Mapping[str, Any]) -> None:
     """Appends a row to a file, and prints it."""
-    line = json.dumps(row, ensure_ascii=False)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
-    print(line, flush=True)
+    Rows(path).append(row)
+    print(json.dumps(row, ensure_ascii=False), flush=True)

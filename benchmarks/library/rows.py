@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from fedsynth.experiments.rows import Rows
 from library import RESULTS
-from library.machine import read
 
 NOTHING = "–"
 Row = Mapping[str, Any]
@@ -28,7 +28,7 @@ class RowsError(Exception):
 def lines(name: str) -> list[dict[str, Any]]:
     """Returns all rows of a results file, in their order; none if there is no file yet."""
     READ.append(name)
-    return read(RESULTS / f"{name}.jsonl")
+    return Rows(RESULTS / f"{name}.jsonl").all()
 
 
 def by_key(name: str) -> dict[str, dict[str, Any]]:

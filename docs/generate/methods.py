@@ -14,9 +14,9 @@ from typing import Any
 from fedsynth.cli.share_commands import ROBUST
 from fedsynth.core.messages import Message, privacy_of_fields
 from fedsynth.core.method import Method
+from fedsynth.experiments.presets import Preset, preset, preset_names
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.reproduction.presets import Preset, preset, preset_names
 from generate.markdown import arguments, code, example, fence, plain, prose, table
 
 

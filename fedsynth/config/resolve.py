@@ -2,13 +2,11 @@
 
 A setting without a value gets the default value for the data set, if there is one. Otherwise, it
 gets the default value of the method, which is the value in the method's paper. All values are
-validated. The module also computes a hash of the settings that determine a result.
+validated.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -255,48 +253,3 @@ def _privacy(
 
 # The beginning of a data set's name that is followed by the path of a file of MedMNIST.
 MEDMNIST = "medmnist:"
-# Settings that change how long a run takes or where its data are stored, but not its result.
-SPEED = (
-    "compile", "memory_gb", "threads", "device", "data_root", "encoder_cache"
-)  # fmt: skip
-# The original default values of settings whose default values have changed since, by method.
-FIRST: dict[str, dict[str, Any]] = {
-    "fedaf": {"start_average": 10},
-    "fedhydra": {"server_momentum": 0.9},
-}
-
-
-def fingerprint(settings: RunSettings, without: tuple[str, ...] = ()) -> str:
-    """Returns a short hash of the settings that determine the result of a run, as eight hexadecimal
-    digits.
-
-    Args:
-        settings: the settings of the run.
-        without: the names of settings to leave out, too.
-    """
-    config = json.dumps(distinctive(settings, without), sort_keys=True)
-    return hashlib.blake2b(config.encode(), digest_size=4).hexdigest()
-
-
-def distinctive(settings: RunSettings, without: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
-    """Returns the settings that affect the result of a run and differ from their default values, by
-    section.
-
-    Default values are left out, so that the fingerprints of results from older versions still match
-    after a setting was added. The default values here are those of the version that introduced each
-    setting. If you change a default value, add the old one to `FIRST`, so that earlier results keep
-    their fingerprints.
-    """
-    method = type(settings.method)()
-    privacy = settings.privacy and PrivacySettings(epsilon=1.0)
-    defaults = RunSettings(method, privacy=privacy).to_mapping()
-    defaults["method"] = {**defaults["method"], **FIRST.get(method.name, {})}
-    excluded = (*SPEED, *without)
-    sections: dict[str, dict[str, Any]] = {}
-    for section, values in settings.to_mapping().items():
-        sections[section] = {}
-        for key, value in values.items():
-            is_default = key != "method" and value == defaults.get(section, {}).get(key)
-            if key not in excluded and not is_default:
-                sections[section][key] = value
-    return sections

@@ -1,8 +1,7 @@
 """Defines `RunSettings`, an immutable object with all settings of a run.
 
-The object can be converted to TOML and back.
-
-`fedsynth.config.resolve` creates this object from the user's values.
+The object can be converted to TOML and back. `fedsynth.config.resolve` creates this object from the
+user's values.
 """
 
 from __future__ import annotations

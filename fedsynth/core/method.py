@@ -318,9 +318,8 @@ class Method:
     def noise_shares(self, clients: int) -> int:
         """Returns the number H of clients whose noise together protects a sum.
 
-        The privacy cost is computed from the added noise of H clients.
-
-        If H is 1, each client is charged for its own noise only.
+        The privacy cost is computed from the added noise of H clients. If H is 1, each client is
+        charged for its own noise only.
 
         Args:
             clients: the number of clients K.

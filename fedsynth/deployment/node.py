@@ -13,7 +13,7 @@ be a part of a published data set.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,10 +30,9 @@ from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
-from fedsynth.deployment.policy import ANY, Owner, describe_request, write_owner_report
+from fedsynth.deployment.policy import ANY, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
-from fedsynth.deployment.secure_aggregation.client import Identities
-from fedsynth.deployment.session import Session
+from fedsynth.deployment.session import Place, Session
 from fedsynth.errors import DataError, FedsynthError, MessageError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
@@ -42,13 +41,11 @@ from fedsynth.federation.run_data import Clients, data_set_id
 from fedsynth.files import open_regular
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.folder import LedgerFolder
-from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.verification import OWNER, owner_report
 
-RUNS = "runs"
 LOCK = ".answering"
 # The text that a server receives for every error that its own message did not cause.
 #
@@ -84,11 +81,11 @@ class ClassFolders:
         """
         file = self.folder / DECLARATION
         if file.is_file() and (declared := read_declaration(file)).signed_by:
-            own, proposed = declared.spec, proposal.spec
+            declared_spec, proposed = declared.spec, proposal.spec
             differing = [
                 name.replace("_", " ")
                 for name in ("class_names", "image_shape", "window", "slice")
-                if getattr(own, name) != getattr(proposed, name)
+                if getattr(declared_spec, name) != getattr(proposed, name)
             ]
             if not differing:
                 return []
@@ -152,23 +149,12 @@ class RecordsError(FedsynthError):
 
 
 @dataclass
-class Node:
-    """A data owner's node, which answers the requests of a server.
+class Node(Place):
+    """A data owner's node, which answers the requests of a server. Its first arguments are those of
+    `Place`.
 
     Args:
-        number: the client's index in the federation, from 0.
-        home: the owner's folder for ledgers, which all runs share. The node also stores its runs
-            there.
         source: the source of the owner's records.
-        owner: decides whether to accept a proposal.
-        device: "auto", "cpu" or "cuda", as in the settings of a run.
-        say: receives messages for the owner.
-        secret: makes the noise generator of a run. It is for the owner's own tests: a report over
-            repeatable noise states "not private". No message from a server, no setting and no
-            environment variable can set it. None: each run has a fresh secret key.
-        identities: the identity keys of all clients, for secure sums. The owners must have
-            exchanged them without the server. None: the server is trusted to pass on the clients'
-            keys unchanged.
         ended: the number of runs that have ended.
 
     Attributes:
@@ -179,17 +165,10 @@ class Node:
         LedgerError: if a ledger that existed is missing.
     """
 
-    number: int
-    home: Path
-    source: Source
-    owner: Owner
-    device: str = "auto"
-    say: Callable[[str], None] = print
-    secret: Callable[[], SecretGenerator] | None = None
-    identities: Identities | None = None
-    ended: int = 0
+    source: Source = field(kw_only=True)
+    ended: int = field(default=0, kw_only=True)
     refused: str = field(default="", init=False)
-    _sessions: dict[str, Session] = field(default_factory=dict)
+    _sessions: dict[str, Session] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.name = f"client-{self.number:03d}"
@@ -339,10 +318,6 @@ class Node:
         ledger = LedgerFolder(self.home).ledgers().get(self.name)
         return ledger.releases if ledger else ()
 
-    def folder(self, run: str) -> Path:
-        """Returns the folder of a run. The caller must have checked the run's name."""
-        return self.home / RUNS / run
-
     def _session(self, run: str) -> Session:
         """Returns the client's session in a run.
 
@@ -376,7 +351,7 @@ class Node:
         session.accept(request.terms)
         statement = session.statement()
         folder = session.folder
-        result = write_owner_report(session, request.rounds)
+        result = session.write_report(request.rounds)
         self.say(f"run {folder.name} ended after {request.rounds} rounds: {result}")
         del self._sessions[folder.name]
         self.ended += 1

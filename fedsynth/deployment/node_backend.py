@@ -19,14 +19,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.uploads import most_bytes
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import (
-    Connection,
-    Frame,
-    JoinedClient,
-    Statement,
-    read_clients,
-    write_clients,
-)
+from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
@@ -61,7 +54,7 @@ class NodeBackend(protocol.Backend):
     """
 
     proposal: Proposal
-    connection: Connection
+    connection: frames.Connection
     device: torch.device
     file: Path
     last_round: int = 0
@@ -78,7 +71,7 @@ class NodeBackend(protocol.Backend):
         self._transport.run = self.proposal.run
         self._numbers = range(self._settings.partition.clients)
         self._names = default_names(len(self._numbers))
-        self.clients = read_clients(self.file)
+        self.clients = frames.read_clients(self.file)
 
     # ------------------------------------------------------------------------------ joining
 
@@ -114,10 +107,10 @@ class NodeBackend(protocol.Backend):
             raise TooFewClientsError(
                 f"the run needs at least {needed} of {len(self._numbers)} clients, but {len(present)} joined"
             )
-        write_clients(self.file, self.clients)
+        frames.write_clients(self.file, self.clients)
         joined = []
         for number, name in enumerate(self._names):
-            client = self.clients.get(number, JoinedClient(size=0, history=History(name)))
+            client = self.clients.get(number, frames.JoinedClient(size=0, history=History(name)))
             joined.append(protocol.ClientInfo(number, client.size, client.history))
         return joined
 
@@ -148,7 +141,7 @@ class NodeBackend(protocol.Backend):
     def _admit(self, node: int, answer: bytes | str) -> None:
         """Processes a node's answer to the request to join."""
         frame = _frame(answer, frames.LONGEST_HEADER)
-        stated = Statement.of(frame)
+        stated = frames.Statement.of(frame)
         number = stated.client
         if number not in self._numbers:
             raise MessageError(
@@ -165,7 +158,9 @@ class NodeBackend(protocol.Backend):
             return
         history = stated.history
         self._check_name(number, history)
-        client = self.clients.setdefault(number, JoinedClient(size=stated.size, history=history))
+        client = self.clients.setdefault(
+            number, frames.JoinedClient(size=stated.size, history=history)
+        )
         if client.size != stated.size:
             raise MessageError(f"client {number} has {client.size} examples, not {stated.size}")
         client.update(history)
@@ -304,7 +299,7 @@ class NodeBackend(protocol.Backend):
             if frame.kind == frames.STEP:
                 client.unstated.append((facts["round"], facts["exchange"]))
         if any(frame.kind == frames.STEP for frame in questions.values()):
-            write_clients(self.file, self.clients)
+            frames.write_clients(self.file, self.clients)
         received = self._transport.ask(messages, self.connection.timeouts.answer)
         answers: dict[int, Frame] = {}
         limit = frames.LONGEST_HEADER + protocol.MAX_FACTS_BYTES + max_bytes
@@ -339,7 +334,7 @@ class NodeBackend(protocol.Backend):
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
             raise MessageError(f"the client reports an error: {frame.facts.get('text')!s:.200}")
         if "history" in frame.facts:
-            self.clients[number].update(Statement.of(frame).history)
+            self.clients[number].update(frames.Statement.of(frame).history)
         return frame
 
 

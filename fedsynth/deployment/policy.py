@@ -1,5 +1,4 @@
-"""A data owner's policy, the owner's decision on a proposed run, and the texts that the owner
-receives.
+"""A data owner's policy, and the owner's decision on a proposed run.
 
 A policy is a TOML file that the owner writes. Settings that the policy does not name are not
 limited, with one exception: runs without differential privacy need `open = true`
@@ -9,19 +8,16 @@ In a secure sum, each client may add only a part of the noise. The node accepts 
 knows the other owners' keys, or if the policy names `"method.aggregation"`. The reason is that a
 server which invents clients could otherwise see an upload that has only this part of the noise.
 
-Before the client joins a run, the owner sees the planned releases and their cost. After the run,
-the owner receives a privacy report on the client's own ledger, with the files that `fedsynth
-privacy verify` needs.
+Before the client joins a run, the owner sees the planned releases and their cost.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import ConfigDict, Field, model_validator
@@ -33,24 +29,13 @@ from fedsynth.errors import FedsynthError, SettingError
 from fedsynth.faults import faults_as
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.run_data import NO_TEST
-from fedsynth.files import load_toml, write_whole
-from fedsynth.formatting import format_epsilon
+from fedsynth.files import load_toml
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap
 from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.build import NAME, write_report
-from fedsynth.privacy.report.figures import RunStart
-from fedsynth.results.file_names import CONFIG
-from fedsynth.results.report_facts import headline, pluralize, start_facts
-from fedsynth.results.run_folder import PRIVATE_START
-from fedsynth.results.verification import OWNER, owner_report
-from fedsynth.validation import LARGEST, to_toml
-
-if TYPE_CHECKING:
-    from fedsynth.deployment.session import Session
+from fedsynth.results.report_facts import headline, pluralize
+from fedsynth.validation import LARGEST
 
 # Approves every proposal.
 ANY = "any"
@@ -219,9 +204,10 @@ class Owner:
         """The privacy budget of all runs together, which applies in addition to the cap of each
         run.
         """
-        if self.policy is None or self.policy.epsilon is None or self.policy.delta is None:
+        policy = self.policy
+        if policy is None or policy.epsilon is None or policy.delta is None:
             return None
-        return EpsilonCap(self.policy.epsilon, self.policy.delta)
+        return EpsilonCap(policy.epsilon, policy.delta)
 
     def objections(self, proposal: Proposal, *, identified: bool = False) -> list[str]:
         """Returns the reasons why the owner refuses a run, or an empty list if the owner accepts
@@ -270,59 +256,3 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
         return lines + [f"  {line}" for line in headline(plan, simulated=False)]
     except FedsynthError as error:
         return [*lines, f"  the client cannot take part: {error}"]
-
-
-def note_round(session: Session, rounds: int) -> None:
-    """Stores what a report needs apart from the ledger, before a private run charges the client.
-
-    Building a report takes longer than a small step. An older report is deleted, because it would
-    lack the charge. `Node.write_reports` builds the report if the run does not end.
-
-    Args:
-        session: the client's session in the run.
-        rounds: the number of rounds that have begun, as the server states it.
-    """
-    budget, folder = session.runtime.budget, session.folder
-    if budget is None:
-        return
-    for ending in ("json", "md", "html"):
-        (folder / f"{NAME}.{ending}").unlink(missing_ok=True)
-    if not (folder / OWNER).exists():
-        plan, initial = budget.plan, session.history
-        if budget.ledger.path is not None:  # with its chain hash at that time
-            chain = read_ledger(budget.ledger.path).lines.chains[len(initial.releases)]
-            initial = replace(initial, chain=chain)
-        began, warnings = RunStart.today(folder.name), session.state.warnings
-        start = start_facts(plan, (initial,), NO_TEST, began, warnings, simulated=False)
-        write_whole(folder / CONFIG, to_toml(plan.run.to_mapping()).encode())
-        write_whole(folder / PRIVATE_START, json.dumps(start.to_json(), indent=1).encode())
-    secret = budget.secret.is_secret
-    about = {"client": session.runtime.number, "rounds": rounds, "secret_noise": secret}
-    write_whole(folder / OWNER, json.dumps(about).encode())
-
-
-def write_owner_report(session: Session, rounds: int) -> str:
-    """Writes the privacy report for the owner at the end of a run, if the run was private.
-
-    Args:
-        session: the client's session in the run.
-        rounds: the number of completed rounds, as the server states it. The charges are those of
-            the client's own ledger.
-
-    Returns:
-        A summary for the owner.
-
-    Raises:
-        PrivacyError: if the ledger cannot be read.
-        OSError: if the report cannot be written.
-    """
-    budget, folder = session.runtime.budget, session.folder
-    if budget is None:
-        return "the ledger records that the run had no differential privacy"
-    note_round(session, rounds)
-    write_report(owner_report(folder), folder)
-    plan, current = budget.plan, budget.ledger.history()
-    if not plan.guaranteed([current]):
-        return f"this client's ledger has no ε. The report is in {folder}"
-    spent = f"ε = {format_epsilon(plan.epsilon([current]))} at δ = {plan.privacy.delta:g}"
-    return f"this client's ledger has spent {spent}. The report is in {folder}"

@@ -21,11 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -35,10 +35,12 @@ from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData
 from fedsynth.deployment import frames
 from fedsynth.deployment.frames import Frame, RoundFacts
-from fedsynth.deployment.policy import note_round
+from fedsynth.deployment.owner_report import note_round, spent_epsilon, write_owner_report
+from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import STATE, Proposal, State, damage_is_named
 from fedsynth.deployment.secure_aggregation import primitives
 from fedsynth.deployment.secure_aggregation.client import (
+    Identities,
     SumClient,
     SumTerms,
     sum_terms,
@@ -59,15 +61,13 @@ from fedsynth.files import (
     without_hash,
     write_whole,
 )
-from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.results.checkpoint import StoredClientState
 
-if TYPE_CHECKING:
-    from fedsynth.deployment.node import Node
-
+RUNS = "runs"
 SUM_FILE = "sum.json"
 # How often the client answers one exchange of a private run, counted across restarts.
 #
@@ -81,11 +81,43 @@ HASH_BYTES = 32
 _ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 
+@dataclass
+class Place:
+    """The place where the client of a data owner runs.
+
+    Args:
+        number: the client's index in the federation, from 0.
+        home: the owner's folder for ledgers, which all runs share. The node also stores its runs
+            there.
+        owner: decides whether to accept a proposal.
+        device: "auto", "cpu" or "cuda", as in the settings of a run.
+        say: receives messages for the owner.
+        secret: makes the noise generator of a run. It is for the owner's own tests: a report over
+            repeatable noise states "not private". No message from a server, no setting and no
+            environment variable can set it. None: each run has a fresh secret key.
+        identities: the identity keys of all clients, for secure sums. The owners must have
+            exchanged them without the server. None: the server is trusted to pass on the clients'
+            keys unchanged.
+    """
+
+    number: int
+    home: Path
+    owner: Owner
+    device: str = "auto"
+    say: Callable[[str], None] = print
+    secret: Callable[[], SecretGenerator] | None = None
+    identities: Identities | None = None
+
+    def folder(self, run: str) -> Path:
+        """Returns the folder of a run. The caller must have checked the run's name."""
+        return self.home / RUNS / run
+
+
 class Session:
     """A client's session in one run, which answers the server's requests.
 
     Args:
-        node: the owner's node.
+        place: where the client runs.
         proposal: the proposal that the owner has accepted.
         data: the owner's records.
         ledger: the client's ledger.
@@ -99,26 +131,26 @@ class Session:
     """
 
     def __init__(
-        self, node: Node, proposal: Proposal, data: ImageData, ledger: Ledger, state: State | None
+        self, place: Place, proposal: Proposal, data: ImageData, ledger: Ledger, state: State | None
     ) -> None:
         settings = proposal.settings
-        device = resolve_device(node.device)
+        device = resolve_device(place.device)
         context = with_proxy(public_context(settings, proposal.spec, device), settings)
         context = replace(context, isolated=state is not None and state.isolated)
         settings.method.check_model(context.architecture)
         [training], [held_out] = divided(settings, [torch.arange(len(data))], data)
         self.runtime = ClientRuntime(
-            node.number,
+            place.number,
             settings,
             context,
             ClientData(data.to(device), training, held_out),
             ledger,
-            secret=node.secret() if node.secret else None,
-            cap=node.owner.cap,
+            secret=place.secret() if place.secret else None,
+            cap=place.owner.cap,
             remote=True,
         )
-        self._node = node
-        self.folder = node.folder(proposal.run)
+        self._place = place
+        self.folder = place.folder(proposal.run)
         delete_partial(self.folder)  # may have secrets of a sum
         self._agreement = proposal.agreement
         self._schedule = settings.schedule()
@@ -128,7 +160,9 @@ class Session:
         self.state = state or State(proposal=proposal, initial_rows=len(history.releases))
         self.history = replace(history, releases=history.releases[: self.state.initial_rows])
         privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
-        capped = privacy is not None and (node.owner.cap is not None or privacy.epsilon is not None)
+        capped = privacy is not None and (
+            place.owner.cap is not None or privacy.epsilon is not None
+        )
         self._noted = 0
         self._max_attempts = MAX_ATTEMPTS if capped else 1
 
@@ -249,7 +283,7 @@ class Session:
         try:
             if answer is None:
                 if self._noted != context.round:
-                    note_round(self, context.round)
+                    self._note_round(context.round)
                     self._noted = context.round
                 answer = self._new_answer(frame, question, context)
                 if answer.kind == frames.ANSWER:
@@ -266,12 +300,10 @@ class Session:
 
     def _tell_owner(self, context: RoundContext) -> None:
         """Tells the owner that the client has answered in a round, and the ε of its ledger."""
-        budget = self.runtime.budget
         text = f"round {context.round}/{self.runtime.settings.rounds}: answered"
-        if budget is not None and budget.plan.guaranteed([budget.ledger.history()]):
-            epsilon = budget.plan.epsilon([budget.ledger.history()])
-            text += f", this client's ledger has spent ε = {format_epsilon(epsilon)}"
-        self._node.say(text)
+        if spent := spent_epsilon(self.runtime.budget):
+            text += f", this client's ledger has spent {spent}"
+        self._place.say(text)
 
     def _context(self, question: RoundFacts) -> RoundContext:
         """Checks the settings and the round in a request, and returns the context of this round."""
@@ -296,7 +328,7 @@ class Session:
                 "those that the run's settings select"
             )
         return replace(
-            runtime.context, note=self._node.say, round=question.round, participants=participants
+            runtime.context, note=self._place.say, round=question.round, participants=participants
         )
 
     # ----------------------------------------------------------------------------- an exchange
@@ -313,13 +345,13 @@ class Session:
         terms = self._sum_terms(question, context)
         if frame.kind == frames.KEYS:  # discards an unfinished sum and its secrets
             client = SumClient.begin(self.runtime.number, terms)
-            keys = client.keys(self._node.identities)
+            keys = client.keys(self._place.identities)
             self._write(SUM_FILE, client.to_bytes())
             return _answered(keys)
         with self._open_sum(terms) as client:
             if frame.kind == frames.SHARES:
                 roster = primitives.Roster.from_bytes(frame.payload)
-                return _answered(client.share(roster, self._node.identities))
+                return _answered(client.share(roster, self._place.identities))
             shares = client.unmask(primitives.Present.from_bytes(frame.payload))
         (self.folder / SUM_FILE).unlink()
         return _answered(shares)
@@ -386,6 +418,19 @@ class Session:
             yield client
         finally:
             self._write(SUM_FILE, client.to_bytes())
+
+    def write_report(self, rounds: int) -> str:
+        """Writes the owner's privacy report at the end of the run. Returns a summary for the owner.
+
+        Args:
+            rounds: the number of completed rounds, as the server states it.
+        """
+        self._note_round(rounds)
+        return write_owner_report(self.runtime.budget, self.folder)
+
+    def _note_round(self, rounds: int) -> None:
+        about = {"client": self.runtime.number, "rounds": rounds}
+        note_round(self.runtime.budget, self.folder, self.history, self.state.warnings, about)
 
     # ------------------------------------------------------------------------------- its files
 

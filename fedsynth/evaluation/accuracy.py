@@ -105,9 +105,7 @@ def local_metrics(
 
     The measures are AMP = Σ_k n_k/n · a_k, the weighted mean of the accuracies a_k; FM, their
     population variance around the unweighted mean; and WLP = min_k a_k, the accuracy of the worst
-    client.
-
-    The results are exact functions of private data, so only a simulation may compute them.
+    client. The results are exact functions of private data, so only a simulation may compute them.
 
     Args:
         right: for each client, the number of test records that the model classifies correctly.

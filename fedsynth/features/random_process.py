@@ -191,9 +191,7 @@ def mirrored_pair(shape: Shape) -> FeatureMap:
     """Returns the feature map that gives an image and its mirror image the same vector.
 
     The vector is the mean of the features of `whitened_pair` for the image and for the image
-    mirrored left to right.
-
-    The vectors have 1962 coordinates for 32×32 colour images.
+    mirrored left to right. The vectors have 1962 coordinates for 32×32 colour images.
 
     Raises:
         SettingError: as for `whitened_pair`.

@@ -104,12 +104,12 @@ class ClientBudget:
                 make_mechanism=self.make_mechanism,
             )
         rows = self.plan.client_rows(self.client, context)
-        granted = []
+        charged = []
         for plan, row in zip(plans, rows, strict=True):
             if plan.exchange == exchange:
                 self.ledger.charge(row)
-                granted.append((plan, UnaccountedNoise(row, self.secret)))
-        return ReleaseBudget(exchange, granted)
+                charged.append((plan, UnaccountedNoise(row, self.secret)))
+        return ReleaseBudget(exchange, charged)
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:

@@ -6,13 +6,14 @@ synthetic images by distribution matching in feature space (Eq. 4). A second ter
 λ_loc, pulls the mean logits of the synthetic images towards the global V (Eq. 10). Each step uses a
 newly re-sampled network (Eq. 17).
 
-The server averages V_k and R_k over the clients that have examples of a class (Eqs. 8 and 12). The
-server then trains the global model from w_r on the union of all synthetic sets, with the
-cross-entropy plus λ_glob times the knowledge-matching loss (Eqs. 13 to 15).
+The server averages V_k and R_k (Eqs. 8 and 12). It then trains the global model from w_r on the
+union of all synthetic sets, with the cross-entropy plus λ_glob times the knowledge-matching loss
+(Eqs. 13 to 15).
 
 The defaults depart from the paper in four places:
 
-- Eqs. 8 and 12 divide by K. Here the averages are over the clients that have the class.
+- Eqs. 8 and 12 divide by K. Here the averages are over the clients that have the class, because
+  Eq. 5 is undefined for a client without examples of the class.
 - V is averaged from the uploads of one round and used in the next one, because App. C counts a
   single upload of S, V and R in a round. Round 1 therefore has no collaborative term. With
   `knowledge_from="first-exchange"`, V is exchanged first, by `first_step` and `first_aggregate`.
@@ -262,10 +263,7 @@ def averaged(
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
     """Averages the logits V_k (Eq. 8) and the soft labels R_k (Eq. 12) of the clients.
 
-    The average for a class is over the clients that have examples of this class.
-
-    The paper divides by the number of all clients, K, but Eq. 5 is undefined for a client without
-    examples of the class. If no client of the round has a class, its row of V is kept.
+    If no client of the round has a class, its row of V is kept.
 
     `soft` contains R_k of each upload. Returns the state with the new V, R [C, C], and a mask [C]
     of the classes for which R is defined.

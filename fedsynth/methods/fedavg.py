@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import ClientState
-from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.aggregation import AveragingState, average, momentum_step
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
@@ -47,18 +46,15 @@ class FedAvg(TrainsLocally):
     name = "fedavg"
     summary = "clients train the global model locally, and the server averages"
     reference = "McMahan et al. 2017, arXiv 1602.05629"
-    one_pass = True
 
 
 @dataclass(frozen=True)
 class FedAvgM(TrainsLocally):
     """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
 
-    The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v.
-
-    The `buffers` of the server's state are the velocity v.
-
-    The following settings come in addition to those of `TrainsLocally`.
+    The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v. The
+    `buffers` of the server's state are the velocity v. The following settings come in addition to
+    those of `TrainsLocally`.
 
     Args:
         server_momentum: β, the momentum of the server. It is 0.9 in the paper's comparison.
@@ -76,7 +72,6 @@ class FedAvgM(TrainsLocally):
     name = "fedavgm"
     summary = "FedAvg with momentum on the server"
     reference = "Hsu, Qi and Brown 2019, arXiv 1909.06335"
-    one_pass = True
 
     server_momentum: float = in_range(0.9, 0, 1)
     server_lr: float = in_range(1.0, 0)
@@ -84,16 +79,9 @@ class FedAvgM(TrainsLocally):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        parameters = average(uploads)
-        velocity: dict[str, Tensor] = {}
-        for name in trainable(context):
-            w = state.parameters[name]
-            v = w - parameters[name]
-            if state.buffers:
-                v = self.server_momentum * state.buffers[name] + v
-            velocity[name] = v
-            parameters[name] = w - self.server_lr * v
-        return replace(state, parameters=parameters, buffers=velocity)
+        return momentum_step(
+            state, average(uploads), context, lr=self.server_lr, momentum=self.server_momentum
+        )
 
 
 @dataclass(frozen=True)
@@ -121,16 +109,11 @@ class FedProx(TrainsLocally):
     name = "fedprox"
     summary = "FedAvg with a proximal term and the partial work of stragglers"
     reference = "Li et al. 2020, FedProx, arXiv 1812.06127"
-    one_pass = True
 
     mu: float = in_range(0.01, 0)
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         center = flatten_named(message.parameters, context.architecture)
         return LocalObjective(penalty=Pull(self.mu, center, torch.zeros_like(center)))
@@ -162,7 +145,6 @@ class Solo(TrainsLocally):
     name = "solo"
     summary = "no federation: each client trains only on its data"
     reference = "the comparison papers' SOLO"
-    one_pass = True
     upload = Nothing
     personal = True
     dp_mechanisms = ()
@@ -171,20 +153,12 @@ class Solo(TrainsLocally):
     oca_refusal = "it has no global model"
 
     def start_model(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> nn.Module:
         return context.load(state or message.parameters)
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             return Nothing(), copy.deepcopy(model.state_dict())

@@ -22,8 +22,7 @@ from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 
 
 def local_names(model: nn.Module) -> set[str]:
@@ -74,20 +73,12 @@ class FedBN(TrainsLocally):
             raise SettingError("model", "norm", reason)
 
     def start_model(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> nn.Module:
         return context.load({**message.parameters, **state})
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             state = copy.deepcopy(model.state_dict())

@@ -19,8 +19,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
@@ -31,9 +30,8 @@ class FedDyn(TrainsLocally):
     """FedDyn: local training with a regulariser that aligns the clients' optima with the global
     one.
 
-    The `buffers` of the server's state are the accumulated drift h.
-
-    The following settings come in addition to those of `TrainsLocally`.
+    The `buffers` of the server's state are the accumulated drift h. The following settings come in
+    addition to those of `TrainsLocally`.
 
     Args:
         alpha: α, the weight of the quadratic term. It is 0.01 in FedAF's comparison. With 0, the
@@ -51,16 +49,11 @@ class FedDyn(TrainsLocally):
     name = "feddyn"
     summary = "local training with a dynamic regulariser that aligns local and global optima"
     reference = "Acar et al. 2021, FedDyn, arXiv 2111.04263"
-    one_pass = True
 
     alpha: float = in_range(0.01, 0)
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         w_t, network = message.parameters, context.architecture
         g = {name: state.get(name, w_t[name] * 0) for name in trainable(context)}

@@ -36,12 +36,11 @@ from torch.nn import functional as F
 from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
-from fedsynth.core.method import ClientState, Request
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Array, Named, Rule
 from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.layers import check_embedding
 from fedsynth.seeding import torch_generator
 from fedsynth.training import feature_statistics
@@ -54,9 +53,8 @@ HISTOGRAM = "histogram"
 class StatisticsDown(ModelParameters):
     """The message to the clients of FedFA+: the model w_t and statistics of all clients.
 
-    The statistics are γ for the channel means and deviations of each stage, and the histogram π.
-
-    γ and π are missing in round 1.
+    The statistics are γ for the channel means and deviations of each stage, and the histogram π. γ
+    and π are missing in round 1.
     """
 
     statistics: Tensors = public("sent to clients, never uploaded")
@@ -172,17 +170,13 @@ class FedFAPlus(TrainsLocally):
                     means[f"mean.{stage}"] = mean
                     stds[f"std.{stage}"] = std
             statistics = means | stds
-            return StatisticsUp(model.state_dict(), trained.weight, statistics), statistics
+            sent = dict(statistics)
+            if self.parts != "augmentation" and trained.steps:
+                trained_model = context.load(model.state_dict()).eval()
+                sent[HISTOGRAM] = self._histogram(trained_model, trained.client)
+            return StatisticsUp(model.state_dict(), trained.weight, sent), statistics
 
         return LocalObjective(loss=loss, state=shared, make_upload=make_upload)
-
-    def finalize_upload(
-        self, upload: StatisticsUp, client: ExactClientView, message: Request, context: RoundContext
-    ) -> StatisticsUp:
-        if self.parts == "augmentation" or not len(client.examples(0)):
-            return upload
-        histogram = self._histogram(context.load(upload.parameters).eval(), client)
-        return replace(upload, statistics={**upload.statistics, HISTOGRAM: histogram})
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         """Adds the rules for the statistics, which a client without examples does not send."""

@@ -37,8 +37,7 @@ from fedsynth.methods.shared.class_sums import (
     sums_plans,
     sums_rules,
 )
-from fedsynth.methods.shared.client_training import LocalObjective
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.row_products import row_product
@@ -101,9 +100,8 @@ def anchor_losses(
 ) -> Tensor:
     """Computes the anchor loss q of each example [N].
 
-    Features and anchors are scaled to length 1.
-
-    The loss is 0 for examples of a class without an anchor.
+    Features and anchors are scaled to length 1. The loss is 0 for examples of a class without an
+    anchor.
 
     Args:
         features_ND: the features of the examples.
@@ -322,12 +320,16 @@ class FedFMLite(FedFM):
     first_upload = None
     sums_exchange = MAIN
 
-    def finalize_upload(
-        self, upload: ModelParameters, client: Group, message: AnchorsDown, context: RoundContext
-    ) -> ModelAndSums:
-        trained = context.load(upload.parameters).requires_grad_(False).eval()
-        sums, counts = self.feature_sums(trained, client, context)
-        return ModelAndSums(upload.parameters, upload.weight, sums, counts)
+    def task(
+        self, client: int, message: AnchorsDown, state: ClientState, context: RoundContext
+    ) -> LocalObjective:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+            parameters = model.state_dict()
+            frozen = context.load(parameters).requires_grad_(False).eval()
+            sums, counts = self.feature_sums(frozen, trained.client, context)
+            return ModelAndSums(parameters, trained.weight, sums, counts), {}
+
+        return replace(super().task(client, message, state, context), make_upload=make_upload)
 
     def combine(
         self, state: AnchorState, uploads: Mapping[int, ModelAndSums], context: RoundContext

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth.core.client import ExactClientView, Group
+from fedsynth.core.client import ExactClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import ClientState
@@ -38,8 +38,7 @@ from fedsynth.core.uploads import Array, Rule, check_named, check_tensor, most_e
 from fedsynth.errors import UploadRejectedError
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import LocalObjective
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.disclosure import Disclosure, released
 from fedsynth.seeding import forked_rng, torch_generator
@@ -57,9 +56,8 @@ TALLIED = 32  # embeddings per class for a round's facts
 class GeneratorDown(ModelParameters):
     """The message to the clients of FedGen: the model w_t and the generator.
 
-    A boolean mask [C] marks the classes of which any client has had examples.
-
-    The generator is empty in round 1.
+    A boolean mask [C] marks the classes of which any client has had examples. The generator is
+    empty in round 1.
     """
 
     generator: Tensors = public("sent to clients, never uploaded")
@@ -78,9 +76,8 @@ def ensemble_loss(
 ) -> Tensor:
     """Computes how badly the clients' classifiers recognise the labels of generated embeddings.
 
-    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n).
-
-    The classifier of each client is weighted by the client's share of the examples of a class.
+    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n). The classifier of each client is
+    weighted by the client's share of the examples of a class.
     """
     logits = torch.einsum("nd,kcd->nkc", h_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
@@ -189,8 +186,15 @@ class FedGen(TrainsLocally):
     def task(
         self, client: int, message: GeneratorDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
+        def with_counts(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+            counts = torch.ones(context.spec.classes, device=context.device)
+            if isinstance(trained.client, ExactClientView):
+                labels = trained.client.labels(trained.client.examples(0))
+                counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
+            return ModelAndCounts(model.state_dict(), trained.weight, counts), {}
+
         if not message.generator or not bool(message.seen_classes.any()):
-            return LocalObjective()
+            return LocalObjective(make_upload=with_counts)
         generator = self._generator(context, message.generator).requires_grad_(False).eval()
         seed, number, device = context.seed, context.round, context.device
         decay = DECAY ** (number - 1)
@@ -216,16 +220,9 @@ class FedGen(TrainsLocally):
             kl = torch.where(message.seen_classes[y], kl, 0.0)
             return F.cross_entropy(logits, y, reduction="none") + self.beta * decay * kl
 
-        return LocalObjective(penalty=penalty, loss=loss, state={"draws": draws})
-
-    def finalize_upload(
-        self, upload: ModelParameters, client: Group, message: GeneratorDown, context: RoundContext
-    ) -> ModelAndCounts:
-        counts = torch.ones(context.spec.classes, device=context.device)
-        if isinstance(client, ExactClientView):
-            labels = client.labels(client.examples(0))
-            counts = torch.bincount(labels, minlength=context.spec.classes).to(counts.dtype)
-        return ModelAndCounts(upload.parameters, upload.weight, counts)
+        return LocalObjective(
+            penalty=penalty, loss=loss, state={"draws": draws}, make_upload=with_counts
+        )
 
     def combine(
         self, state: GeneratorState, uploads: Mapping[int, ModelAndCounts], context: RoundContext

@@ -22,8 +22,7 @@ from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import check_named
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.methods.shared.client_training import LocalObjective
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, TrainsLocally
 from fedsynth.validation import in_range
 
 
@@ -39,9 +38,7 @@ class FedGKD(TrainsLocally):
     """FedGKD: local training in which the average of the last global models is the teacher.
 
     The `buffers` of the server's state have the last M global models as one tensor [M, …] for each
-    parameter.
-
-    The following settings come in addition to those of `TrainsLocally`.
+    parameter. The following settings come in addition to those of `TrainsLocally`.
 
     Args:
         gamma: γ, twice the weight of the distillation. It is 0.2 on CIFAR and 0.001 on EMNIST in

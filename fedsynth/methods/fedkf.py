@@ -41,8 +41,7 @@ from fedsynth.core.uploads import check_named
 from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
 from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.methods.shared.aggregation import AveragingState
-from fedsynth.methods.shared.client_training import LocalObjective, plain_upload
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, TrainsLocally, plain_upload
 from fedsynth.mixed_precision import computed, mixed, widened
 from fedsynth.models.layers import check_embedding
 from fedsynth.privacy.disclosure import Disclosure, released

@@ -20,8 +20,7 @@ from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class FedNova(TrainsLocally):
     name = "fednova"
     summary = "FedAvg with updates normalised by each client's number of steps"
     reference = "Wang et al. 2020, FedNova, arXiv 2007.07481"
-    one_pass = True
     upload = NormalisedModel
 
     def __post_init__(self) -> None:
@@ -57,11 +55,7 @@ class FedNova(TrainsLocally):
             raise SettingError("method", "momentum", f"must be below 1, got {self.momentum}")
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             norm = update_norm(trained.steps, self.momentum)

@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.validation import in_range
 
@@ -69,11 +68,7 @@ class Moon(TrainsLocally):
         check_learned_embedding(self.name, model)
 
     def task(
-        self,
-        client: int,
-        message: ModelParameters,
-        state: ClientState,
-        context: RoundContext,
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         global_model = context.load(message.parameters).requires_grad_(False).eval()
         previous = context.load(state or message.parameters).requires_grad_(False).eval()

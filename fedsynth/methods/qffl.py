@@ -12,15 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedsynth.core.client import ExactClientView
+from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import ModelParameters, unprotected
+from fedsynth.core.messages import Message, ModelParameters, unprotected
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Number, Rule
 from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import mean_loss
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.validation import in_range
 
 TINY = 1e-10  # the public code's guard of F_k
@@ -58,7 +58,6 @@ class QFFL(TrainsLocally):
     name = "qffl"
     summary = "clients with larger losses have more weight, so that accuracies become even"
     reference = "Li et al. 2020, q-FFL, arXiv 1905.10497"
-    one_pass = True
     upload = FairModel
     dp_mechanisms = ()
     refusal = "each client uploads its exact loss, which no mechanism protects"
@@ -68,15 +67,15 @@ class QFFL(TrainsLocally):
     lr: float = in_range(0.01, 1e-12)
     q: float = in_range(1e-4, 0)
 
-    def finalize_upload(
-        self,
-        upload: ModelParameters,
-        client: ExactClientView,
-        message: ModelParameters,
-        context: RoundContext,
-    ) -> FairModel:
-        w_t = context.load(message.parameters).eval()
-        return FairModel(upload.parameters, upload.weight, mean_loss(w_t, client))
+    def task(
+        self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
+    ) -> LocalObjective:
+        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+            w_t = context.load(message.parameters).eval()
+            loss = mean_loss(w_t, trained.client)
+            return FairModel(model.state_dict(), trained.weight, loss), {}
+
+        return LocalObjective(make_upload=make_upload)
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         return {**super().upload_rules(exchange, client, context), "loss": Number()}
@@ -104,3 +103,17 @@ class QFFL(TrainsLocally):
             w_t = state.parameters[name]
             parameters[name] = (w_t.double() - step[name] / h).to(w_t.dtype)
         return replace(state, parameters=parameters)
+
+
+def mean_loss(model: nn.Module, client: ExactClientView) -> float:
+    """Computes a model's mean cross-entropy on all examples of a group that contains one client.
+
+    The result is 0 if the client has no examples.
+    """
+    examples = client.examples(0)
+    total = 0.0
+    with torch.no_grad():
+        for indices in examples.split(chunk(examples.device)):
+            logits, labels = model(client.images(indices)), client.labels(indices)
+            total += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+    return total / max(1, len(examples))

@@ -22,9 +22,8 @@ from fedsynth.core.messages import Message, ModelParameters, Tensors, public, re
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Named, Rule, check_named
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared.aggregation import AveragingState, average, trainable
-from fedsynth.methods.shared.client_training import LocalObjective, Trained
-from fedsynth.methods.shared.local import TrainsLocally
+from fedsynth.methods.shared.aggregation import AveragingState, average, momentum_step, trainable
+from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
@@ -77,7 +76,6 @@ class Scaffold(TrainsLocally):
     name = "scaffold"
     summary = "control variates correct the drift of local training"
     reference = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
-    one_pass = True
     request = ControlDown
     upload = ControlUp
     state = ControlState
@@ -125,13 +123,12 @@ class Scaffold(TrainsLocally):
     def combine(
         self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
     ) -> ControlState:
-        parameters = average(uploads, uniform=True)
+        mean = average(uploads, uniform=True)
         control: dict[str, Tensor] = {}
         for name in trainable(context):
-            x = state.parameters[name]
-            parameters[name] = x + self.server_lr * (parameters[name] - x)
-            total = torch.zeros_like(x)
+            total = torch.zeros_like(mean[name])
             for upload in uploads.values():
                 total += upload.control[name]
             control[name] = state.control.get(name, 0) + total / context.clients
-        return replace(state, parameters=parameters, control=control)
+        moved = momentum_step(state, mean, context, lr=self.server_lr)
+        return replace(moved, control=control)

@@ -99,9 +99,8 @@ class Projected(EmbeddingNetwork):
 class SharedStatistics(nn.Module):
     """Tells the batch norms of a network which images form a group in the next forward pass.
 
-    Each `GroupedBatchNorm` normalises the images of a group by the group's own statistics.
-
-    All batch norms of a network use one object.
+    Each `GroupedBatchNorm` normalises the images of a group by the group's own statistics. All
+    batch norms of a network use one object.
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,9 @@ def fidelity_of_set(
         raise SettingError(None, "test", reason)
     embed = _embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
-    made = _features(embed, images, partial(report, "synthetic images"))
-    return fidelity(made, _features(embed, test.images.cpu(), partial(report, "real images")))
+    synthetic_ND = _features(embed, images, partial(report, "synthetic images"))
+    real_ND = _features(embed, test.images.cpu(), partial(report, "real images"))
+    return fidelity(synthetic_ND, real_ND)
 
 
 def synthetic_set(folder: Path) -> SharedSet:

@@ -224,10 +224,12 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
     check_sections(values_by_section)
     sections = {name: dict(values) for name, values in values_by_section.items()}
     name = str(sections.get("run", {}).get("method", DEFAULT_METHOD)).lower()
-    given = sections.get("method", {})
+    chosen_settings = sections.get("method", {})
     for section, values in PRESETS.get(name, TWO_ROUNDS).items():
         sections[section] = {**values, **sections.get(section, {})}
-    if "ipc" in given and "drawn_ipc" not in given:  # it is the number of all images of a class
+    if (
+        "ipc" in chosen_settings and "drawn_ipc" not in chosen_settings
+    ):  # ipc is the number of all images of a class
         sections.get("method", {}).pop("drawn_ipc", None)
     sections["partition"] = {**ONE_OWNER, **sections.get("partition", {})}
     settings = resolve(sections)

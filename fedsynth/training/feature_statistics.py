@@ -146,9 +146,8 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
     """Computes the symmetric KL divergence of two histograms, averaged over the features.
 
-    For each feature, the divergence is ½(KL(p‖q) + KL(q‖p)).
-
-    The average makes the weight of this loss independent of the number of features.
+    For each feature, the divergence is ½(KL(p‖q) + KL(q‖p)). The average makes the weight of this
+    loss independent of the number of features.
     """
     p, q = p_DL.clamp_min(EPS), q_DL.clamp_min(EPS)
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

@@ -21,11 +21,9 @@ MakeTensors = Callable[[], Mapping[str, Tensor]]
 class LoopCheckpointer:
     """Saves checkpoints within a round, so that a killed run can continue long loops.
 
-    This base class saves nothing. If a run is killed, it repeats the current round.
-
-    Checkpoints are saved for the loops of clients without differential privacy and for the loops of
-    the server. The loops of a private client are never saved, because its releases must not be
-    repeated.
+    This base class saves nothing, so a killed run repeats the current round. Checkpoints are saved
+    for the loops of clients without differential privacy and for the loops of the server. The loops
+    of a private client are never saved, because its releases must not be repeated.
 
     Attributes:
         shares_trainings: whether runs share finished trainings, whose names begin with `TRAINED`.

@@ -25,8 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.models.flat import FlatNetwork, flatten
-from fedsynth.models.on_features import is_softmax_regression, regression_gradients
+from fedsynth.models.on_features import (
+    input_size,
+    is_softmax_regression,
+    regression_gradients,
+)
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.row_products import PaddedLinear
 from fedsynth.training import sgd
@@ -76,26 +81,20 @@ def trains_together(model: nn.Module) -> bool:
     return dtypes == {torch.float32} and next(model.buffers(), None) is None
 
 
-def worth_batching(model: nn.Module, batch: int, scalars: int) -> bool:
-    """Returns True if training many clients together is faster than training one after another.
-
-    Args:
-        model: the network of each client.
-        batch: number of images in a batch.
-        scalars: number of values in an image.
-    """
-    return trains_together(model) and batch * scalars <= LARGE_BATCH
-
-
-def learner_bytes(model: nn.Module, batch: int, scalars: int) -> int:
+def learner_bytes(model: nn.Module, batch: int, spec: DatasetSpec) -> int | None:
     """Estimates the memory in bytes that each additional learner needs if learners train together.
+
+    Returns None if training one after another is as fast, or if only that has the correct result.
 
     Args:
         model: the network of each learner.
         batch: number of images in a batch.
-        scalars: number of values in an image.
+        spec: the specification of the images.
     """
-    return 4 * (COPIES * parameter_count(model) + 3 * batch * scalars + 8 * BLOCK * batch)
+    scalars = batch * input_size(model, spec)
+    if scalars > LARGE_BATCH or not trains_together(model):
+        return None
+    return 4 * (COPIES * parameter_count(model) + 3 * scalars + 8 * BLOCK * batch)
 
 
 def train_together(
@@ -164,9 +163,7 @@ class _Queue:
     def take(self, limit: int) -> Tensor:
         """Removes the next batches from the queue, at most `limit`.
 
-        Returns the indices of their examples [S, B].
-
-        A batch that is not full is padded with −1.
+        Returns the indices of their examples [S, B]. A batch that is not full is padded with −1.
         """
         examples = self.learner.examples
         size = self.learner.settings.batch
@@ -186,9 +183,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
     """Takes the next batches of all learners, so that the learners can be trained together.
 
     Returns the indices of the examples [S, A, B], and the weight of each example in the mean of its
-    batch.
-
-    The weight is 0 for padding, and for a learner that has no batch left in a step.
+    batch. The weight is 0 for padding, and for a learner that has no batch left in a step.
     """
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0
@@ -207,7 +202,8 @@ def _finish(
     if not len(remaining):
         return
     network = FlatNetwork(learner.model, requires_grad=True)
-    step = sgd.make_step(network, state, learner.settings, penalty=learner.penalty)
+    objective = sgd.Objective(penalty=learner.penalty)
+    step = sgd.make_step(network, state, learner.settings, objective)
     sizes = [learner.settings.batch] * sgd.batches_of(len(learner.examples), learner.settings.batch)
     sizes[-1] = len(learner.examples) - sum(sizes[:-1])  # an epoch's last batch may not be full
     parts = []

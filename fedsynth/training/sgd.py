@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,11 @@ from fedsynth.mixed_precision import mixed, widened
 from fedsynth.models.flat import FlatNetwork
 from fedsynth.models.layers import has_batch_norm
 from fedsynth.models.on_features import is_softmax_regression, regression_step
+from fedsynth.privacy.dpsgd import BeforeStep
 from fedsynth.privacy.dpsgd import (
     Optimiser as Optimiser,  # defined there, as privacy imports no higher package
 )
+from fedsynth.privacy.dpsgd import Penalty as Penalty
 from fedsynth.training.loop import LoopCheckpointer, State, resumable
 
 WARM_UP = 3
@@ -137,9 +139,7 @@ class MomentumSgd:
 WORTH_RECORDING = 20  # steps
 FETCHED = 2**18  # scalars of the images that are looked up at a time
 LookUp = Callable[[Tensor], Tensor]  # returns the images or the labels at indices
-Penalty = Callable[[nn.Module], Tensor]
-BeforeStep = Callable[[nn.Module], None]
-Objective = Callable[[nn.Module, Tensor, Tensor], Tensor]
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -186,17 +186,55 @@ class Pull:
         grad.add_(self.linear).add_(flat - self.center, alpha=self.weight)
 
 
+@dataclass(frozen=True)
+class Objective:
+    """The function that a training minimises, which is the mean cross-entropy by default.
+
+    Args:
+        loss: a function that replaces the cross-entropy. It takes the network in training, images
+            [M, C, H, W] and labels [M], and returns a scalar or the loss of each example [M]. It
+            must not wait for the device.
+        penalty: a function that takes the network in training and returns a scalar, which is added
+            to the loss of each step.
+        before_step: a function that is called with the network in training before each step, for
+            example to train another network.
+        state: the objects that these functions change, by name, as in
+            `fedsynth.training.loop.State`. They are saved in checkpoints. The mapping is empty if
+            the functions change nothing.
+    """
+
+    loss: Loss | None = None
+    penalty: Penalty | None = None
+    before_step: BeforeStep | None = None
+    state: State = field(default_factory=dict)
+
+    @property
+    def recordable(self) -> bool:
+        """True if steps may be recorded as a CUDA graph."""
+        pulled = self.penalty is None or isinstance(self.penalty, Pull)
+        return pulled and not self.state and self.before_step is None
+
+    @property
+    def plain(self) -> bool:
+        """True if the loss is the cross-entropy with at most a `Pull` as the penalty.
+
+        Many networks with such an objective can be trained together (`many_clients.py`).
+        """
+        pulled = self.penalty is None or isinstance(self.penalty, Pull)
+        return pulled and self.loss is None and self.before_step is None
+
+
+CROSS_ENTROPY = Objective()
+
+
 def train_on(
-    model: nn.Module | FlatNetwork,
+    model: nn.Module,
     images: LookUp,
     labels_N: Tensor,
     settings: SgdSettings,
     generator: torch.Generator,
+    objective: Objective = CROSS_ENTROPY,
     report: Callable[[int, int], None] = lambda completed, total: None,
-    penalty: Penalty | None = None,
-    objective: Objective | None = None,
-    before_step: BeforeStep | None = None,
-    state: State | None = None,
     keeper: LoopCheckpointer | None = None,
     name: str = "train",
     precision: torch.dtype = torch.float32,
@@ -212,44 +250,32 @@ def train_on(
         labels_N: the labels of all examples.
         settings: the settings of SGD.
         generator: a CPU generator that shuffles the examples of each epoch.
+        objective: a function that replaces the cross-entropy, a penalty, and their state.
         report: called with the number of finished steps and the total number of steps.
-        penalty: a function that takes the network in training and returns a scalar, which is added
-            to the loss of each step. Only steps without a penalty or with a `Pull` are recorded.
-        objective: a function that replaces the mean cross-entropy. It takes the network in
-            training, images [M, C, H, W] and labels [M], and returns a scalar. It must not wait for
-            the device.
-        before_step: called with the network in training before each step, for example to train
-            another network. Steps are then not recorded.
-        state: the objects that the three functions above change, by name, as in
-            `fedsynth.training.loop.State`. They are saved in checkpoints. Steps are not recorded if
-            there is such a state.
         keeper: saves checkpoints between epochs. If the training was interrupted, it resumes from
             the last checkpoint with the same random draws.
         name: the name of this training in checkpoints, which must be unique within a round.
         precision: the precision in which the network computes the logits for the cross-entropy
-            (`fedsynth.mixed_precision`). An objective chooses its precision itself.
+            (`fedsynth.mixed_precision`). A `loss` chooses its precision itself.
     """
     if not len(labels_N):
         return
-    network = FlatNetwork(model, requires_grad=True) if isinstance(model, nn.Module) else model
+    network = FlatNetwork(model, requires_grad=True)
     moments = settings.optimiser.init(network.flat)
-    step = make_step(network, moments, settings, penalty, objective, before_step, precision)
+    step = make_step(network, moments, settings, objective, precision)
     labels = labels_N.__getitem__
     per_epoch = batches_of(len(labels_N), settings.batch)
     total_steps = steps_of(settings, len(labels_N))
-    full: Callable[[Tensor], None] | None = None
-    recordable = not (state or before_step) and (penalty is None or isinstance(penalty, Pull))
-    whole_batches = settings.epochs * (len(labels_N) // settings.batch)
-    changed: dict[str, Any] = {"weights": network.flat, "shuffle": generator, **(state or {})}
+    changed: dict[str, Any] = {"weights": network.flat, "shuffle": generator, **objective.state}
     for number, tensor in enumerate(moments):
         changed[f"optimiser{number}"] = tensor
-    for key, buffer in network.module.named_buffers():
+    for key, buffer in model.named_buffers():
         changed[f"buffer.{key}"] = buffer
-    if recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
-        written = [network.flat, *moments, network.grad, *network.module.buffers()]
-        full = recorded(
-            lambda indices: step(images(indices), labels(indices)), settings.batch, written
-        )
+    full: Callable[[Tensor], None] | None = None
+    whole_batches = settings.epochs * (len(labels_N) // settings.batch)
+    if objective.recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
+        written = [network.flat, *moments, network.grad, *model.buffers()]
+        full = recorded(lambda i: step(images(i), labels(i)), settings.batch, written)
     for epoch in resumable(
         -(-total_steps // per_epoch),
         changed,
@@ -260,7 +286,7 @@ def train_on(
         order = torch.randperm(len(labels_N), generator=generator)
         order = order.to(labels_N.device, non_blocking=True)
         parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
-        if len(parts[-1]) == 1 and has_batch_norm(network.module):
+        if len(parts[-1]) == 1 and has_batch_norm(model):
             # the mean loss is the same, and batch norm gets the two values that it needs
             parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
         while full is not None and parts and len(parts[0]) == settings.batch:
@@ -298,9 +324,7 @@ def make_step(
     network: FlatNetwork,
     state: tuple[Tensor, ...],
     settings: SgdSettings,
-    penalty: Penalty | None = None,
-    objective: Objective | None = None,
-    before_step: BeforeStep | None = None,
+    objective: Objective = CROSS_ENTROPY,
     precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
     """Returns a function that takes a batch of images and labels and performs one training step.
@@ -308,20 +332,19 @@ def make_step(
     A step changes `network` and the optimiser's `state` in place. The arguments are explained in
     `train_on`.
     """
-    flat = network.flat
-    grad = network.grad
+    flat, grad = network.flat, network.grad
     radius = settings.radius
     start = flat if radius is None else flat.clone()
+    penalty = objective.penalty
     pull = penalty if isinstance(penalty, Pull) else None
-    value_of = objective or partial(_cross_entropy, precision=precision)
-    closed = objective is None and penalty is pull and is_softmax_regression(network.module)
+    loss = objective.loss or partial(_cross_entropy, precision=precision)
+    closed = objective.loss is None and penalty is pull and is_softmax_regression(network.module)
 
     def differentiate(x: Tensor, y: Tensor) -> None:
         grad.zero_()
-        module = network.module
-        value = value_of(module, x, y)
+        value = loss(network.module, x, y).mean()
         if penalty is not None and pull is None:
-            value = value + penalty(module)
+            value = value + penalty(network.module)
         value.backward()
 
     def differentiate_regression(x: Tensor, y: Tensor) -> None:
@@ -332,8 +355,8 @@ def make_step(
     gradient = differentiate_regression if closed else differentiate
 
     def step(x: Tensor, y: Tensor) -> None:
-        if before_step is not None:
-            before_step(network.module)
+        if objective.before_step is not None:
+            objective.before_step(network.module)
         gradient(x, y)
         with torch.no_grad():
             if pull is not None:

@@ -143,9 +143,9 @@ def _arranged(body: str, plots: Mapping[str, str]) -> str:
     body = body.replace("<table>", scroll).replace("</table>", "</table></div>")
     body = body.replace("<h1>Datasheet</h1>", '<h1 class="next">Datasheet</h1>')
     for heading, plot in plots.items():
-        found = re.search(rf"<h2>{heading}( \(worst client\))?</h2>", body)
-        if found is not None:
-            body = f"{body[: found.end()]}\n{plot}{body[found.end() :]}"
+        title = re.search(rf"<h2>{heading}( \(worst client\))?</h2>", body)
+        if title is not None:
+            body = f"{body[: title.end()]}\n{plot}{body[title.end() :]}"
     ledger = re.compile("<h2>Ledger</h2>.*?</table></div>", re.DOTALL)
     return ledger.sub(r'<section class="across">\g<0></section>', body)
 

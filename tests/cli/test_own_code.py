@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from fedsynth import register_method, register_model
+from fedsynth.experiments.runner import run_sweep
+from fedsynth.experiments.sweep import SweepError, read_sweep
 from fedsynth.features.registry import _CUSTOM as CUSTOM_FEATURES
 from fedsynth.methods import _CUSTOM
 from fedsynth.own_code import LOADERS, SOURCES, load_own
 from fedsynth.results.finished import finished_runs
-from fedsynth.results.sweep import SweepError, read_sweep, run_sweep
 from fedsynth.validation import to_toml
 from tests.cli.conftest import Call
 from tests.quick_runs import interrupt_in_round

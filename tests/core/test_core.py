@@ -229,7 +229,7 @@ def test_malformed_frames_are_rejected(sent: bytes) -> None:
 
 
 def test_frames_are_short_and_finite() -> None:
-    """Parsed JSON takes many times the client state of its text."""
+    """Parsed JSON takes many times the memory of its text."""
     frame = json.dumps({"kind": "x" * LONGEST_HEADER, "facts": {}}).encode()
     with pytest.raises(MessageError, match="truncated"):
         Frame.from_bytes(frame_bytes(frame))

@@ -86,7 +86,7 @@ class Setup:
         owner = Owner(policy) if policy is not None else Owner(approved=frozenset({approved}))
         folder = self.folder / (home or f"owner-{number}")
         records = source or DatasetPart()
-        return Node(number, folder, records, owner, device="cpu", say=self.messages.append, **more)
+        return Node(number, folder, owner, "cpu", self.messages.append, source=records, **more)
 
     def link(self, *nodes: Node, **more: Any) -> Link:
         nodes = nodes or tuple(map(self.node, range(CLIENTS)))

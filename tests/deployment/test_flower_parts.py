@@ -230,7 +230,7 @@ def test_client_reconnects_and_prints_reasons_until_its_timeout(
     """Refused clients disconnect, so that another client with the same key can connect."""
     attempts = Attempts(monkeypatch, outcomes)
     lines: list[str] = []
-    node = Node(0, tmp_path, DatasetPart(), Owner(), say=lines.append)
+    node = Node(0, tmp_path, Owner(), say=lines.append, source=DatasetPart())
     monkeypatch.setattr(Node, "write_reports", lambda _: lines.append("reports"))
     if outcomes == [WORKS]:
         node.refused = "its ledger does not continue"

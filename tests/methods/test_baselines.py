@@ -27,7 +27,7 @@ from fedsynth.methods.scaffold import ControlState, ControlUp
 from fedsynth.methods.shared import aggregation as robust
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.models.flat import flatten_named
-from fedsynth.models.registry import ModelSettings, build_model, parameter_count
+from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
 from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
@@ -302,6 +302,10 @@ LINEAR = Linear(SPEC.image_shape, 10)
 DATA = digits(np.random.default_rng(0).integers(0, 3, 40))
 
 
+class Custom(fs.TrainsLocally):
+    name = "custom"
+
+
 def context(number: int = 1, clients: int = 5, **changes: Any) -> fs.RoundContext:
     sizes = tuple(len(part) for part in BLOCKS[:clients])
     federation = {"nominal": 8.0, "network": LINEAR, "sizes": sizes, **changes}
@@ -313,25 +317,18 @@ def group(clients: int = 5) -> ExactClientView:
 
 
 def test_dense_networks_train_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (*PLAIN, fs.FedGKD):
+    """The engine finds out from the objectives; a custom method declares nothing."""
+    for kind in (*PLAIN, fs.FedGKD, Custom):
         spy = Mock(wraps=train_together)
-        monkeypatch.setattr("fedsynth.methods.shared.client_training.train_together", spy)
+        monkeypatch.setattr("fedsynth.training.many_clients.train_together", spy)
         client_uploads(kind(**LOCAL, stragglers=0.4), context(), group())
         passes = [len(call.args[0]) for call in spy.call_args_list]
         assert passes == ([] if kind is fs.FedGKD else [5]), kind
     private = fs.PrivacySettings(noise_multiplier=1.0)
-    for name in METHODS:
-        cls: Any = method_class(name)
-        if issubclass(cls, fs.TrainsLocally):
-            assert (cls().client_bytes(context()) is not None) == (cls in PLAIN), name
-            assert cls().client_bytes(context(privacy=private)) is None
-    in_turn = fs.FedAvg().client_bytes(context(network=convnet()))
-    assert in_turn == 16 * parameter_count(convnet())
+    assert fs.FedAvg().client_bytes(context()) is not None
+    assert fs.FedAvg().client_bytes(context(privacy=private)) is None
+    assert fs.FedAvg().client_bytes(context(network=convnet())) is None
     assert fs.FedAvg().client_bytes(context(client_architectures=(LINEAR,) * 5)) is None
-    largest_batch = 2**15 // 64
-    in_turn = 16 * parameter_count(LINEAR)
-    assert fs.FedAvg(batch=largest_batch).client_bytes(context()) > in_turn
-    assert fs.FedAvg(batch=largest_batch + 1).client_bytes(context()) == in_turn
 
 
 @pytest.mark.parametrize("kind", [*PLAIN[:-1], fs.FedGKD, fs.FedGen])

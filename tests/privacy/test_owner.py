@@ -24,7 +24,7 @@ from fedsynth import TrainsLocally, register_model, resolve, simulate
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
-from fedsynth.methods.shared.client_training import LocalObjective
+from fedsynth.methods.shared.local import LocalObjective
 from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
 from fedsynth.privacy.batch_independence import StepInputs, dependence_on_batch

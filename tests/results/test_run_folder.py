@@ -22,8 +22,6 @@ from fedsynth.config.settings import ReportSettings
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, SettingError
 from fedsynth.files import file_hash
-from fedsynth.methods.shared import client_training
-from fedsynth.methods.shared.client_training import training_digest
 from fedsynth.models.registry import own_model
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.results import checkpoint, saved_model
@@ -32,6 +30,7 @@ from fedsynth.results.disclosed import Disclosed
 from fedsynth.results.run_folder import RunFolder, resumed_rounds
 from fedsynth.results.verification import verify_run
 from fedsynth.seeding import forked_rng
+from fedsynth.training import digest
 from fedsynth.training.loop import TRAINED
 from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
@@ -283,7 +282,7 @@ def test_custom_private_or_multi_round_training_is_not_shared(
     record_steps(monkeypatch)
     shared = tmp_path / "shared"
     run(sections("fedavg"), tmp_path / "rounds", trained=shared)
-    monkeypatch.setattr(client_training, "training_digest", None)  # must not be called
+    monkeypatch.setattr(digest, "training_name", None)  # must not be called
     model = own_model(nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, 10)))
     settings = replace(resolve(batch_norm_sections("fedavg")), model=model)
     simulate(settings, output=tmp_path / "own", trained=shared, quiet=True)
@@ -320,13 +319,14 @@ def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) 
         "precision": torch.float32,
     }
 
-    def digest(**changed: Any) -> str:
+    def name_of(**changed: Any) -> str:
         *arguments, seed, penalty, data, precision = {**base, **changed}.values()
         learner = Learner(*arguments, torch.Generator().manual_seed(seed), penalty)
-        return training_digest(learner, data, torch.device("cpu"), precision)
+        device = torch.device("cpu")
+        return digest.training_name(learner, data.images, data.labels, device, precision)
 
-    base_digest = digest()
-    assert digest() == base_digest
+    base_digest = name_of()
+    assert name_of() == base_digest
     pixel, label = x.clone(), y.clone()
     pixel[4, 0, 7, 7] += 1
     label[4] = 0
@@ -343,7 +343,7 @@ def test_digest_depends_on_all_training_inputs(monkeypatch: pytest.MonkeyPatch) 
         "data": [data_of(pixel, y), data_of(x, label)],
         "precision": [torch.bfloat16],
     }
-    digests = [digest(**{name: value}) for name, values in changes.items() for value in values]
-    monkeypatch.setattr(client_training, "__version__", "another")
-    digests.append(digest())
+    digests = [name_of(**{name: value}) for name, values in changes.items() for value in values]
+    monkeypatch.setattr(digest, "__version__", "another")
+    digests.append(name_of())
     assert len({base_digest, *digests}) == 1 + len(digests)

@@ -26,7 +26,10 @@ from typer.testing import CliRunner
 from fedsynth import resolve, simulate
 from fedsynth.cli.app import app
 from fedsynth.errors import FedsynthError, OutputError
-from fedsynth.results import sweep as sweeps
+from fedsynth.experiments import runner
+from fedsynth.experiments.runner import run_sweep
+from fedsynth.experiments.sweep import FORMATS, Sweep, read_sweep, render, sweep_rows
+from fedsynth.results.file_names import LOCK
 from fedsynth.results.finished import (
     Run,
     RunFolderError,
@@ -37,8 +40,6 @@ from fedsynth.results.finished import (
     labels,
 )
 from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
-from fedsynth.results.sweep import Sweep, read_sweep, run_sweep
-from fedsynth.results.tables import FORMATS, render, sweep_rows
 from fedsynth.validation import to_toml
 from tests.html_page import Page
 from tests.quick_runs import folder_of, quick_sections
@@ -85,8 +86,8 @@ def make_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFactory:
     def make(text: str, seconds: float = 0.0, fails: int = -1) -> Sweep:
         script = tmp_path / "fake.py"
         script.write_text(FAKE.replace("SECONDS", str(seconds)).replace("FAILS", str(fails)))
-        monkeypatch.setattr(sweeps, "COMMAND", (sys.executable, str(script), "train"))
-        monkeypatch.setattr(sweeps, "POLL_SECONDS", 0.01)
+        monkeypatch.setattr(runner, "COMMAND", (sys.executable, str(script), "train"))
+        monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
         file = tmp_path / "skew.toml"
         file.write_text(text)
         return replace(read_sweep(file), output=tmp_path / "out")
@@ -95,7 +96,7 @@ def make_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepFactory:
 
 
 def times(sweep: Sweep) -> list[list[float]]:
-    folders = [finished_run(sweep.output / cell.key) for cell in sweep.cells]
+    folders = [finished_run(sweep.folder(cell)) for cell in sweep.cells]
     return [json.loads((folder / "times.json").read_text()) for folder in folders if folder]
 
 
@@ -164,7 +165,8 @@ def test_sweeps_of_one_folder_exclude_each_other(make_sweep: SweepFactory) -> No
         if text.startswith("begins"):
             with pytest.raises(OutputError, match="another sweep") as error:
                 run_sweep(sweep, print)
-            refused.append(str(error.value))
+            assert f"(process id {os.getpid()}, " in str(error.value)
+            refused.append(text)
 
     assert run_sweep(sweep, run_another) == []
     assert len(refused) == len(times(sweep)) == 1
@@ -172,10 +174,12 @@ def test_sweeps_of_one_folder_exclude_each_other(make_sweep: SweepFactory) -> No
     if (child := os.fork()) == 0:
         run_sweep(sweep, lambda text: text.startswith("begins") and os.kill(os.getpid(), 9))
     os.waitpid(child, 0)
-    with pytest.raises(OutputError, match="a run of a killed sweep"):
+    with pytest.raises(OutputError, match="a run of a killed sweep") as error:
         run_sweep(sweep, print)
+    _, active = map(int, (sweep.output / LOCK).read_text().split())  # the sweep, and its run
+    assert f"(process id {active})" in str(error.value)
     [cell] = sweep.cells
-    while finished_run(sweep.output / cell.key) is None:
+    while finished_run(sweep.folder(cell)) is None:
         time.sleep(0.05)
     time.sleep(0.5)
     messages: list[str] = []
@@ -188,7 +192,7 @@ def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> Non
     sweep = make_sweep(text)
     assert [line.finished for line in sweep_rows(sweep)] == [0, 0]
     assert run_sweep(sweep, print) == []
-    assert all(finished_run(sweep.output / cell.key) for cell in sweep.cells)
+    assert all(finished_run(sweep.folder(cell)) for cell in sweep.cells)
     first_times = times(sweep)
     messages: list[str] = []
     assert run_sweep(make_sweep(text), messages.append) == []
@@ -239,7 +243,7 @@ def test_interrupted_sweeps_stop_runs(make_sweep: SweepFactory) -> None:
 def test_command_runs_resumes_and_tabulates(make_sweep: SweepFactory, tmp_path: Path) -> None:
     """The second run was stopped, and is resumed although the first one fails."""
     sweep = replace(make_sweep(SEEDS, fails=0), output=tmp_path / "there")
-    folder = sweep.output / sweep.cells[1].key / "20260101-000000-x.incomplete"
+    folder = sweep.folder(sweep.cells[1]) / "20260101-000000-x.incomplete"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text("[run]\nmethod='fedavg'\nseed=1\n[partition]\nalpha=0.5\n")
     common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "there")]

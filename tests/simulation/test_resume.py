@@ -350,7 +350,7 @@ def test_runs_with_truncated_ledgers_are_not_resumed(loss: str, tmp_path: Path) 
         resume(settings, tmp_path / "runs")
 
 
-def test_old_checkpoints_are_pruned_and_memories_of_inactive_clients_on_disk(
+def test_old_checkpoints_are_pruned_and_inactive_client_states_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One state and one client state of each client are kept for any number of rounds."""

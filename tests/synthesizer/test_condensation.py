@@ -358,7 +358,7 @@ def draws(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_images_of_a_segment_share_their_transform() -> None:
+def test_images_of_a_pair_share_their_transform() -> None:
     x = torch.rand(1, 3, 16, 16, generator=draws())
     t = augmentation.SiameseAugmentation(40, draws(1), flip=True)
     out = t(x.expand(80, -1, -1, -1), torch.arange(40).repeat(2))

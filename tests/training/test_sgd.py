@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,9 @@ from fedsynth.privacy.passes import Units
 from fedsynth.seeding import forked_rng
 from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, learner_bytes, train_together
-from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings, train_on
+from fedsynth.training.sgd import MomentumSgd, Objective, Pull, SgdSettings, train_on
 from tests.conftest import NO_CUDA
+from tests.digits import SPEC
 from tests.privacy.support import mechanism
 from tests.rounds import take_step
 
@@ -85,7 +86,7 @@ def test_joint_training_equals_separate_training(
     separate = learners(settings, True, device=device)
     for size, client, start, c in zip(SIZES, clients, starts, separate, strict=True):
         x, y = images[c.examples], labels[c.examples]
-        train_on(c.model, x.__getitem__, y, c.settings, c.generator, penalty=c.penalty)
+        train_on(c.model, x.__getitem__, y, c.settings, c.generator, Objective(penalty=c.penalty))
         expected = flatten(c.model)
         torch.testing.assert_close(flatten(client.model), expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(start, flatten(client.model)) == (size == 0)
@@ -121,14 +122,16 @@ def test_joint_training_needs_pulls_and_dense_networks() -> None:
     ]
     assert all(many_clients.trains_together(model) for model in supported)
     assert not any(many_clients.trains_together(model) for model in unsupported)
-    assert many_clients.worth_batching(layer, 2**15 // 4, 4)
-    assert not many_clients.worth_batching(layer, 2**15 // 4 + 1, 4)
+    assert learner_bytes(layer, 2**15 // 64, SPEC) is not None
+    assert learner_bytes(layer, 2**15 // 64 + 1, SPEC) is None
+    assert learner_bytes(unsupported[0], 1, SPEC) is None
 
 
 @pytest.mark.parametrize("penalties", [False, True])
 def test_peak_memory_is_at_most_the_estimate(penalties: bool) -> None:
     clients = learners(lambda k: SgdSettings(2, 5, MomentumSgd(0.1, 0.9)), penalties, (10,) * 6)
-    estimate = sum(learner_bytes(client.model, 5, 16) for client in clients)
+    spec = replace(SPEC, height=4, width=4)
+    estimate = sum(learner_bytes(client.model, 5, spec) or 0 for client in clients)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         train(clients)
     allocated = peak = 0

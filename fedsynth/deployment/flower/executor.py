@@ -205,4 +205,4 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
         source = ClassFolders(Path(str(config["data"])))
     if "policy" in config:
         owner = Owner(Policy.read(Path(str(config["policy"]))))
-    return Node(number, home, source, owner)
+    return Node(number, home, owner, source=source)

@@ -232,6 +232,31 @@ def trainable(context: RoundContext) -> list[str]:
     return list(dict(context.architecture.named_parameters()))
 
 
+def momentum_step(
+    state: Averaging,
+    mean: Mapping[str, Tensor],
+    context: RoundContext,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+) -> Averaging:
+    """Moves the server's model towards the mean of the clients' models.
+
+    The step is v ← momentum·v + (w − mean), followed by w ← w − lr·v. Buffers are those of the
+    mean. If there is a momentum, v is kept in the `buffers` of the state.
+    """
+    parameters = dict(mean)
+    velocity: dict[str, Tensor] = {}
+    for name in trainable(context):
+        w = state.parameters[name]
+        v = w - mean[name]
+        if momentum and state.buffers:
+            v = momentum * state.buffers[name] + v
+        velocity[name] = v
+        parameters[name] = w - lr * v
+    return replace(state, parameters=parameters, buffers=velocity if momentum else {})
+
+
 def update_cache(
     state: Averaging,
     previous: AveragingState,

@@ -1,9 +1,12 @@
-"""The base class of methods whose clients train the global model on their own data and send it.
+"""Methods whose clients train the global model on their own data and send it.
 
 A method defines what it adds to a client's cross-entropy (`task`), the server's message
-(`broadcast`), and the aggregation of the models (`server_step`). This module implements the
-settings, stragglers, the release plan of a private run, and the cache of every client's last model.
-`client_training.py` trains a group of clients.
+(`broadcast`), and the aggregation of the models (`combine`). `TrainsLocally` implements the
+settings, the clients' training, stragglers, the release plan of a private run, and the cache of
+every client's last model. The loop of local SGD is `fedsynth.training.sgd.train_on`.
+
+The clients of a group are trained one after another, or together where that is faster and has the
+same result (`fedsynth.training.many_clients`).
 
 With differential privacy, the gradient of a task's penalty is added to the noisy mean gradient of
 each step. The penalty must not use the client's data. It may depend on the current weights, which
@@ -20,16 +23,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
-from fedsynth.core.client import Group, PrivateClientView
+from fedsynth.core.client import ExactClientView, Group, PrivateClientView
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import (
     ClientState,
     ClientStates,
     Method,
+    Plans,
     Presets,
+    ReleasePlan,
     Request,
     Results,
     State,
@@ -37,35 +43,90 @@ from fedsynth.core.method import (
 )
 from fedsynth.core.uploads import most_examples
 from fedsynth.errors import SettingError
-from fedsynth.methods.shared import client_training
 from fedsynth.methods.shared.aggregation import (
     AveragingState,
     average,
     counted_uploads,
     update_cache,
 )
-from fedsynth.models.flat import FlatNetwork
-from fedsynth.models.on_features import input_size
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
-from fedsynth.privacy.dpsgd import check_model
-from fedsynth.privacy.plans import Plans, ReleasePlan
+from fedsynth.privacy.dpsgd import DpSgdSettings, check_model
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import numpy_generator
-from fedsynth.training.many_clients import learner_bytes, worth_batching
-from fedsynth.training.sgd import MomentumSgd, Optimiser, SgdSettings, steps_of
+from fedsynth.seeding import numpy_generator, torch_generator
+from fedsynth.training import digest, many_clients, sgd
 from fedsynth.validation import in_range, one_of
 
-# Number of copies of a network's parameters that are in memory for each client of a group whose
-# models are trained in turn: memory before and after, the upload and a penalty.
-PARAMETER_COPIES = 4
+# The name of the release plan of the trained model.
+MODEL = "model"
+# Number of parts of a client's training after which progress is reported.
+PARTS = 100
 
 
-def _report_part(
-    report: Callable[..., None], part: int, parts: int, stage: str, completed: int, total: int
+@dataclass(frozen=True)
+class Trained:
+    """Facts about one client's finished training, from which the client's upload is made.
+
+    Args:
+        weight: the weight of the client's upload in the average.
+        steps: the number of steps that the client took.
+        client: a `Group` that contains only this client, for values computed from its data.
+    """
+
+    weight: float
+    steps: int
+    client: Any
+
+
+def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+    """Makes the upload of a client that sends only its trained model, with an empty state."""
+    return ModelParameters(model.state_dict(), trained.weight), {}
+
+
+@dataclass(frozen=True)
+class LocalObjective(sgd.Objective):
+    """The additions of a method to a client's training on the cross-entropy in one round.
+
+    An objective also makes the client's upload.
+
+    Args:
+        loss: a function that replaces the cross-entropy. It takes the network, images x [N, C, H,
+            W] and labels y [N], and returns the loss of each example [N]. With differential
+            privacy, the loss of an example must not depend on other examples.
+        penalty: a function that takes the network in training and returns a scalar, which is added
+            to the loss of each step. It must not use the client's data.
+        before_step: a function that is called with the network in training before each step, for
+            example to train a generator. It must not use the client's data.
+        state: the objects that these functions change, by name, including random generators. They
+            are saved in checkpoints, and steps are then not recorded as CUDA graphs. The mapping is
+            empty if the functions change nothing.
+        make_upload: a function that takes the trained model and its `Trained`, and returns the
+            upload and the client's new state.
+
+    >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
+    >>> class Ridge(TrainsLocally):
+    ...     name = "ridge"
+    ...     def task(self, client, message, state, context):
+    ...         squares = lambda model: model.classifier.weight.square().sum()
+    ...         return LocalObjective(penalty=lambda model: 0.01 * squares(model))
+    >>> result = simulate(RunSettings(Ridge(lr=0.1), rounds=1, model=ModelSettings("linear")))
+    >>> result.accuracy > 0.5
+    True
+    """
+
+    make_upload: Callable[[nn.Module, Trained], tuple[Message, ClientState]] = plain_upload
+
+
+def _report_client(
+    report: Callable[..., None], client: int, clients: int, stage: str, completed: int, total: int
 ) -> None:
-    """Reports the progress of one of several equal parts."""
-    report(stage, part * total + completed, parts * total)
+    """Reports the progress of one of several clients, which contribute equally."""
+    report(stage, client * total + completed, clients * total)
+
+
+def _trained(learner: many_clients.Learner, client: ExactClientView) -> Trained:
+    examples = len(learner.examples)
+    return Trained(float(examples), sgd.steps_of(learner.settings, examples), client)
 
 
 @dataclass(frozen=True)
@@ -122,9 +183,6 @@ class TrainsLocally(Method):
     oca_refusal: ClassVar[str] = ""
     """The reason why a run cannot end with the average of all clients' last models, or empty."""
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
-    one_pass: ClassVar[bool] = False
-    """Whether all tasks of the method are plain (`LocalObjective.plain`). Several clients with a
-    dense network can then be trained together."""
 
     local_epochs: int = in_range(10, 1)
     batch: int = in_range(256, 1)
@@ -150,14 +208,14 @@ class TrainsLocally(Method):
 
     def task(
         self, client: int, message: Request, state: ClientState, context: RoundContext
-    ) -> client_training.LocalObjective:
+    ) -> LocalObjective:
         """Returns what the method adds to this client's local training in this round."""
-        return client_training.LocalObjective()
+        return LocalObjective()
 
-    def optimiser(self) -> Optimiser:
+    def optimiser(self) -> sgd.Optimiser:
         """Returns the optimiser with which a client trains its model. It is the same with and
         without differential privacy."""
-        return MomentumSgd(self.lr, self.momentum, self.weight_decay)
+        return sgd.MomentumSgd(self.lr, self.momentum, self.weight_decay)
 
     def start_model(
         self, client: int, message: Request, state: ClientState, context: RoundContext
@@ -174,100 +232,150 @@ class TrainsLocally(Method):
     def client_step(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        if isinstance(clients, PrivateClientView) or self._trains_together(context):
-            models = []
-            for client, state in zip(clients.ids, states, strict=True):
-                models.append(self.start_model(client, message, state, context))
-            return self._trained(models, message, clients, states, context)
+        if isinstance(clients, ExactClientView) and self.client_bytes(context) is not None:
+            objectives = self._plain_objectives(message, clients, states, context)
+            if objectives:
+                # memory decides how many clients share a step, which must not change the precision
+                context = replace(context, precision=torch.float32)
+            if len(objectives) > 1:
+                return self._train_together(objectives, message, clients, states, context)
         results: Results = []
-        of_message = type(self).start_model is TrainsLocally.start_model
-        reusable = of_message and next(context.architecture.buffers(), None) is None
-        shared: FlatNetwork | None = None  # trains for all clients in turn
-        start: Tensor | None = None  # its initial weights
-        for view, state in zip(clients.split(), states, strict=True):
-            if shared is not None and start is not None and reusable:
-                shared.use(start.clone())  # the uploads before it keep their values
-            else:
-                model = self.start_model(view.ids[0], message, state, context)
-                shared = FlatNetwork(model, requires_grad=True)
-                start = shared.flat.clone()
-            report = partial(_report_part, context.report, len(results), len(states))
+        for client, state in zip(clients.split(), states, strict=True):
+            report = partial(_report_client, context.report, len(results), len(states))
             turn = replace(context, report=report)
-            results += self._trained([shared.module], message, view, [state], turn, shared)
+            if isinstance(client, PrivateClientView):
+                results.append(self._train_privately(message, client, state, turn))
+            else:
+                results.append(self._train_openly(message, client, state, turn))
+            turn.report("local training", 1, 1)
         return results
 
-    def _trained(
+    def _train_openly(
+        self, message: Request, client: ExactClientView, state: ClientState, context: RoundContext
+    ) -> tuple[Message, ClientState]:
+        """Trains the model of a single client, and returns the client's upload and new state."""
+        (number,) = client.ids
+        objective = self.task(number, message, state, context)
+        epochs = self.straggler_epochs(context).get(number)
+        model = self.start_model(number, message, state, context)
+        learner = self._learner(model, client, objective, epochs, context)
+        examples = learner.examples
+        keeper = None
+        name = f"train-{number}"
+        if objective.plain or objective.state:
+            keeper = context.keeper
+            if keeper.shares_trainings and digest.covers(objective):
+                name = digest.training_name(
+                    learner, client.images, client.labels, context.device, context.precision
+                )
+        sgd.train_on(
+            model,
+            lambda indices: client.images(examples[indices]),
+            client.labels(examples),
+            learner.settings,
+            learner.generator,
+            objective,
+            partial(context.report, "local training"),
+            keeper,
+            name,
+            context.precision,
+        )
+        return self._result(model, _trained(learner, client), objective, state, epochs)
+
+    def _train_privately(
+        self, message: Request, client: PrivateClientView, state: ClientState, context: RoundContext
+    ) -> tuple[Message, ClientState]:
+        """Trains the model of a single client by DP-SGD, with as many steps as were charged."""
+        (number,) = client.ids
+        objective = self.task(number, message, state, context)
+        model = self.start_model(number, message, state, context)
+        plan = client.plan(MODEL)
+        settings = DpSgdSettings(
+            self.optimiser(),
+            plan.sample_rate * context.nominal_size,
+            objective.penalty,
+            objective.loss,
+            objective.before_step,
+        )
+        client.fit(client.mechanisms(MODEL), model, settings)
+        epochs = self.straggler_epochs(context).get(number)
+        return self._result(model, Trained(1.0, plan.steps, client), objective, state, epochs)
+
+    def _plain_objectives(
+        self, message: Request, clients: Group, states: ClientStates, context: RoundContext
+    ) -> list[LocalObjective]:
+        """Returns the objectives of all clients if all are plain, and an empty list otherwise."""
+        objectives: list[LocalObjective] = []
+        for client, state in zip(clients.ids, states, strict=True):
+            objective = self.task(client, message, state, context)
+            if not objective.plain:
+                return []
+            objectives.append(objective)
+        return objectives
+
+    def _train_together(
         self,
-        models: Sequence[nn.Module],
+        objectives: Sequence[LocalObjective],
         message: Request,
-        clients: Group,
+        clients: ExactClientView,
         states: ClientStates,
         context: RoundContext,
-        network: FlatNetwork | None = None,
     ) -> Results:
-        """Trains the models of clients, and returns the clients' uploads and states.
-
-        `network` is that of the only model, if it is already flat.
-        """
+        """Trains the models of all clients of a group at once. All objectives must be plain."""
         straggler_epochs = self.straggler_epochs(context)
-        objectives: list[client_training.LocalObjective] = []
-        settings: list[SgdSettings] = []
-        for client, state in zip(clients.ids, states, strict=True):
-            objectives.append(self.task(client, message, state, context))
-            settings.append(self._sgd(straggler_epochs.get(client, self.local_epochs), context))
-        if isinstance(clients, PrivateClientView):
-            trained = client_training.train_privately(
-                models, clients, objectives, self.optimiser(), context
-            )
-        else:
-            trained = client_training.train_openly(
-                models,
-                clients,
-                objectives,
-                settings,
-                context,
-                together=self._trains_together(context),
-                network=network,
-            )
+        learners = []
+        for client, objective, state in zip(clients.split(), objectives, states, strict=True):
+            (number,) = client.ids
+            model = self.start_model(number, message, state, context)
+            epochs = straggler_epochs.get(number)
+            learners.append(self._learner(model, client, objective, epochs, context))
+        report = partial(context.report, "local training")
+        many_clients.train_together(learners, clients.images, clients.labels, report)
         results: Results = []
-        for k, view in enumerate(clients.split()):
-            if self.drop_stragglers and clients.ids[k] in straggler_epochs:
-                upload, _ = objectives[k].make_upload(models[k], replace(trained[k], weight=0.0))
-                state = states[k]  # as if the client had not taken part
-            else:
-                upload, state = objectives[k].make_upload(models[k], trained[k])
-            results.append((self.finalize_upload(upload, view, message, context), state))
+        views = clients.split()
+        for view, learner, objective, state in zip(
+            views, learners, objectives, states, strict=True
+        ):
+            epochs = straggler_epochs.get(view.ids[0])
+            trained = _trained(learner, view)
+            results.append(self._result(learner.model, trained, objective, state, epochs))
         return results
 
+    def _learner(
+        self,
+        model: nn.Module,
+        client: ExactClientView,
+        objective: LocalObjective,
+        straggler_epochs: int | None,
+        context: RoundContext,
+    ) -> many_clients.Learner:
+        """Returns what determines the training of the only client of a group."""
+        return many_clients.Learner(
+            model,
+            client.examples(0),
+            self._sgd(straggler_epochs or self.local_epochs, context),
+            torch_generator(context.seed, "local training", context.round, client.ids[0]),
+            objective.penalty,
+        )
+
+    def _result(
+        self,
+        model: nn.Module,
+        trained: Trained,
+        objective: LocalObjective,
+        state: ClientState,
+        straggler_epochs: int | None,
+    ) -> tuple[Message, ClientState]:
+        """Returns a client's upload and new state."""
+        if self.drop_stragglers and straggler_epochs is not None:
+            upload, _ = objective.make_upload(model, replace(trained, weight=0.0))
+            return upload, state  # as if the client had not taken part
+        return objective.make_upload(model, trained)
+
     def client_bytes(self, context: RoundContext) -> int | None:
-        network = context.architecture
-        if not self._steps_in_groups(context):
+        if context.client_architectures is not None or context.privacy is not None:
             return None
-        if self._trains_together(context):
-            return learner_bytes(network, self.batch, input_size(network, context.spec))
-        return 4 * PARAMETER_COPIES * parameter_count(network)
-
-    def _steps_in_groups(self, context: RoundContext) -> bool:
-        return self.one_pass and context.client_architectures is None and context.privacy is None
-
-    def _trains_together(self, context: RoundContext) -> bool:
-        """Returns whether the models of a group are trained at once, and not in turn."""
-        network = context.architecture
-        scalars = input_size(network, context.spec)
-        return self._steps_in_groups(context) and worth_batching(network, self.batch, scalars)
-
-    def finalize_upload(
-        self, upload: Upload, client: Any, message: Request, context: RoundContext
-    ) -> Upload:
-        """Adds fields to a client's upload that are computed from its data after training.
-
-        Args:
-            upload: the upload that the client's objective made.
-            client: a `Group` that contains only this client.
-            message: the server's message.
-            context: the context of the round.
-        """
-        return upload
+        return many_clients.learner_bytes(context.architecture, self.batch, context.spec)
 
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
         """Returns the number of passes that each straggler of the round completes, by client
@@ -337,7 +445,7 @@ class TrainsLocally(Method):
             check_model(architecture)
         rate = privacy.sample_rate or min(1.0, self.batch / context.nominal_size)
         plan = ReleasePlan(
-            name=client_training.MODEL,
+            name=MODEL,
             quantity="model update",
             mechanism="dp-sgd",
             clipped="gradient of each example with respect to all parameters",
@@ -361,7 +469,7 @@ class TrainsLocally(Method):
             steps = math.ceil(epochs / model.sample_rate)
         return replace(model, steps=steps, dimension=dimension), *further
 
-    def _sgd(self, epochs: int, context: RoundContext) -> SgdSettings:
+    def _sgd(self, epochs: int, context: RoundContext) -> sgd.SgdSettings:
         """Returns the settings of SGD for `epochs` passes, or for a number of steps that is the
         same for all clients."""
         steps = self.local_steps or None
@@ -369,11 +477,12 @@ class TrainsLocally(Method):
             sizes = context.sizes or (context.nominal_size,)
             mean = sum(sizes) / len(sizes)
             steps = epochs * max(1, int(mean / self.batch))
-        return SgdSettings(epochs, self.batch, self.optimiser(), steps=steps)
+        return sgd.SgdSettings(epochs, self.batch, self.optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
         """Returns an upper bound on the number of steps of this client, computed from public sizes
         or from the size that the client declared."""
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
-        return steps_of(self._sgd(self.local_epochs, context), int(most_examples(client, context)))
+        examples = int(most_examples(client, context))
+        return sgd.steps_of(self._sgd(self.local_epochs, context), examples)

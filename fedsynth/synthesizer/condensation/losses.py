@@ -251,8 +251,8 @@ class DistributionMatcher(matching.MatchingObjective):
     ) -> None:
         self._exact = exact
         self._columns = columns
-        self._own = _CUSTOM.get(kind)
-        if self._own is not None:
+        self._custom = _CUSTOM.get(kind)
+        if self._custom is not None:
             return
         from geomloss import SamplesLoss
 
@@ -279,13 +279,13 @@ class DistributionMatcher(matching.MatchingObjective):
         """Returns the gradient of the loss with respect to the features of the synthetic images,
         [G, ipc, D]."""
         width = real_GBD.shape[2]
-        if self._own is not None:
+        if self._custom is not None:
             gradient = torch.zeros_like(u_GID)
             try:
                 for out, u, real, weights in zip(
                     gradient, u_GID, real_GBD, weights_GB, strict=True
                 ):
-                    out[:, :width] = loss_gradient(self._own, real[weights > 0], u[:, :width])
+                    out[:, :width] = loss_gradient(self._custom, real[weights > 0], u[:, :width])
             except Exception as error:
                 reason = f"cannot be used: the loss fails with {type(error).__name__}: "
                 raise SettingError("method", "matching", reason + one_line(error)) from error

@@ -240,9 +240,7 @@ def pull_back(
 def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
     """Returns the mean features of each pair's synthetic images, without an autograd graph.
 
-    They are mean_{S_c} u_w, [S, D].
-
-    The passes are the same as those of `pull_back`.
+    They are mean_{S_c} u_w, [S, D]. The passes are the same as those of `pull_back`.
     """
     ipc = synthetic_SICHW.shape[1]
     means = []
@@ -353,9 +351,7 @@ class ExactMatcher(MatchingObjective):
         """Returns the mean features of each (client, class) pair's real images in this step's
         batch.
 
-        They are mean_{B_c} u_w, [S, D].
-
-        The means have no autograd graph.
+        They are mean_{B_c} u_w, [S, D]. The means have no autograd graph.
         """
         sums = torch.zeros(())
         for rows, pairs, u in self._pieces(step, features):

@@ -127,14 +127,12 @@ def per_example_gradients(
 ) -> Tensor:
     """Returns the gradient of the matching loss for every real example separately.
 
-    It is g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
-
-    It is the gradient with respect to the synthetic images of the example's own (client, class)
-    pair. The images of each pair have one forward pass. The backward passes then handle a fixed
-    number of the pair's examples at a time, and zeros fill the last group. The number of a pair's
-    examples must not select a kernel (`fedsynth.privacy.passes`). A reduced precision of the
-    backward pass changes the rows but not their bound, because rows are clipped when they are
-    summed.
+    The gradient g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W], is with respect to the synthetic images of
+    the example's own (client, class) pair. The images of each pair have one forward pass. The
+    backward passes then handle a fixed number of the pair's examples at a time, and zeros fill the
+    last group, because the number of a pair's examples must not select a kernel
+    (`fedsynth.privacy.passes`). A reduced precision of the backward pass changes the rows but not
+    their bound, because rows are clipped when they are summed.
 
     Args:
         features: computes u.

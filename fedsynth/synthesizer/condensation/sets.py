@@ -22,7 +22,7 @@ from fedsynth.data.images import normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
-from fedsynth.training.sgd import Objective, Penalty, SgdSettings, train_on
+from fedsynth.training.sgd import Loss, Objective, Penalty, SgdSettings, train_on
 
 # The largest number of images per class that the server may request. No data set here has as
 # many images of a class.
@@ -216,8 +216,8 @@ def train_on_union(
     uploads: Mapping[int, SyntheticSet],
     settings: SgdSettings,
     context: RoundContext,
-    objective: Objective | None = None,
-    on_all: Objective | None = None,
+    loss: Loss | None = None,
+    on_all: Loss | None = None,
 ) -> None:
     """Trains `model` in place on the uploaded images of all clients together.
 
@@ -228,7 +228,7 @@ def train_on_union(
         uploads: the clients' synthetic sets.
         settings: the settings of SGD.
         context: the round's context.
-        objective: a function (the network in training, images and labels of a minibatch) -> loss,
+        loss: a function (the network in training, images and labels of a minibatch) -> loss,
             which replaces the cross-entropy.
         on_all: a function of the same form, which is called with all images and labels. Its loss is
             added to the loss of each step.
@@ -253,9 +253,8 @@ def train_on_union(
         labels,
         settings,
         torch_generator(context.seed, "server training", context.round),
+        Objective(loss, penalty),
         lambda completed, total: context.report("server", completed, total),
-        penalty=penalty,
-        objective=objective,
         precision=context.precision,
     )
 
@@ -321,9 +320,8 @@ class BatchIndices:
 def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
     """Draws which examples of a class are used in each step, [steps, min(batch, pool)].
 
-    The entries are positions in the list of the class's examples.
-
-    With "resample", the shape is [steps, batch] even if the class has fewer examples.
+    The entries are positions in the list of the class's examples. With "resample", the shape is
+    [steps, batch] even if the class has fewer examples.
     """
     if pool <= batch:
         if small == "resample" and pool < batch:

@@ -186,9 +186,7 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
     """Mixes pairs of rows of `values` in given shares.
 
-    Returns share·values[first] + (1 − share)·values[second].
-
-    Without shares, returns values[first].
+    Returns share·values[first] + (1 − share)·values[second]. Without shares, returns values[first].
 
     >>> mixed(torch.tensor([2.0, 4.0]), torch.tensor([[1], [0]]), torch.tensor([0.25]))
     tensor([2.5000])

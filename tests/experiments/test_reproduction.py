@@ -15,14 +15,22 @@ import pytest
 
 from fedsynth import Observer, RunSettings, load_preset, resolve
 from fedsynth.errors import OutputError, UnknownNameError
+from fedsynth.experiments import presets
+from fedsynth.experiments import runner as runner_module
+from fedsynth.experiments.comparison import (
+    ABOVE,
+    NONE,
+    WITHIN,
+    format_number,
+    jobs_of,
+    lines,
+    measured,
+    verdict,
+)
+from fedsynth.experiments.presets import Number, PresetError, preset, preset_names, published
+from fedsynth.experiments.rows import curve_of, settings_hash
+from fedsynth.experiments.runner import Job, Runner, rows_by_hash
 from fedsynth.files import claim
-from fedsynth.reproduction import presets
-from fedsynth.reproduction import rows as rows_module
-from fedsynth.reproduction import runs as runs_module
-from fedsynth.reproduction.comparison import ABOVE, NONE, WITHIN, format_number, lines, verdict
-from fedsynth.reproduction.presets import Number, PresetError, preset, preset_names, published
-from fedsynth.reproduction.rows import Rows, curve_of, measured, run_hash
-from fedsynth.reproduction.runs import Job, Runner, jobs_of
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
 from fedsynth.results.file_names import LOCK
@@ -109,14 +117,14 @@ def test_final_models_of_one_training_share_run() -> None:
     """FedKF's two final models need only one training."""
     table = preset("fedkf:table5")
     aca, oca = (table.select(alpha=0.1, method=f"fedkf ({end})")[0] for end in ("aca", "oca"))
-    assert run_hash(table.settings(aca)) == run_hash(table.settings(oca))
+    assert table.settings(aca) == table.settings(oca)
     assert (table.variant(aca), table.variant(oca)) == ("aca", "oca")
     other = preset("fedkf:table8").select(dataset="emnist-letters", method="fedkf (oca)")[0]
-    assert run_hash(preset("fedkf:table8").settings(other)) == run_hash(table.settings(oca))
-    assert run_hash(table.settings(aca, 1)) != run_hash(table.settings(aca, 0))
+    assert preset("fedkf:table8").settings(other) == table.settings(oca)
+    assert settings_hash(table.settings(aca, 1)) != settings_hash(table.settings(aca, 0))
     faster: Changes = {"run": {"precision": "bf16"}}
     changes: tuple[Changes, ...] = ({}, faster, {"method": {"lr": 0.3}})
-    marks = [run_hash(jobs_of(table, [aca], [0], changes=change)[0].settings) for change in changes]
+    marks = [jobs_of(table, [aca], [0], changes=change)[0].hash for change in changes]
     assert marks[0] == marks[1] != marks[2]
     methods = [cell.method for cell in table.select(alpha=0.1, method="fedkf")]
     assert methods == [f"{name} ({end})" for name in ("fedkf-", "fedkf") for end in ("aca", "oca")]
@@ -153,22 +161,25 @@ def rounds_of(observer: Mock) -> list[int]:
 def end_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """The clock shows 0, and 1 after a call of this function."""
     clock = Mock(**{"monotonic.return_value": 0.0})
-    monkeypatch.setattr(runs_module, "time", clock)
+    monkeypatch.setattr(runner_module, "time", clock)
     return lambda: clock.configure_mock(**{"monotonic.return_value": 1.0})
 
 
-def run_jobs(
-    rows: Rows, jobs: list[Job], deadline: float = math.inf, observer: Observer | None = None
-) -> list[str]:
+def runner_in(folder: Path, deadline: float = math.inf, observer: Observer | None = None) -> Runner:
     watched = nullcontext(observer or Observer())
-    runner = Runner(rows, deadline, report=lambda _: None, watch=lambda _: watched)
-    outcomes = list(runner.run(jobs))
+    return Runner(folder, deadline, report=lambda _: None, watch=lambda _: watched)
+
+
+def run_jobs(
+    folder: Path, jobs: list[Job], deadline: float = math.inf, observer: Observer | None = None
+) -> list[str]:
+    outcomes = list(runner_in(folder, deadline, observer).run(jobs))
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     return [outcome.status for outcome in outcomes]
 
 
-def curves(rows: Rows) -> dict[str, Any]:
-    return {mark: row["curve"] for mark, row in rows.all().items()}
+def curves(folder: Path) -> dict[str, Any]:
+    return {mark: row["curve"] for mark, row in rows_by_hash(folder).items()}
 
 
 @pytest.fixture(scope="module")
@@ -177,16 +188,16 @@ def jobs() -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def complete(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Rows:
-    rows = Rows(tmp_path_factory.mktemp("whole"))
-    assert run_jobs(rows, jobs) == ["finished", "finished"]
-    return rows
+def complete(jobs: list[Job], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    assert run_jobs(folder, jobs) == ["finished", "finished"]
+    return folder
 
 
-def test_rows_are_labelled_and_produced_once(complete: Rows, jobs: list[Job]) -> None:
-    rows = complete.all()
-    assert set(rows) == {run_hash(job.settings) for job in jobs}
-    row = rows[run_hash(jobs[0].settings)]
+def test_rows_are_labelled_and_produced_once(complete: Path, jobs: list[Job]) -> None:
+    rows = rows_by_hash(complete)
+    assert set(rows) == {job.hash for job in jobs}
+    row = rows[jobs[0].hash]
     assert row["key"].startswith("fedprox:synthetic synthetic(0,0) fedprox (mu = 0) 50 %")
     assert (row["seed"], row["rounds"]) == (0, 10)
     assert len(row["curve"]["test_accuracy"]) == 10
@@ -195,24 +206,23 @@ def test_rows_are_labelled_and_produced_once(complete: Rows, jobs: list[Job]) ->
 
 
 def test_time_budget_stops_after_round(
-    complete: Rows, jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
+    complete: Path, jobs: list[Job], tmp_path: Path, end_time: Callable[[], None]
 ) -> None:
-    rows = Rows(tmp_path)
     recorder = Mock(spec=Observer)
     recorder.round_ended.side_effect = lambda row: row["round"] == 3 and end_time()
-    assert run_jobs(rows, jobs, deadline=1.0, observer=recorder) == ["stopped", "not begun"]
+    assert run_jobs(tmp_path, jobs, deadline=1.0, observer=recorder) == ["stopped", "not begun"]
     assert rounds_of(recorder) == [1, 2, 3]
-    assert run_jobs(rows, jobs, deadline=1.0) == ["not begun", "not begun"]
-    assert unfinished_run(rows.run_folder(jobs[0].settings)) is not None
+    assert run_jobs(tmp_path, jobs, deadline=1.0) == ["not begun", "not begun"]
+    assert unfinished_run(runner_in(tmp_path).run_folder(jobs[0])) is not None
     resumed = Mock(spec=Observer)
-    assert run_jobs(rows, jobs, observer=resumed) == ["finished", "finished"]
+    assert run_jobs(tmp_path, jobs, observer=resumed) == ["finished", "finished"]
     assert rounds_of(resumed)[:2] == [4, 5]
-    assert curves(rows) == curves(complete)
-    (rows.folder / "fedprox-synthetic.jsonl").unlink()  # a finished run without a row is kept
+    assert curves(tmp_path) == curves(complete)
+    (tmp_path / "fedprox-synthetic.jsonl").unlink()  # a finished run without a row is kept
     repeated = Mock(spec=Observer)
-    assert run_jobs(rows, jobs, observer=repeated) == ["finished", "finished"]
+    assert run_jobs(tmp_path, jobs, observer=repeated) == ["finished", "finished"]
     repeated.round_ended.assert_not_called()
-    assert curves(rows) == curves(complete)
+    assert curves(tmp_path) == curves(complete)
 
 
 def test_one_shot_methods_stop_within_round_and_share_training(
@@ -227,42 +237,37 @@ def test_one_shot_methods_stop_within_round_and_share_training(
     for method, more in (("fedavg", few), ("dense", {**few, **small})):
         cells = table.select(dataset="mnist", alpha=0.1, method=method)[:1]
         jobs += jobs_of(table, cells, [0], changes={"method": more}, speed=speed)
-    monkeypatch.setattr(rows_module, "commit", lambda: "abc")
+    monkeypatch.setattr(runner_module, "commit", lambda: "abc")
     monkeypatch.setattr(checkpoint, "STEP_SECONDS", 0.0)
     stops = Mock(spec=Observer, **{"step.side_effect": lambda *_: end_time()})
-    rows = Rows(tmp_path / "rows")
-    assert run_jobs(rows, jobs, deadline=1.0, observer=stops) == ["stopped", "not begun"]
+    assert run_jobs(tmp_path, jobs, deadline=1.0, observer=stops) == ["stopped", "not begun"]
     assert [call.args[1] for call in stops.step.mock_calls] == ["local training"]
     offer = create_autospec(LoopCheckpoints.offer, side_effect=LoopCheckpoints.offer)
     monkeypatch.setattr(LoopCheckpoints, "offer", offer)
     for job, kind in zip(jobs, ("trained", "distillation"), strict=True):
         offer.reset_mock()
-        assert run_jobs(rows, [job]) == ["finished"]
+        assert run_jobs(tmp_path, [job]) == ["finished"]
         assert {call.args[1].split("-")[0] for call in offer.call_args_list} == {kind}
-    monkeypatch.setattr(rows_module, "commit", lambda: "abc+")
-    assert rows.trained is None  # the code has uncommitted changes
+    monkeypatch.setattr(runner_module, "commit", lambda: "abc+")
+    assert runner_in(tmp_path).trained is None  # the code has uncommitted changes
 
 
-def test_cut_row_is_made_again(complete: Rows, jobs: list[Job], tmp_path: Path) -> None:
-    shutil.copytree(complete.folder, tmp_path / "copy")
-    rows = Rows(tmp_path / "copy")
-    file = rows.folder / "fedprox-synthetic.jsonl"
+def test_cut_row_is_made_again(complete: Path, jobs: list[Job], tmp_path: Path) -> None:
+    shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "fedprox-synthetic.jsonl"
     file.write_bytes(file.read_bytes()[:-9])  # as after a power cut
-    assert run_jobs(rows, jobs) == ["existing", "finished"]
-    assert rows.all().keys() == complete.all().keys()
+    assert run_jobs(tmp_path, jobs) == ["existing", "finished"]
+    assert rows_by_hash(tmp_path).keys() == rows_by_hash(complete).keys()
 
 
 def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
-    rows = Rows(tmp_path)
-    rows.run_folder(jobs[1].settings).mkdir(parents=True)
-    with claim(
-        rows.run_folder(jobs[1].settings) / LOCK, OSError()
-    ):  # its run folder does not exist yet
-        assert run_jobs(rows, jobs[1:]) == ["not begun"]
-    settings = jobs[0].settings
-    folder = RunFolder(rows.run_folder(settings), "run")  # locked
-    folder.write_config(to_toml(settings.to_mapping()))
-    runner = Runner(rows, math.inf, report=lambda _: None, watch=lambda _: nullcontext(Observer()))
+    runner = runner_in(tmp_path)
+    runner.run_folder(jobs[1]).mkdir(parents=True)
+    # its run folder does not exist yet
+    with claim(runner.run_folder(jobs[1]) / LOCK, OSError()):
+        assert run_jobs(tmp_path, jobs[1:]) == ["not begun"]
+    folder = RunFolder(runner.run_folder(jobs[0]), "run")  # locked
+    folder.write_config(to_toml(jobs[0].settings.to_mapping()))
     (outcome,) = runner.run(jobs[:1])
     assert (outcome.status, "another process" in outcome.text) == ("failed", True)
     folder.release()
@@ -271,7 +276,7 @@ def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) ->
 def test_invalid_row_lines_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "feddm-table2.jsonl").write_text('{"settings": 1}\n')
     with pytest.raises(OutputError, match="a line that is not"):
-        Rows(tmp_path).all()
+        rows_by_hash(tmp_path)
 
 
 def test_verdict_compares_difference_with_deviation() -> None:

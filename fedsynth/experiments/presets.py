@@ -377,7 +377,7 @@ def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
     return override(override(sections, changes), names), cell
 
 
-DATA = files("fedsynth.reproduction")
+DATA = files("fedsynth.experiments")
 _TABLES = DATA / "tables"
 
 

@@ -1,8 +1,9 @@
-"""Executes the runs of a sweep, each in its own process.
+"""Reads the file of a sweep, which describes a grid of runs, and makes a table of their results.
 
-Several runs may be active at once. Each run's folder is below OUTPUT/KEY, where KEY depends on the
-run's settings. If a sweep is repeated, finished runs are kept and interrupted runs are resumed. A
-run with changed settings is a new run.
+The table has the mean ± standard deviation over seeds, as plain text, CSV or Markdown.
+
+Each run's folder is below OUTPUT/KEY, where KEY depends on the run's settings. A run with changed
+settings is a new run.
 
 A TOML file describes the sweep: settings of all runs, and a grid of values (`docs/sweeps.md`). A
 setting without a section belongs to the first section that has it.
@@ -10,28 +11,26 @@ setting without a section belongs to the first section that has it.
 
 from __future__ import annotations
 
+import csv
+import io
 import itertools
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedsynth.config.loading import code_options, with_own_code
-from fedsynth.config.resolve import fingerprint, resolve, section_of
+from fedsynth.config.resolve import resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
-from fedsynth.errors import FedsynthError, OutputError, short_repr, writing
-from fedsynth.files import claim, last_line, open_regular, write_whole
+from fedsynth.errors import FedsynthError, short_repr
+from fedsynth.experiments.rows import settings_hash
 from fedsynth.methods import DEFAULT_METHOD, method_class
-from fedsynth.results.file_names import CONFIG, LOCK
-from fedsynth.results.finished import finished_run, unfinished_run
-from fedsynth.validation import check_number, converted, read_sections, to_toml
+from fedsynth.results import finished
+from fedsynth.results.file_names import CONFIG
+from fedsynth.results.finished import Spread, value_at, words_of
+from fedsynth.validation import check_number, converted, read_sections
 
 MAX_RUNS = 10_000
 MAX_JOBS = 1000
@@ -91,6 +90,10 @@ class Sweep:
         names = dict.fromkeys(name for cell in self.cells for name in cell.values)
         names.pop(SEED, None)
         return tuple(names)
+
+    def folder(self, cell: Cell) -> Path:
+        """Returns the parent folder of a run's folder."""
+        return self.output / cell.key
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -238,130 +241,126 @@ def _key(values: Values, settings: RunSettings) -> str:
         prefix = "" if name == "method" else name.rpartition(".")[2]
         parts.append(f"{prefix}{value}")
     readable = re.sub(r"[^\w.+=-]", "_", "-".join(parts))[:80]
-    return f"{readable}-{fingerprint(settings)}".lstrip("-.")
+    return f"{readable}-{settings_hash(settings)}".lstrip("-.")
 
 
-POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
-STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
-LOG = "log.txt"
-COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
+FORMATS = ("table", "csv", "markdown")
 
 
-def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
-    """Executes all runs of a sweep that have not finished. Returns the runs that failed.
+class Column(NamedTuple):
+    """A column of the results table, which shows one value of summary.json.
 
-    Args:
-        sweep: the sweep.
-        report: receives a line when a run begins or ends.
-
-    Raises:
-        KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
-            sweep is repeated, it resumes these runs.
-        OutputError: another sweep is active in the folder, or the folder cannot be written.
+    Attributes:
+        path: the dotted path of the value in summary.json.
+        heading: the heading of the column.
+        scale: the factor by which the values are multiplied.
+        digits: the number of decimals.
     """
-    with writing(sweep.output):
-        sweep.output.mkdir(parents=True, exist_ok=True)
-        place = sweep.output / LOCK
-        busy = OutputError(
-            f"another sweep, or a run of a killed sweep, is active in {sweep.output}. Wait until it "
-            f"ends (fuser {place} shows its processes)"
-        )
-        lock = claim(place, busy)
-    with lock:
-        return _run_waiting(sweep, report, lock)
+
+    path: str
+    heading: str
+    scale: float
+    digits: int
 
 
-def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
-    waiting = [cell for cell in sweep.cells if finished_run(sweep.output / cell.key) is None]
-    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
-    failed: list[Cell] = []
-    running: dict[Cell, subprocess.Popen[bytes]] = {}
-    try:
-        while waiting or running:
-            for cell in _startable(sweep, waiting, running):
-                waiting.remove(cell)
-                running[cell] = _start(sweep, cell, lock)
-                report(f"begins: {cell.label}")
-            time.sleep(POLL_SECONDS)
-            for cell, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[cell]
-                    result = "done"
-                    if process.returncode or finished_run(sweep.output / cell.key) is None:
-                        failed.append(cell)
-                        message = last_line(sweep.output / cell.key / LOG)
-                        result = f"failed (exit code {process.returncode}): {message}"
-                    ended = len(sweep.cells) - len(waiting) - len(running)
-                    report(f"{ended}/{len(sweep.cells)} {cell.label}: {result}")
-    finally:
-        _stop(list(running.values()))
-    return failed
+# The columns that every sweep's table has after the sweep's metrics.
+COLUMNS = {
+    "epsilon": Column("differential_privacy.epsilon", "ε", 1.0, 2),
+    "upload_bytes": Column("upload_bytes", "MB up", 1e-6, 2),
+    "seconds": Column("seconds", "s", 1.0, 1),
+}
 
 
-def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
-    """Returns those waiting runs that may begin now, in the order of the sweep's file.
+class SweepRow(NamedTuple):
+    """A row of the results table. It summarises the runs that differ only in their seeds.
 
-    A run may begin if a job is free, and no active run charges the same ledgers.
+    Attributes:
+        values: the values that the grid gives to these runs, by axis.
+        finished: the number of seeds whose runs have finished.
+        planned: the number of seeds in the grid.
+        results: the mean and standard deviation of each column.
     """
-    active = list(running)
-    for cell in waiting:
-        if len(active) >= sweep.jobs:
-            break
-        ledger = _ledger(cell)
-        if ledger is None or ledger not in map(_ledger, active):
-            active.append(cell)
-    return active[len(running) :]
+
+    values: Mapping[str, Any]
+    finished: int
+    planned: int
+    results: Mapping[str, Spread]
 
 
-def _ledger(cell: Cell) -> Path | None:
-    """Returns the folder of the ledgers that a run charges."""
-    privacy = cell.settings.privacy
-    return privacy.ledger_folder if privacy is not None else cell.settings.ledger
+def sweep_rows(sweep: Sweep) -> list[SweepRow]:
+    """Returns the rows of a sweep's results table.
 
-
-def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
-    """Starts a run, or resumes it if it was interrupted.
-
-    The run inherits the lock, because it outlives a killed sweep.
+    There is a row for each combination of values in the grid, except that all seeds share one row.
     """
-    folder = sweep.output / cell.key
-    config = folder / CONFIG
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(config, to_toml(cell.settings.to_mapping()).encode())
-    arguments = ["--config", str(config), "--output", str(folder)]
-    if (interrupted := unfinished_run(folder)) is not None:
-        arguments = ["--resume", str(interrupted)]
-    with open_regular(folder / LOG, writing=True, create=True) as log:
-        return subprocess.Popen(
-            [*COMMAND, *arguments, *cell.code],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env=_environment(sweep.jobs),
-            pass_fds=[lock.fileno()],
-            start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
-        )
+    groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
+    for cell in sweep.cells:
+        values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
+        groups.setdefault(values, []).append(finished.finished_run(sweep.folder(cell)))
+    rows = []
+    for values, folders in groups.items():
+        summaries = [finished.read_summary(folder) for folder in folders if folder is not None]
+        results = {}
+        for name, column in _columns(sweep).items():
+            numbers = [value_at(summary, column.path) for summary in summaries]
+            results[name] = Spread.of([number for number in numbers if number is not None])
+        rows.append(SweepRow(dict(values), len(summaries), len(folders), results))
+    return rows
 
 
-def _environment(jobs: int) -> dict[str, str]:
-    """Returns the environment variables of the runs.
+def _columns(sweep: Sweep) -> dict[str, Column]:
+    columns = {}
+    for metric in sweep.metrics:
+        columns[metric] = Column(metric, words_of(metric), 1.0, 4)
+        if finished.is_share(metric):
+            columns[metric] = Column(metric, f"{words_of(metric)} (%)", 100.0, 2)
+    return {**columns, **COLUMNS}
 
-    The runs share the CPU cores, unless the user has set the number of threads.
+
+def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
+    """Returns the results table of a sweep as text, in one of the formats in `FORMATS`."""
+    if form == "csv":
+        return _csv(sweep, rows)
+    cells = _table(sweep, rows)
+    return _markdown(cells) if form == "markdown" else finished.aligned(cells)
+
+
+def _table(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
+    """Returns the cells of the table as strings, with the headings in the first row.
+
+    Columns without any value are left out.
     """
-    if jobs == 1:
-        return dict(os.environ)
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
+    table = [[*sweep.axes, "runs"]]
+    for row in rows:
+        count = str(row.finished)
+        if row.finished < row.planned:
+            count += f"/{row.planned}"
+        table.append([*(str(row.values.get(name, finished.NONE)) for name in sweep.axes), count])
+    for name, column in _columns(sweep).items():
+        texts = [row.results[name].format(column.scale, column.digits) for row in rows]
+        if name in sweep.metrics or set(texts) != {finished.NONE}:
+            for line, text in zip(table, [column.heading, *texts], strict=True):
+                line.append(text)
+    return table
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stops the processes of runs with SIGTERM, so that the runs can be resumed.
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    rule = ["---"] * len(rows[0])
+    lines = [rows[0], rule, *rows[1:]]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join("| " + " | ".join(line) + " |\n" for line in escaped)
 
-    A process that has not stopped after `STOP_SECONDS` is killed.
+
+def _csv(sweep: Sweep, rows: Sequence[SweepRow]) -> str:
+    """Returns the table as CSV. The mean and the standard deviation are separate columns, and
+    values are not rounded or scaled.
     """
-    for process in processes:
-        process.terminate()  # does nothing if it has ended
-    for process in processes:
-        try:
-            process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+    names = list(_columns(sweep))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    heads = [f"{name}_{part}" for name in names for part in ("mean", "std")]
+    writer.writerow([*sweep.axes, "finished", "planned", *heads])
+    for row in rows:
+        values = list(map(row.values.get, sweep.axes))
+        spreads = [number for name in names for number in row.results[name]]
+        writer.writerow([*values, row.finished, row.planned, *spreads])  # None is an empty field
+    return text.getvalue()

@@ -1,0 +1,306 @@
+"""Computes published metrics from the results of runs, and compares them with published numbers.
+
+A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²). Here s_m and s_p
+are the standard deviations over runs, and not those of the means, because the authors and we draw
+different partitions and initial weights, and because the mean of a few seeds is uncertain. If s_p
+is unknown because the paper does not state it, s_m is used for both. If s_m is unknown because
+there is only one seed, s_p is used for both. If both are unknown, there is no verdict.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import filterfalse, product
+
+from fedsynth.data.registry import dataset_spec
+from fedsynth.experiments import presets
+from fedsynth.experiments.presets import Changes
+from fedsynth.experiments.rows import Row
+from fedsynth.experiments.runner import Job
+from fedsynth.federation.context import choose_speed, resolve_device
+from fedsynth.results.finished import Spread
+from fedsynth.validation import flattened
+
+Curve = Mapping[str, Sequence[float | None]]
+# The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
+# bytes.
+MEBI = 2**20
+WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
+FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """A published number, with the results of the runs that reproduce it.
+
+    Args:
+        cell: a line of text that identifies the cell in the table.
+        number: the published number.
+        values: a mapping from seeds to reproduced numbers. Runs that diverged are left out.
+        runs: the rows of all runs of the cell.
+        changes: the settings of the runs that differ from the preset.
+    """
+
+    cell: str
+    number: presets.Number
+    values: Mapping[int, float]
+    runs: Sequence[Row]
+    changes: Changes
+
+    @property
+    def spread(self) -> Spread:
+        """The mean and the standard deviation of the reproduced numbers."""
+        return Spread.of(list(self.values.values()))
+
+    @property
+    def hours(self) -> float:
+        """The total duration of all runs in hours, including runs that diverged."""
+        return sum(float(run["seconds"]) for run in self.runs) / 3600
+
+    @property
+    def commits(self) -> list[str]:
+        """The commits of the code with which the runs were made, or versions if unknown."""
+        return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
+
+    @property
+    def reduced_precision(self) -> str:
+        """The precisions other than fp32 that the runs used, in parentheses.
+
+        It is an empty string if all runs used fp32.
+        """
+        names = sorted({run["precision"] for run in self.runs} - {"fp32"})
+        return f" ({', '.join(names)})" if names else ""
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the reproduced numbers, such as "within", or why there is no verdict.
+
+        There is no verdict if runs diverged, used changed settings or are missing.
+        """
+        diverged = sum("diverged" in run for run in self.runs)
+        if diverged:
+            return f"{diverged} diverged"
+        if not self.values:
+            return "not run"
+        if self.changes:
+            return f"changed: {NONE}"
+        return verdict(self.number.value, self.number.std, list(self.values.values()))
+
+
+def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
+    """Compares reproduced values with a published mean, and returns the verdict.
+
+    The verdict is `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The text of this module states the rule.
+    `ABOVE` means that the reproduced mean is larger, which need not be better.
+
+    >>> verdict(70.0, 0.3, [69.6, 70.2]), verdict(70.0, 0.3, [60.1, 60.3])
+    ('within', 'below')
+    >>> verdict(70.0, None, [71.0])  # one seed, and no published deviation
+    'no verdict'
+    """
+    mean, std = Spread.of(values)
+    stds = [value for value in (published_std, std) if value is not None]
+    if published is None or mean is None or not stds:
+        return NONE
+    if abs(mean - published) <= FACTOR * math.hypot(stds[0], stds[-1]):
+        return WITHIN
+    return ABOVE if mean > published else BELOW
+
+
+def changed_settings(changes: Changes) -> str:
+    """Formats changed settings as one line, such as "method.lr=0.1, run.rounds=5"."""
+    return ", ".join(f"{key}={value}" for key, value in flattened(changes).items())
+
+
+def jobs_of(
+    table: presets.Preset,
+    cells: Iterable[presets.Cell],
+    seeds: Iterable[int],
+    *,
+    changes: Changes | None = None,
+    speed: Changes | None = None,
+) -> list[Job]:
+    """Returns one run for each seed and each cell that can be run.
+
+    The runs with the first seed come first.
+
+    Args:
+        table: the preset of the table.
+        cells: some cells of the table.
+        seeds: the seeds of the runs.
+        changes: sections of settings that override those of the preset.
+        speed: sections of settings that do not change results, such as the device.
+
+    Raises:
+        FedsynthError: the changes are invalid, as for `resolve`.
+    """
+    changes = changes or {}
+    runnable = list(filterfalse(table.refusal, cells))
+    jobs = []
+    for seed, cell in product(seeds, runnable):
+        settings = table.settings(cell, seed, presets.override(speed or {}, changes))
+        settings = choose_speed(settings, resolve_device(settings.device))
+        name = f"{table.name} {presets.cell_words(cell, table)} seed={seed}"
+        entries = {
+            "preset": table.name,
+            "cell": cell.columns(),
+            "seed": seed,
+            "changes": presets.override(changes, {}),
+        }
+        jobs.append(Job(name, settings, entries))
+    return jobs
+
+
+def lines(
+    table: presets.Preset,
+    cells: Iterable[presets.Cell],
+    seeds: Sequence[int],
+    rows: Mapping[str, Row],
+    changes: Changes | None = None,
+) -> list[Line]:
+    """Returns one line for each published number of the cells.
+
+    Args:
+        table: the preset of the table.
+        cells: some cells of the table.
+        seeds: the seeds of the runs that count.
+        rows: a mapping from run hashes to the rows of finished runs (`rows_by_hash`).
+        changes: the changed settings of the runs.
+    """
+
+    result = []
+    for cell in cells:
+        variant, dataset = table.variant(cell), presets.dataset_of(cell.dataset)
+        name = presets.cell_words(cell, table)
+        jobs = jobs_of(table, [cell], seeds, changes=changes)
+        runs = _finished(jobs, rows)
+        fedavg = _finished(_fedavg_jobs(table, cell, seeds, changes), rows)
+        for number in cell.numbers:
+            values = {}
+            for seed, row in runs.items():
+                if "diverged" in row:
+                    continue
+                reference = fedavg.get(seed)
+                value = measured(number, row, variant=variant, dataset=dataset, fedavg=reference)
+                if value is not None:
+                    values[seed] = value
+            finished = list(runs.values())
+            result.append(Line(name, number, values, finished, changes or {}))
+    return result
+
+
+def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
+    """Returns a mapping from the seed of each finished job to its row."""
+    return {job.entries["seed"]: rows[job.hash] for job in jobs if job.hash in rows}
+
+
+def _fedavg_jobs(
+    table: presets.Preset, cell: presets.Cell, seeds: Sequence[int], changes: Changes | None
+) -> list[Job]:
+    """Returns the runs of FedAvg that are needed to compute the numbers of a cell.
+
+    They are needed if a number counts the rounds until FedAvg's accuracy is reached. They use the
+    data set and partition of the cell. Otherwise the list is empty.
+    """
+    if all("fedavg" not in number.metric for number in cell.numbers):
+        return []
+    data = (cell.dataset, cell.partition)
+    same = [c for c in table.cells if c.method == "fedavg" and (c.dataset, c.partition) == data]
+    return jobs_of(table, same[:1], seeds, changes=changes)
+
+
+def format_number(mean: float | None, std: float | None) -> str:
+    """Formats a mean and its standard deviation. Larger means get fewer decimals."""
+    digits = 4
+    if abs(mean or 0) >= 1000:
+        digits = 0
+    elif abs(mean or 0) >= 1:
+        digits = 2
+    return Spread(mean, std).format(1.0, digits)
+
+
+def measured(
+    number: presets.Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
+) -> float | None:
+    """Returns the value with which a finished run reproduces a published number.
+
+    The value has the unit of the published number. It is None if the run did not compute it.
+
+    Args:
+        number: the published number.
+        row: the row of the finished run.
+        variant: the final model to which the number refers, if a run has several. Otherwise empty.
+        dataset: the name of the data set in this package.
+        fedavg: the row of the FedAvg run with the same seed. It is needed for the number of rounds
+            until FedAvg's accuracy is reached.
+    """
+    curve = row["curve"]
+    if number.metric == "upload_floats_per_round":
+        return float(row["upload_floats"])
+    if number.metric == "upload_mb_per_client_per_round":
+        return float(row["client_upload_bytes"]) / MEBI
+    if number.metric == "rounds_to_fedavg_100_round_amp":
+        return None if fedavg is None else _rounds_to(fedavg, curve, variant)
+    if number.metric in ("amp_pct", "fm", "wlp_pct"):
+        values = _column(curve, variant, f"local.{number.metric.removesuffix('_pct')}")
+    elif number.domain:
+        values = [_of_domain(curve, number.domain, dataset)]
+    else:
+        values = _column(curve, variant, "test_accuracy")
+    measurements = _recorded(values)
+    if not measurements:
+        return None
+    value = max(measurements) if number.metric.startswith("best_") else measurements[-1]
+    return value if number.metric == "fm" else 100 * value
+
+
+def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
+    """Returns the values of a metric after each round.
+
+    They belong to the model `variant` if the run has several final models.
+    """
+    return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
+
+
+def _recorded(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _last(curve: Curve, name: str) -> float | None:
+    values = _recorded(curve.get(name, ()))
+    return values[-1] if values else None
+
+
+def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
+    """Returns the last accuracy on a domain, or the mean over all domains for "average".
+
+    If the run evaluated the test splits of the clients, the accuracy is that of the domain's client
+    on its test split. Otherwise, it is the accuracy on the domain's part of the test set. Returns
+    None if it is missing.
+    """
+    names = dataset_spec(dataset).domains
+    accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}
+    if set(accuracies.values()) == {None}:
+        accuracies = {name: _last(curve, f"domain_accuracy.{name}") for name in names}
+    if domain != "average":
+        return accuracies.get(domain)
+    values = _recorded(accuracies.values())
+    return sum(values) / len(names) if len(values) == len(names) else None
+
+
+def _rounds_to(fedavg: Row, curve: Curve, variant: str) -> float | None:
+    """Returns the number of rounds until the metric AMP reaches the final AMP of FedAvg.
+
+    Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is
+    missing.
+    """
+    targets = _recorded(_column(fedavg["curve"], "aca", "local.amp"))
+    amps = _column(curve, variant, "local.amp")
+    if not targets or not amps:
+        return None
+    for number, value in enumerate(amps, start=1):
+        if value is not None and value >= targets[-1]:
+            return number
+    return len(amps) + 1

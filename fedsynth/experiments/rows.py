@@ -1,0 +1,227 @@
+"""Stores the results of finished runs as rows, which are lines of JSON lines files.
+
+A row names its run by a hash of the settings that determine the run's result. The row of a
+published table has the curve of the run, which maps each metric to the list of its values after
+each round. The name of a metric is its dotted path in metrics.jsonl, such as
+"models.oca.local.amp". The list "round" has the numbers of the rounds. None marks a round in which
+the metric was not computed.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.errors import OutputError, writing
+from fedsynth.files import decode_json, lock, open_regular, read_text
+from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.version import __version__
+
+Row = Mapping[str, Any]
+PACKAGE = Path(__file__).resolve().parents[1]
+# Settings that change how long a run takes or where its data are stored, but not its result.
+SPEED = ("compile", "memory_gb", "threads", "device", "data_root", "encoder_cache")
+
+
+def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
+    """Returns a short hash of the settings that determine the result of a run, as eight hexadecimal
+    digits.
+
+    Default values are left out, so that a new setting does not change the hashes of earlier
+    results. If you change a default value, repeat these results.
+
+    Args:
+        settings: the settings of the run.
+        without: the names of settings to leave out, too.
+    """
+    privacy = settings.privacy and PrivacySettings(epsilon=1.0)
+    defaults = RunSettings(type(settings.method)(), privacy=privacy).to_mapping()
+    sections: dict[str, dict[str, Any]] = {}
+    for section, values in settings.to_mapping().items():
+        sections[section] = {}
+        for key, value in values.items():
+            is_default = key != "method" and value == defaults.get(section, {}).get(key)
+            if not is_default and key not in (*SPEED, *without):
+                sections[section][key] = value
+    text = json.dumps(sections, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of one file, to which missing rows are appended until a deadline.
+
+    Args:
+        path: the file.
+        deadline: the time after which no row is begun, as by `time.monotonic`.
+        only: a text that the key of a row must contain. Other rows are not made.
+    """
+
+    path: Path
+    deadline: float = math.inf
+    only: str = ""
+
+    def all(self) -> list[dict[str, Any]]:
+        """Returns the rows in the order of the file. A file that does not exist has no rows.
+
+        Raises:
+            OutputError: the file cannot be read, or a line is not a row.
+        """
+        try:
+            return _parsed(read_text(self.path)) if self.path.exists() else []
+        except OSError as error:
+            raise OutputError(f"cannot read {self.path}: {error.strerror}") from None
+        except ValueError:
+            raise OutputError(f"{self.path} has a line that is not the result of a run") from None
+
+    def append(self, row: Row) -> None:
+        """Appends a row. Other processes may append to the same file.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        with writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open_regular(self.path, writing=True, create=True) as file:
+                lock(file, self.path)
+                file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut
+                line = f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n".encode()
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def get(
+        self, key: str, work: Callable[[], Row | None], repeats: int = 1
+    ) -> dict[str, Any] | None:
+        """Returns the last row with a key, and makes the rows that are missing.
+
+        Args:
+            key: the key of the rows.
+            work: returns the entries of a new row, or None if a run was interrupted.
+            repeats: the number of rows with this key.
+
+        Returns:
+            The row, or None if rows are still missing.
+        """
+        rows = [row for row in self.all() if row["key"] == key]
+        while len(rows) < repeats and self.only in key and time.monotonic() < self.deadline:
+            entries = work()
+            if entries is None:
+                return None
+            rows.append({"key": key, **entries})
+            self.append(rows[-1])
+        return rows[-1] if len(rows) >= repeats else None
+
+
+@lru_cache(maxsize=8)
+def _parsed(text: str) -> list[dict[str, Any]]:
+    # a last line without its end was cut: its run is still in its folder
+    rows = list(map(decode_json, text.split("\n")[:-1]))
+    if not all(isinstance(row, dict) for row in rows):
+        raise ValueError
+    return rows
+
+
+def environment() -> dict[str, Any]:
+    """Returns the entries of a row that state the version of the code, the date and the machine."""
+    device = f"CPU, {torch.get_num_threads()} threads"
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_name()
+    return {
+        "version": __version__,
+        "commit": commit(),
+        "date": str(date.today()),
+        "machine": device,
+        "torch": torch.__version__,
+    }
+
+
+@cache
+def commit() -> str | None:
+    """Returns the git commit of this package, or None if the package is not in a git checkout.
+
+    A "+" at the end means that files had uncommitted changes. The result of the first call is kept.
+    """
+    root = PACKAGE.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        head = _git(root, "rev-parse", "--short", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--", "fedsynth", "privacy", "cli")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return f"{head}+" if changes else head
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+
+
+FIGURES = ("test_accuracy", "amp", "fm", "wlp")
+
+
+def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
+    """Returns the entries of a result row that summarise the rounds of a finished run.
+
+    Args:
+        rows: the metrics of each round, as in metrics.jsonl.
+        domains: True if each client has the images of one domain. The accuracy of each client is
+            then kept.
+    """
+    last: Row = {"upload_floats": 0, "client_upload_bytes": [0]}
+    if rows:
+        last = rows[-1]
+    return {
+        "rounds": len(rows),
+        "seconds": round(sum(row["seconds"] for row in rows), 1),
+        "upload_floats": last["upload_floats"],
+        "client_upload_bytes": round(statistics.fmean(last["client_upload_bytes"] or [0]), 1),
+        "curve": curve_of(rows, domains),
+    }
+
+
+def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]]:
+    """Converts the metrics of each round to a curve, which has one list for each metric.
+
+    Args:
+        rows: the metrics of each round, as in metrics.jsonl.
+        domains: True if each client has the images of one domain. The accuracy of each client is
+            then kept.
+    """
+    flat = [_figures("", row, domains) for row in rows]
+    names = dict.fromkeys(name for figures in flat for name in figures)
+    curve: dict[str, list[float | None]] = {"round": [row["round"] for row in rows]}
+    for name in names:
+        curve[name] = [figures.get(name) for figures in flat]
+    return curve
+
+
+def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
+    """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
+    figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
+    for name, accuracy in row.get("domain_accuracy", {}).items():
+        figures[f"{prefix}domain_accuracy.{name}"] = accuracy
+    if domains:
+        for client, accuracy in enumerate(row.get("client_accuracy", ())):
+            figures[f"{prefix}client.{client}"] = accuracy
+    rounded = {name: round(float(n), 6) for name, n in figures.items() if n is not None}
+    if "local" in row:
+        rounded |= _figures(f"{prefix}local.", row["local"], domains)
+    for name, model in row.get("models", {}).items():
+        rounded |= _figures(f"{prefix}models.{name}.", model, domains)
+    return rounded

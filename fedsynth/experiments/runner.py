@@ -1,0 +1,370 @@
+"""Executes runs that have no result yet, and resumes interrupted runs.
+
+`Runner` executes the runs of published tables one after another in this process, until a deadline,
+and stores a row for each finished run. `run_sweep` executes the runs of a sweep in other processes.
+
+An interrupted run leaves a run folder with checkpoints (docs/decisions/resuming.md). The next call
+resumes it and gives the same numbers as an uninterrupted run. A run that another process is still
+writing is not touched.
+
+A deadline stops a run at the end of a round. Some loops are also checkpointed every minute during a
+round, so that the deadline can stop them there. These are condensation without privacy, local
+training of one client after another, and the distillation on the server.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import KW_ONLY, dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from fedsynth.config.settings import RunSettings
+from fedsynth.errors import DivergedError, FedsynthError, OutputError, writing
+from fedsynth.experiments.rows import Row, Rows, commit, environment, round_summary, settings_hash
+from fedsynth.experiments.sweep import Cell, Sweep
+from fedsynth.federation.protocol import Observer
+from fedsynth.files import claim, last_line, open_regular, read_regular, write_whole
+from fedsynth.results.file_names import CONFIG, LOCK, METRICS
+from fedsynth.results.finished import finished_run, read_rows, unfinished_run
+from fedsynth.results.loggers import Several
+from fedsynth.simulation.simulate import simulate
+from fedsynth.validation import to_toml
+
+# The names of the loops that write checkpoints during a round.
+CHECKPOINTED = ("condense", "local training", "distillation")
+# The keys that every row of a published table has.
+NEEDED = {
+    *("preset", "cell", "seed", "settings", "changes", "precision", "seconds"),
+    *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
+}
+
+
+class OutOfTimeError(KeyboardInterrupt):
+    """Raised at the deadline. The run then stops as after Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a published table.
+
+    Attributes:
+        name: a description of the run in one line.
+        settings: the settings of the run.
+        entries: the entries of the run's row that identify the run, with the name of its preset.
+    """
+
+    name: str
+    settings: RunSettings
+    entries: Row
+
+    @property
+    def hash(self) -> str:
+        """A hash of the settings that determine the result.
+
+        The precision is left out, because it changes results only by rounding. The row states the
+        precision, and it is shown with the numbers.
+        """
+        return settings_hash(self.settings, without=("precision",))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a job.
+
+    Args:
+        status: "finished", "existing" (an earlier call finished the run), "stopped" (at the
+            deadline), "not begun", or "failed".
+        text: details of the status in words. It may be empty.
+        error: the error of a failed run. Otherwise None.
+    """
+
+    status: str
+    text: str = ""
+    error: FedsynthError | None = None
+
+
+@dataclass
+class Deadline(Observer):
+    """Ends a run at a time, as by `time.monotonic`, unless the run has ended its last round."""
+
+    time: float
+    rounds: int
+
+    def step(self, round: int, stage: str, completed: int, total: int) -> None:
+        if stage in CHECKPOINTED:
+            self._check()
+
+    def round_ended(self, row: Mapping[str, Any]) -> None:
+        if row["round"] < self.rounds:
+            self._check()
+
+    def _check(self) -> None:
+        if time.monotonic() >= self.time:
+            raise OutOfTimeError
+
+
+def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns a mapping from the hash of each finished run of published tables to its row.
+
+    Tables that need the same run share it, such as FedKF's Tables V and VIII.
+
+    Raises:
+        OutputError: a file cannot be read, or a line is not the row of a finished run.
+    """
+    rows = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in Rows(path).all():
+            if not row.keys() >= NEEDED:
+                raise OutputError(f"{path} has a line that is not the result of a run")
+            rows[row["settings"]] = row
+    return rows
+
+
+@dataclass(eq=False)
+class Runner:
+    """Executes runs of published tables in this process.
+
+    Args:
+        folder: the folder of the results. `TABLE.jsonl` has a row for each finished run of a table,
+            and `runs` has the run folders.
+        deadline: the time after which no run begins or goes on, as by `time.monotonic`.
+        report: a function that receives one line of text on each job.
+        watch: a function of a run's settings that returns a context manager with an observer.
+        download: True lets torchvision download missing data sets.
+    """
+
+    folder: Path
+    deadline: float
+    _: KW_ONLY
+    report: Callable[[str], None]
+    watch: Callable[[RunSettings], AbstractContextManager[Observer]]
+    download: bool = False
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Executes the jobs one after another, and yields the outcome of each job."""
+        for job in jobs:
+            try:
+                outcome = self._run_unless_existing(job)
+            except FedsynthError as error:
+                outcome = Outcome("failed", str(error), error)
+            self.report(": ".join(filter(None, (job.name, outcome.status, outcome.text))))
+            yield outcome
+
+    def run_folder(self, job: Job) -> Path:
+        """Returns the parent folder of the run folder. It depends on the precision, too."""
+        return self.folder / "runs" / f"{job.hash}-{job.settings.precision}"
+
+    @property
+    def trained(self) -> Path | None:
+        """The folder in which runs of one round share their trained clients.
+
+        It is None if the code is not a git commit without changes, because trained clients of
+        another version must not be used.
+        """
+        version = commit()
+        if version is None or version.endswith("+"):
+            return None
+        return self.folder / "runs" / f"trained-{version}"
+
+    def _run_unless_existing(self, job: Job) -> Outcome:
+        if job.hash in rows_by_hash(self.folder):
+            return Outcome("existing")
+        folder = self.run_folder(job)
+        if finished_run(folder) is None and time.monotonic() >= self.deadline:
+            return Outcome("not begun", "the time budget is exhausted")
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = claim(folder / LOCK, BlockingIOError())
+            except BlockingIOError:
+                return Outcome("not begun", "another process is running it")
+        with lock:
+            complete = finished_run(folder)
+            if complete is not None:  # a call was killed before it wrote the row
+                return self._append(job, read_rows(complete / METRICS))
+            return self._simulate(job, folder)
+
+    def _simulate(self, job: Job, folder: Path) -> Outcome:
+        settings = job.settings
+        with self.watch(settings) as inner:
+            try:
+                result = simulate(
+                    settings,
+                    output=folder,
+                    observer=Several([inner, Deadline(self.deadline, settings.rounds)]),
+                    download=self.download,
+                    resume=unfinished_run(folder),
+                    trained=self.trained,
+                )
+            except (OutOfTimeError, DivergedError) as error:
+                rows = read_rows((unfinished_run(folder) or folder) / METRICS)
+                if isinstance(error, DivergedError):
+                    return self._append(job, rows, diverged=str(error))
+                rounds = f"{len(rows)} of {settings.rounds} rounds"
+                return Outcome("stopped", f"after {rounds}. Repeat the command to resume")
+        return self._append(job, result.metrics)
+
+    def _append(self, job: Job, rounds: list[dict[str, Any]], **more: Any) -> Outcome:
+        settings = job.settings
+        row = {
+            "key": f"{job.name} {job.hash}",
+            **job.entries,
+            "settings": job.hash,
+            "precision": settings.precision,
+            "compile": settings.compile,
+            **round_summary(rounds, settings.partition.kind == "domain"),
+            **more,
+            **environment(),
+        }
+        Rows(self.folder / f"{row['preset'].replace(':', '-', 1)}.jsonl").append(row)
+        return Outcome("finished", f"{row['seconds']:.0f} s, {settings.rounds} rounds")
+
+
+POLL_SECONDS = 0.1  # time between two checks whether a run has ended, in seconds
+STOP_SECONDS = 60.0  # time that a run has to stop after SIGTERM, in seconds
+LOG = "log.txt"
+COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
+
+
+def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
+    """Executes all runs of a sweep that have not finished. Returns the runs that failed.
+
+    Args:
+        sweep: the sweep.
+        report: receives a line when a run begins or ends.
+
+    Raises:
+        KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
+            sweep is repeated, it resumes these runs.
+        OutputError: another sweep is active in the folder, or the folder cannot be written.
+    """
+    place = sweep.output / LOCK
+    with writing(sweep.output):
+        sweep.output.mkdir(parents=True, exist_ok=True)
+        lock = claim(place, _busy(place))
+    with lock:
+        lock.truncate(0)
+        _note_process(lock, os.getpid())
+        return _run_waiting(sweep, report, lock)
+
+
+def _note_process(lock: FileIO, process_id: int) -> None:
+    """Appends the number of a process that holds the lock to the locked file, for messages."""
+    with suppress(OSError):  # the disk is full
+        lock.write(f"{process_id}\n".encode())
+
+
+def _busy(place: Path) -> OutputError:
+    """Returns the error for a locked folder, which names the active processes that hold the lock."""
+    text = read_regular(place).decode(errors="replace") if place.exists() else ""
+    numbers = filter(str.isdecimal, text.split())
+    active = ", ".join(number for number in numbers if Path("/proc", number).exists())
+    return OutputError(
+        f"another sweep, or a run of a killed sweep, is active in {place.parent} (process id "
+        f"{active or 'unknown'}). Wait until it ends"
+    )
+
+
+def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
+    waiting = [cell for cell in sweep.cells if finished_run(sweep.folder(cell)) is None]
+    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
+    failed: list[Cell] = []
+    running: dict[Cell, subprocess.Popen[bytes]] = {}
+    try:
+        while waiting or running:
+            for cell in _startable(sweep, waiting, running):
+                waiting.remove(cell)
+                running[cell] = _start(sweep, cell, lock)
+                report(f"begins: {cell.label}")
+            time.sleep(POLL_SECONDS)
+            for cell, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[cell]
+                    result = "done"
+                    if process.returncode or finished_run(sweep.folder(cell)) is None:
+                        failed.append(cell)
+                        message = last_line(sweep.folder(cell) / LOG)
+                        result = f"failed (exit code {process.returncode}): {message}"
+                    ended = len(sweep.cells) - len(waiting) - len(running)
+                    report(f"{ended}/{len(sweep.cells)} {cell.label}: {result}")
+    finally:
+        _stop(list(running.values()))
+    return failed
+
+
+def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
+    """Returns those waiting runs that may begin now, in the order of the sweep's file.
+
+    A run may begin if a job is free, and no active run charges the same ledgers.
+    """
+    active = list(running)
+    for cell in waiting:
+        if len(active) >= sweep.jobs:
+            break
+        ledger = _ledger(cell)
+        if ledger is None or ledger not in map(_ledger, active):
+            active.append(cell)
+    return active[len(running) :]
+
+
+def _ledger(cell: Cell) -> Path | None:
+    """Returns the folder of the ledgers that a run charges."""
+    privacy = cell.settings.privacy
+    return privacy.ledger_folder if privacy is not None else cell.settings.ledger
+
+
+def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
+    """Starts a run, or resumes it if it was interrupted.
+
+    The run inherits the lock, because it outlives a killed sweep.
+    """
+    folder = sweep.folder(cell)
+    config = folder / CONFIG
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(config, to_toml(cell.settings.to_mapping()).encode())
+    arguments = ["--config", str(config), "--output", str(folder)]
+    if (interrupted := unfinished_run(folder)) is not None:
+        arguments = ["--resume", str(interrupted)]
+    with open_regular(folder / LOG, writing=True, create=True) as log:
+        process = subprocess.Popen(
+            [*COMMAND, *arguments, *cell.code],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=_environment(sweep.jobs),
+            pass_fds=[lock.fileno()],
+            start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
+        )
+    _note_process(lock, process.pid)
+    return process
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    """Returns the environment variables of the runs.
+
+    The runs share the CPU cores, unless the user has set the number of threads.
+    """
+    if jobs == 1:
+        return dict(os.environ)
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Stops the processes of runs with SIGTERM, so that the runs can be resumed.
+
+    A process that has not stopped after `STOP_SECONDS` is killed.
+    """
+    for process in processes:
+        process.terminate()  # does nothing if it has ended
+    for process in processes:
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
