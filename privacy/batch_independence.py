@@ -367,9 +367,9 @@ class _Passes:
             few = self._positions % 8 == 0
             for record in extremes[:2]:  # so that every mean or extreme of a batch occurs
                 self._compare(few, MIXES, records=record[None])
-            others, labels = self._inputs.draw(3, self._inputs.length)
-            for kept in (even, ~even):
-                self._compare(kept, MIXES, records=others, labels=labels)
+            replacements, labels = self._inputs.draw(3, self._inputs.length)
+            for unchanged in (even, ~even):
+                self._compare(unchanged, MIXES, records=replacements, labels=labels)
             self._fill = 1.0
             self._compare(self._positions >= 0, KEEPS_STATE)
         return Dependence(self._fault, self._moved, values=values)

@@ -460,7 +460,7 @@ class PrivateClientView(_ClientView):
         return self._data.labels.device
 
     def _released(self, sums: Sequence[Released]) -> Released:
-        return Released(torch.cat([each.to(self._device) for each in sums]))
+        return Released(torch.cat([released.to(self._device) for released in sums]))
 
     def _pass_size(
         self, mechanisms: Sequence[GaussianSumMechanism], start_over_row: float, limit: int

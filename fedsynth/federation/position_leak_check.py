@@ -110,11 +110,11 @@ class TrialClientView(PrivateClientView):
         """Replaces the client's images."""
         context = self._trial.context
         key = x.cpu().numpy().tobytes(), labels.numpy().tobytes()
-        data = self._trial.shown.get(key)
+        data = self._trial.image_cache.get(key)
         if data is None:
             data = ImageData(to_stored(x, context.spec), labels, context.spec)
         if not self._trial.thorough:  # whose features are then computed once
-            self._trial.shown[key] = data
+            self._trial.image_cache[key] = data
         super().__init__(
             [self._trial.client],
             data,
@@ -189,7 +189,7 @@ class StepTrial:
         inputs: the random records.
         repeats: True in the second run of the step.
         releases_left: the number of releases until the step of the exchange ends.
-        shown: the images that were shown to a step of this package's code, by their content.
+        image_cache: the images of a trial of this package's code, by their content.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class StepTrial:
         self.client = client
         self.repeats = False
         self.releases_left = 0
-        self.shown: dict[tuple[bytes, bytes], ImageData] = {}
+        self.image_cache: dict[tuple[bytes, bytes], ImageData] = {}
         self.thorough = thorough
         privacy = replace(plan.privacy, noise_multiplier=plan.privacy.noise_multiplier or 1.0)
         noise = replace(plan, privacy=privacy).noise
