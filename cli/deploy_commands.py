@@ -157,7 +157,7 @@ def client(
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
-    from fedsynth.data.record_files import is_record_file
+    from fedsynth.data.tables import is_record_file
     from fedsynth.deployment.flower.joining import ServerConnection, join
     from fedsynth.deployment.node import ClassFolders, DatasetPart, Node
     from fedsynth.deployment.secure_aggregation.client import read_identities

@@ -253,7 +253,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "run": (RUN_SETTINGS,),
     "data": (
         RUN_SETTINGS,
-        "data/folder_settings.py:FolderSettings",
+        "data/declaration.py:FolderSettings",
         "features/encoding.py:EncoderSettings",
     ),
     "partition": ("data/partition_settings.py:PartitionSettings",),

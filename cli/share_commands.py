@@ -21,7 +21,7 @@ from fedsynth.cli.application import (
     say,
 )
 from fedsynth.cli.privacy_commands import print_dry_run
-from fedsynth.files import expand_home, write_output
+from fedsynth.files import expand_home, read_regular, write_output
 
 if TYPE_CHECKING:
     from fedsynth.simulation.student import Student
@@ -159,6 +159,9 @@ def describe(
         Path | None,
         options.path_option("Default: fedsynth.toml in the folder, or FILE.fedsynth.toml."),
     ] = None,
+    overwrite: Annotated[
+        bool, options.flag("--overwrite", "Replace a file that is not signed.")
+    ] = False,
 ) -> None:
     """Propose a public description of a folder of images, for a person to check and sign.
 
@@ -167,14 +170,23 @@ def describe(
     other information about the images. The proposal is read from the folder, with rounded sizes.
     Before any private run, a person must therefore check each line and sign the file.
     """
+    from fedsynth.data.declaration import FolderSettings, read_declaration
     from fedsynth.data.describe import describe_folder
-    from fedsynth.data.folder_settings import FolderSettings, read_declaration
 
     description = describe_folder(FolderSettings(str(folder), **chosen["data"]), note, name)
     path = output or description.path
-    if path.exists() and read_declaration(path).signed_by:
-        raise OptionError(f"{path} is signed. Remove this file, or name a new file with --output")
-    write_output(path, description.toml.encode())
+    proposal = description.toml.encode()
+    if path.exists():
+        if read_declaration(path).signed_by:
+            raise OptionError(
+                f"{path} is signed. Remove this file, or name a new file with --output"
+            )
+        if not overwrite and read_regular(path) != proposal:
+            raise OptionError(
+                f"{path} exists and differs from the new proposal. Name a new file with --output, "
+                "or replace this file with --overwrite"
+            )
+    write_output(path, proposal)
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
     print(
         f"written: {path}\n"

@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from fedsynth.core.messages import Message as Message
     from fedsynth.core.messages import ModelParameters as ModelParameters
     from fedsynth.core.method import Method as Method
-    from fedsynth.data.folder_settings import FolderSettings as FolderSettings
+    from fedsynth.data.declaration import FolderSettings as FolderSettings
     from fedsynth.data.images import ImageData as ImageData
     from fedsynth.data.images import from_arrays as from_arrays
     from fedsynth.data.load import load_dataset as load_dataset
-    from fedsynth.data.load_file import load_file as load_file
-    from fedsynth.data.load_folder import FolderData as FolderData
-    from fedsynth.data.load_folder import load_folder as load_folder
+    from fedsynth.data.own_data import OwnerData as OwnerData
+    from fedsynth.data.own_data import load_records as load_records
     from fedsynth.data.partition_settings import PartitionSettings as PartitionSettings
     from fedsynth.data.registry import DatasetSpec as DatasetSpec
     from fedsynth.data.shared_set import SharedSet as SharedSet

@@ -24,11 +24,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Settings": ("PartitionSettings", "ModelSettings", "PrivacySettings"),
     "Data": (
         "load_dataset",
-        "load_folder",
-        "load_file",
+        "load_records",
         "FolderSettings",
         "EncoderSettings",
-        "FolderData",
+        "OwnerData",
         "from_arrays",
         "ImageData",
         "DatasetSpec",

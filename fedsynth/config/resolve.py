@@ -13,10 +13,10 @@ from typing import Any
 
 from fedsynth.config.settings import RUN_KINDS, SECTIONS, ReportSettings, RunSettings
 from fedsynth.core.method import Method
-from fedsynth.data.folder_settings import FolderSettings, default_name
+from fedsynth.data.declaration import FolderSettings, default_name
 from fedsynth.data.partition_settings import EXPLICIT, PartitionSettings
-from fedsynth.data.record_files import HUB
 from fedsynth.data.registry import DEFAULT_DATASET, dataset_spec, is_known
+from fedsynth.data.tables import HUB
 from fedsynth.errors import SettingError, UnknownNameError, short_repr, unknown_name
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.methods import DEFAULT_METHOD, method_class, own_label

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from fedsynth.config.participation import Failures, Participation, active_clients
 from fedsynth.core.method import Method
-from fedsynth.data.folder_settings import FolderSettings
+from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError

@@ -12,15 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.data.folder_files import LEDGERS, find_files
-from fedsynth.data.folder_settings import FolderSettings, default_declaration, default_name
+from fedsynth.data.declaration import FolderSettings, default_declaration, default_name
+from fedsynth.data.folders import LEDGERS
 from fedsynth.data.images import ImageData
-from fedsynth.data.load_file import as_data, spec_of, training_records
-from fedsynth.data.load_folder import FolderData, by_site, read_folder, site_names
-from fedsynth.data.medical_files import window_text
+from fedsynth.data.medical import window_text
+from fedsynth.data.own_data import as_data, spec_of, splits_of, training_records
 from fedsynth.data.partition import count_matrix
 from fedsynth.data.picture import partition_table
-from fedsynth.data.record_files import is_record_file, parts_of
+from fedsynth.data.records import by_site, site_names
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -71,37 +70,42 @@ def describe_folder(
         name: the name of the data set. If it is None, the folder's name is used.
 
     Raises:
-        DataError: in the same cases as `load_folder` and `load_file`.
+        DataError: in the same cases as `load_records`.
     """
-    limits = None
-    if is_record_file(settings.folder):
-        data, sites, limits = _described_file(settings, note, name)
-    else:
-        data = read_folder(settings, note, name or "", declaration=None)
-        files = find_files(Path(settings.folder))
-        sites = files.select(~np.isin(files.paths, data.skipped)).site_names
-    spec = data.train.spec
-    parts = data.sites or (np.arange(len(data.train)),)
-    counts = count_matrix(data.train.labels.numpy(), parts, spec.classes)
+    splits = splits_of(settings.folder, settings, note, settings.decoding(), settings.revision)
+    records = training_records(splits, settings, note)
+    # never computed from the values; empty if the settings have none
+    limits: tuple[float, ...] | None = settings.limits()
+    readable = settings
+    if records.are_images or (limits is None and records.values.dtype == np.uint8):
+        limits = None
+    elif limits is None:
+        limits = ()
+        readable = replace(settings, bounds="0,1")  # only the labels are used
+    spec = spec_of(records, readable, name or default_name(settings.folder))
+    train = as_data(records, spec, note)
+    sites = records.site_names
+    parts = by_site(records, None)[0] or (np.arange(len(train)),)
+    counts = count_matrix(train.labels.numpy(), parts, spec.classes)
     lines = [f"sites {_numbered(sites or ('all',))}", f"classes {_numbered(spec.class_names)}"]
     lines.append(partition_table(counts))
     shared = 0
-    if data.train.groups is not None:
-        homes = [np.unique(data.train.groups[torch.from_numpy(part)]) for part in parts]
+    if train.groups is not None:
+        homes = [np.unique(train.groups[torch.from_numpy(part)]) for part in parts]
         shared = int((np.unique(np.concatenate(homes), return_counts=True)[1] > 1).sum())
-        users = f"users: {len(data.train.groups.unique())}"
+        users = f"users: {len(train.groups.unique())}"
         lines.append(
             f"{users}, of whom {shared} have records at several sites" if shared else users
         )
     ledger = LEDGERS
-    if is_record_file(settings.folder):  # other data sets may lie in the same folder
+    if not records.are_images:  # other data sets may lie in the same folder
         ledger = f"{LEDGERS}/{site_names((spec.name,))[0]}"
-    text = _proposal(data.train, sites, limits, ledger)
+    text = _proposal(train, sites, limits, ledger)
     return Described(
         text,
         "\n".join(lines),
         default_declaration(Path(settings.folder)),
-        _options(settings, data.train),
+        _options(settings, train),
         by_site=len(sites) > 1 and not shared,
     )
 
@@ -121,24 +125,6 @@ def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
         if value := getattr(settings, key):
             options += [f"--{key.replace('_', '-')}", *([] if value is True else [value])]
     return tuple(options)
-
-
-def _described_file(
-    settings: FolderSettings, note: Callable[[str], None], name: str | None
-) -> tuple[FolderData, tuple[str, ...], tuple[float, ...] | None]:
-    """Reads a file. Returns its records, its sites, and the bounds if its values are not bytes.
-
-    The bounds are empty if the settings have none. They are never computed from the values.
-    """
-    parts = parts_of(settings.folder, settings.revision, settings.decoding())
-    records = training_records(parts, settings, note)
-    limits: tuple[float, ...] | None = settings.limits()
-    if limits is None and records.values.dtype != np.uint8:
-        limits = ()
-        settings = replace(settings, bounds="0,1")  # here only the labels are used
-    spec = spec_of(records, settings, name or default_name(settings.folder))
-    sites, _ = by_site(records.names, None)
-    return FolderData(as_data(records, spec), sites=sites), records.names.site_names, limits
 
 
 def _numbered(names: Sequence[str]) -> str:

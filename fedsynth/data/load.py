@@ -1,8 +1,10 @@
 """Loads the published and synthetic data sets by name, and checks the structure of their files.
 
 This module reads files in torchvision's layout and generates the synthetic data sets.
-`image_folders` reads the other data sets. Most files are checked by their structure and not by a
-checksum, because a mirror may have compressed or encoded them in another way.
+`published_folders` reads the other data sets. The files are untrusted input. Most are checked by their
+structure, because a mirror may have compressed or encoded them in another way. Those of CIFAR and
+SVHN must be the published files, by the MD5 that torchvision lists: Python's unpickler executes
+what a file names, and SciPy's reader crashes on damaged files.
 
 Synthetic(α, β) consists of devices whose models and inputs differ by known amounts (Li et al.,
 FedProx, arXiv 1812.06127, Sec. 5.1).
@@ -31,27 +33,33 @@ deviation within a device is 60^−0.6 = 0.086.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedsynth.data import image_folders
-from fedsynth.data.array_files import read_cifar_batch, read_idx, read_svhn
+from fedsynth.data import published_folders
 from fedsynth.data.files import Split, expanded
-from fedsynth.data.images import Floats, ImageData, IntArray
+from fedsynth.data.images import Bytes, Floats, ImageData, IntArray
 from fedsynth.data.registry import DOWNLOADS, DatasetSpec, dataset_spec, synthetic_parameters
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
+from fedsynth.files import read_regular
 from fedsynth.seeding import numpy_generator
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"
 # The only data set that is part of the package. digits.LICENSE.txt names the authors and the
 # licence.
 DIGITS = Path(__file__).with_name("digits.npz")
+# The size limit of a file of CIFAR or SVHN.
+MAX_PUBLISHED_BYTES = 2**28
 
 
 def load_dataset(
@@ -178,27 +186,85 @@ def _read_mnist(
     return splits[0], splits[1]
 
 
-def _read_cifar10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    folder = root / "cifar-10-batches-py"
-    batches = [folder / f"data_batch_{number}" for number in range(1, 6)]
-    return _cifar_split(batches, "labels"), _cifar_split([folder / "test_batch"], "labels")
+def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
+    """Reads the uint8 array in an idx file.
+
+    Args:
+        path: the file.
+        ndim: the number of axes that the array must have.
+        max_bytes: the size limit of the array.
+
+    Raises:
+        OSError: the file cannot be read, or is too large.
+        DataFilesCorruptError: the file is damaged, or the array is not uint8, does not have `ndim`
+            axes, or is too large.
+    """
+    header = 4 + 4 * ndim
+    content = read_regular(path, header + max_bytes)
+    magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
+    if content[:4] != magic or len(content) < header:
+        raise DataFilesCorruptError(
+            f"{path} is not an idx file of bytes. It must start with {magic.hex()}, but starts "
+            f"with '{content[:4].hex()}'"
+        )
+    shape = np.frombuffer(content[4:header], ">u4").tolist()
+    size = math.prod(shape)
+    if size > max_bytes or len(content) != header + size:
+        raise DataFilesCorruptError(
+            f"{path} must have the {size:,} bytes of data that its header declares (at most "
+            f"{max_bytes:,}), got {len(content) - header:,}"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
-def _read_cifar100(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    folder = root / "cifar-100-python"
-    train = _cifar_split([folder / "train"], "fine_labels")
-    return train, _cifar_split([folder / "test"], "fine_labels")
+def _read_cifar(spec: DatasetSpec, root: Path, label_key: str) -> tuple[Split, Split]:
+    """Reads CIFAR-10 or CIFAR-100, whose labels have the key `label_key` in each pickle."""
+    from torchvision import datasets
 
-
-def _cifar_split(files: Sequence[Path], label_key: str) -> Split:
-    batches = (read_cifar_batch(file, label_key) for file in files)
-    images, labels = zip(*batches, strict=True)
-    return Split(np.concatenate(images), np.concatenate(labels))
+    published = getattr(datasets, DOWNLOADS[spec.name].torchvision)
+    splits = []
+    for files in (published.train_list, published.test_list):
+        rows: list[Bytes] = []
+        labels: list[int] = []
+        for name, md5 in files:
+            content = _published_bytes(root / published.base_folder / name, md5)
+            batch = pickle.loads(content, encoding="latin1")
+            rows.append(batch["data"])
+            labels += batch[label_key]
+        images = np.concatenate(rows).reshape(-1, *spec.image_shape)
+        splits.append(Split(images, np.array(labels, np.int64)))
+    return splits[0], splits[1]
 
 
 def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    train = Split(*read_svhn(root / "train_32x32.mat"))
-    return train, Split(*read_svhn(root / "test_32x32.mat"))
+    """Reads SVHN, whose files store images X [32, 32, 3, N] and labels y [N, 1]; 10 is the digit 0."""
+    from scipy.io import loadmat
+    from torchvision.datasets import SVHN
+
+    splits = []
+    for split in ("train", "test"):
+        _, name, md5 = SVHN.split_list[split]
+        variables = loadmat(BytesIO(_published_bytes(root / name, md5)), variable_names=("X", "y"))
+        images = np.ascontiguousarray(variables["X"].transpose(3, 2, 0, 1))
+        splits.append(Split(images, variables["y"].reshape(-1).astype(np.int64) % 10))
+    return splits[0], splits[1]
+
+
+def _published_bytes(path: Path, md5: str) -> bytes:
+    """Reads a file that must have the published hash, so that its content may be trusted.
+
+    Raises:
+        OSError: the file cannot be read.
+        DataFilesCorruptError: the file is not the published file of this name.
+    """
+    content = read_regular(path, MAX_PUBLISHED_BYTES)
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if digest != md5:
+        raise DataFilesCorruptError(
+            f"{path} is not the published file. The MD5 of that file is {md5}, not {digest}. "
+            "Download the data set again"
+        )
+    return content
 
 
 # The function that reads the training and test splits of each data set that consists of files. It
@@ -209,14 +275,14 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "emnist-letters": partial(
         _read_mnist, folder="EMNIST", prefixes=("emnist-letters-train", "emnist-letters-test")
     ),
-    "cifar10": _read_cifar10,
-    "cifar100": _read_cifar100,
+    "cifar10": partial(_read_cifar, label_key="labels"),
+    "cifar100": partial(_read_cifar, label_key="fine_labels"),
     "svhn": _read_svhn,
-    "tiny-imagenet": image_folders.read_tiny_imagenet,
-    "cinic10": image_folders.read_cinic10,
-    "office-caltech-10": image_folders.read_office_caltech,
-    "domainnet-10": image_folders.read_domainnet,
-    "femnist": image_folders.read_femnist,
+    "tiny-imagenet": published_folders.read_tiny_imagenet,
+    "cinic10": published_folders.read_cinic10,
+    "office-caltech-10": published_folders.read_office_caltech,
+    "domainnet-10": published_folders.read_domainnet,
+    "femnist": published_folders.read_femnist,
 }
 
 

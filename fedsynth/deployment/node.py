@@ -21,11 +21,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedsynth.data.folder_files import DECLARATION
-from fedsynth.data.folder_settings import read_declaration
+from fedsynth.data.declaration import FolderSettings, read_declaration
+from fedsynth.data.files import TRAIN
+from fedsynth.data.folders import DECLARATION
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_folder import read_as, read_records
+from fedsynth.data.own_data import read_as, read_private_records
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
@@ -56,7 +57,7 @@ CANNOT = "this client cannot take part. Only the data owner sees the reason"
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """An owner's images, in the folder layout of `fedsynth.load_folder`.
+    """An owner's images, in the folder layout of `fedsynth.load_records`.
 
     The folder contains CLASS/files or a manifest. Sites in the manifest are ignored. The images are
     resized to the image size of the run. Folders of classes that the owner does not have may be
@@ -105,9 +106,9 @@ class ClassFolders:
         """
         privacy = proposal.settings.privacy
         if privacy is None:
-            return read_as(self.folder, proposal.spec, print)
+            return read_as(FolderSettings(str(self.folder)), proposal.spec, print, TRAIN)
         by_user = privacy.unit == USER
-        return read_records(self.folder, proposal.spec, print, by_user=by_user)
+        return read_private_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
         """Returns the name by which the ledger identifies these records. The name is the same in

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from fedsynth.data.files import expanded, read_tensors
-from fedsynth.data.image_files import EXTENSIONS, read_pixels
 from fedsynth.data.images import ImageData
-from fedsynth.data.medical_files import Decoding
+from fedsynth.data.medical import Decoding
+from fedsynth.data.pixels import EXTENSIONS, read_pixels
 from fedsynth.data.registry import MEAN, STD, DatasetSpec, as_spec
 from fedsynth.errors import DataError, OutputError, SettingError, one_line, writing
 from fedsynth.features import pretrained, registry

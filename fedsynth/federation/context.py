@@ -20,8 +20,8 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import NOISE, noise_images, proxy_images
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_folder import site_names
 from fedsynth.data.partition_settings import EXPLICIT, clients_or_groups
+from fedsynth.data.records import site_names
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DeviceError, SettingError, unknown_value
 from fedsynth.federation.privacy_plan import PrivacyPlan

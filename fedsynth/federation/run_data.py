@@ -17,16 +17,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedsynth.config.checks import check_unit
 from fedsynth.config.settings import RunSettings
-from fedsynth.data.folder_settings import Declaration, FolderSettings, require_signed
+from fedsynth.data.declaration import Declaration, FolderSettings, require_signed
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_file import read_own_data
-from fedsynth.data.load_folder import FolderData, Note
-from fedsynth.data.medical_files import window_text
+from fedsynth.data.medical import window_text
+from fedsynth.data.own_data import OwnerData, read_own_data
 from fedsynth.data.partition import bounded, hold_out
 from fedsynth.data.partition_settings import EXPLICIT
-from fedsynth.data.record_files import HUB, downloaded
+from fedsynth.data.records import Note
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
+from fedsynth.data.tables import HUB, downloaded
 from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError, one_line
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.files import expand_home, require_folder
@@ -39,7 +39,7 @@ from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.validation import check_choice
 
 # The custom data that `simulate` accepts.
-CustomData = ImageData | FolderData | Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
+CustomData = ImageData | OwnerData | Dataset[Any] | DataLoader[Any] | tuple[Any, Any]
 # The kinds of a run's test images.
 PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 
@@ -73,7 +73,7 @@ def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:
             return train, test
     raise DataError(
         "data must be a tuple (train, test) of arrays from fedsynth.from_arrays, or the result of "
-        f"fedsynth.load_folder or load_file, got {type(data).__name__}"
+        f"fedsynth.load_records, got {type(data).__name__}"
     )
 
 
@@ -209,9 +209,9 @@ def data_of_run(
         folder = replace(folder, revision=commit)
         settings = replace(settings, folder=folder)
         data = read_own_data(folder, note, settings.dataset, declaration=folder.declared())
-    elif isinstance(data, FolderData) and data.sites:
+    elif isinstance(data, OwnerData) and data.sites:
         settings = replace(settings, partition=replace(settings.partition, kind=EXPLICIT))
-    if isinstance(data, FolderData):
+    if isinstance(data, OwnerData):
         run_data = _of_folder(settings, data, test or data.test_kind)
     else:
         is_named = data is None
@@ -294,7 +294,7 @@ def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunDa
     return RunData(replace(settings, dataset=train.spec.name), train, test, kind)
 
 
-def _of_folder(settings: RunSettings, data: FolderData, test_kind: str) -> RunData:
+def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunData:
     """Returns the data of a folder or file, with the declared facts in the settings.
 
     Raises:

@@ -58,8 +58,8 @@ def simulate(
     Args:
         settings: the settings of the run.
         data: custom data: (train, test) from `from_arrays`, where test may be None, arrays (x, y),
-            one or two `torch.utils.data.Dataset` of pairs, or the result of `load_folder` or
-            `load_file`, whose sites become the clients. None loads `settings.folder` or
+            one or two `torch.utils.data.Dataset` of pairs, or the result of
+            `load_records`, whose sites become the clients. None loads `settings.folder` or
             `settings.dataset`. With differential privacy, everything in `train.spec` is public, so
             do not declare the exact `train_size`: declare a rounded one, or set `nominal_size` and
             `max_records`. Custom data then also need `PrivacySettings(ledger=...)`, unless their

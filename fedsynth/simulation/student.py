@@ -13,10 +13,11 @@ from torch import nn
 
 from fedsynth.config.resolve import resolve, take_encoder
 from fedsynth.core.messages import ModelParameters
-from fedsynth.data.folder_settings import FolderSettings
+from fedsynth.data.declaration import FolderSettings
+from fedsynth.data.files import TEST
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
-from fedsynth.data.load_file import read_test
+from fedsynth.data.own_data import read_as
 from fedsynth.data.registry import DatasetSpec, is_known
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, SettingError, short_repr
@@ -290,7 +291,7 @@ def real_images(
         spec: the specification of the synthetic set. The test images must have its image size and
             classes.
         data: settings of the section "data". `test_folder` is a folder of CLASS/files, whose images
-            are resized, or a file for `load_file`. The window, slice and encoder are those of the
+            are resized, or a file. The window, slice and encoder are those of the
             set.
         dataset: the name of a data set.
         download: True lets torchvision download the data set.
@@ -313,15 +314,7 @@ def real_images(
         if dataset is not None:
             raise SettingError("data", "dataset", "must not be set together with data.test_folder")
         chosen = FolderSettings(folder, **data)
-        test = read_test(
-            folder,
-            images,
-            note,
-            chosen.columns,
-            skip_corrupt=chosen.skip_corrupt,
-            skip_other=chosen.skip_other,
-        )
-        return _encoded(test, spec, encoder)
+        return _encoded(read_as(chosen, images, note, TEST), spec, encoder)
     if dataset is None:
         return None
     loaded = load_dataset(dataset, root, download=download)[1]

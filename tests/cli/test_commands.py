@@ -440,7 +440,13 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert "sites 0: north, 1: south" in described.stdout
     toml = folder / "fedsynth.toml"
     assert f"written: {toml}" in described.stdout
-    assert fedsynth(f"data describe {folder}").ok  # replaces the unsigned draft
+    draft = toml.read_text()
+    toml.write_text(draft.replace('person = "person"', 'person = "patient"'))
+    fedsynth(f"data describe {folder}").assert_refused("replace this file with --overwrite")
+    assert "patient" in toml.read_text()
+    assert fedsynth(f"data describe {folder} --overwrite").ok
+    assert toml.read_text() == draft
+    assert fedsynth(f"data describe {folder}").ok  # which changes nothing
 
     assert "is not signed. " in fedsynth(synthesize).stderr
     toml.write_text(sign(toml))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import pickle
+import struct
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
@@ -16,8 +16,8 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 from scipy.io import savemat
+from torchvision import datasets
 
-from fedsynth.data import array_files
 from fedsynth.data.registry import dataset_spec
 
 Bytes = npt.NDArray[np.uint8]
@@ -30,6 +30,20 @@ WNIDS = [f"n{10_000_000 + (37 * i) % 200:08}" for i in range(200)]
 def idx(array: Bytes) -> bytes:
     sizes = b"".join(n.to_bytes(4, "big") for n in array.shape)
     return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+
+
+def python2(rows: Bytes, labels: list[int]) -> bytes:
+    """Returns a batch of CIFAR-10 of fewer than 256 images, as Python 2 pickled it."""
+    raw = rows.tobytes()
+    count = bytes([len(rows)])
+    return (
+        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+        b"K\x00\x85U\x01b\x87R(K\x01K" + count + b"M\x00\x0c\x86cnumpy\ndtype\nU"
+        b"\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        + (b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tbU\x06labels](")
+        + b"".join(b"K" + bytes([label]) for label in labels)
+        + b"eu."
+    )
 
 
 @functools.cache
@@ -87,21 +101,32 @@ class OfficialFiles:
         return written
 
     def write_cifar10(self) -> Bytes:
-        folder = self.root / "cifar-10-batches-py"
-        folder.mkdir()
+        """Writes batches of four images, and registers their checksums as the published ones."""
         data = RNG.integers(0, 256, (6, 4, 3072), dtype=np.uint8)
-        for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-            batch = {b"labels": [(i + k) % 10 for k in range(4)], b"data": data[i]}
-            (folder / name).write_bytes(pickle.dumps(batch, 2))
+        names = [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]
+        labels = [[(i + k) % 10 for k in range(4)] for i in range(6)]
+        self.write_cifar("CIFAR10", dict(zip(names, map(python2, data, labels), strict=True)))
         return data
+
+    def write_cifar(self, name: str, batches: dict[str, bytes]) -> None:
+        published = getattr(datasets, name)
+        folder = self.root / published.base_folder
+        folder.mkdir()
+        md5s = []
+        for file, content in batches.items():
+            (folder / file).write_bytes(content)
+            md5s.append([file, hashlib.md5(content).hexdigest()])
+        self.patch.setattr(published, "train_list", md5s[:-1])
+        self.patch.setattr(published, "test_list", md5s[-1:])
 
     def write_svhn(self) -> Bytes:
         """Writes both files and registers their checksums as the published ones."""
         x = RNG.integers(0, 256, (32, 32, 3, 4), dtype=np.uint8)
-        for name in ("train_32x32.mat", "test_32x32.mat"):
-            savemat(self.root / name, {"X": x, "y": np.array([[10], [1], [9], [10]], np.uint8)})
-            md5 = hashlib.md5((self.root / name).read_bytes()).hexdigest()
-            self.patch.setitem(array_files.SVHN_MD5, name, md5)
+        for split in ("train", "test"):
+            file = self.root / f"{split}_32x32.mat"
+            savemat(file, {"X": x, "y": np.array([[10], [1], [9], [10]], np.uint8)})
+            md5 = hashlib.md5(file.read_bytes()).hexdigest()
+            self.patch.setitem(datasets.SVHN.split_list, split, ["", file.name, md5])
         return x
 
     def write_leaf(self, split: str, number: int, content: object) -> None:

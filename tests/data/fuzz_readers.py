@@ -6,8 +6,6 @@ import gzip
 import io
 import json
 import os
-import pickle
-import pickletools
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,56 +23,22 @@ from PIL import Image
 from pydicom.encaps import encapsulate
 from pydicom.uid import JPEGBaseline8Bit, RLELossless
 
-from fedsynth.data.array_files import read_cifar_batch, read_idx
-from fedsynth.data.folder_files import FolderFiles, with_listed_users
-from fedsynth.data.image_files import read_images, read_patients, read_pixels
-from fedsynth.data.image_folders import read_domainnet_list, read_femnist
-from fedsynth.data.medical_files import Decoding
-from fedsynth.data.record_files import parts_of, read_part
+from fedsynth.data.folders import with_listed_users
+from fedsynth.data.load import read_idx
+from fedsynth.data.medical import Decoding
+from fedsynth.data.pixels import read_images, read_patients, read_pixels
+from fedsynth.data.published_folders import read_domainnet_list, read_femnist
+from fedsynth.data.records import Records
 from fedsynth.data.registry import dataset_spec
+from fedsynth.data.tables import parts_of, read_part
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.features.pretrained import read_weights
-from tests.data.test_medical_files import write_dicom
+from tests.data.test_medical import write_dicom
 from tests.fuzz.mutations import altered, altered_json, json_bytes
 
-ROWS = np.arange(3072 * 2, dtype=np.uint8).reshape(2, 3072)
 # two images of no known class, site or user
 IMAGES = np.array([["a.png", "b.png"], *[["", ""]] * 3], object)
 OFFICE, FEMNIST, DOMAINNET = map(dataset_spec, ("office-caltech-10", "femnist", "domainnet-10"))
-
-
-def python2(kind: bytes = b"u1") -> bytes:
-    """Returns a batch of two images, of this type, as Python 2 pickled it."""
-    raw = ROWS.tobytes()
-    return (
-        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
-        b"K\x00\x85U\x01b\x87R(K\x01K\x02M\x00\x0c\x86cnumpy\ndtype\nU"
-        + (bytes([len(kind)]) + kind + b"K\x00K\x01\x87R")
-        + b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-        + (b"\x89T" + struct.pack("<i", len(raw)) + raw)
-        + b"tbU\x06labels](K\x03K\x04eu."
-    )
-
-
-def hostile_pickles() -> Iterator[bytes]:
-    """Yields wrong lengths, long numbers, and many instructions."""
-    yield python2(b"O8")
-    for length in (2**31 - 1, 2**32 - 1):
-        for opcode in (b"T", b"B", b"X", b"\x8b"):
-            yield b"\x80\x03" + opcode + struct.pack("<I", length) + b"abc."
-    for length in (2**32, 2**63 - 1, 2**64 - 1):
-        for opcode in (b"\x8d", b"\x8e", b"\x96", b"\x95"):
-            yield b"\x80\x05" + opcode + struct.pack("<Q", length) + b"abc."
-    for opcodes in (b"(", b"]", b"}", b"N\x94", b"]q\x00"):
-        yield b"\x80\x04" + opcodes * 100_000 + b"."
-    for digits in (b"I%b\n.", b"L%bL\n.", b"p%b\n."):
-        yield digits % (b"9" * 100_000)
-
-
-def batches() -> list[bytes]:
-    """Returns valid pickles of Python 2 and of each later protocol."""
-    batch = {b"labels": [3, 4], b"data": ROWS, b"filenames": [b"a.png", b"b.png"]}
-    return [python2(), *(pickle.dumps(batch, protocol) for protocol in range(2, 6))]
 
 
 def saved(save: Callable[..., Any], *content: Any, **options: Any) -> bytes:
@@ -133,7 +97,7 @@ def read_record_file(path: Path) -> None:
         np.save(path.with_name("y.npy"), np.arange(6) % 2)
     for part in parts_of(str(path)).values():
         records = read_part(part, dict.fromkeys(("feature", "label", "user", "site"), ""), str)
-        if not len(records.values) == len(records.names.labels) == len(records.names.sites):
+        if not len(records.values) == len(records.labels) == len(records.sites):
             raise ValueError(f"accepted as {records.values.shape}")
         float(records.values.sum())  # touches all of it
 
@@ -148,12 +112,6 @@ def read_user_image(path: Path) -> None:
         raise DataFilesCorruptError(fault)
     assert x.shape == (1, 3, 16, 16)
     read_patients([path])
-
-
-def read_batch(path: Path) -> None:
-    x, y = read_cifar_batch(path, "labels")
-    assert (x.shape, str(x.dtype), str(y.dtype)) == ((len(y), 3, 32, 32), "uint8", "int64")
-    int(x.sum())  # touches all of it
 
 
 def read_writer(path: Path) -> None:
@@ -208,10 +166,6 @@ VOLUME = np.arange(6 * 7 * 5, dtype=np.int16).reshape(6, 7, 5)
 NIFTI = nibabel.Nifti1Image(VOLUME, np.eye(4)).to_bytes()
 IDX = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
 KINDS = {
-    "pickle": Kind(
-        *("batch", read_batch, batches(), hostile_pickles()),
-        lambda file: [at or 0 for *_, at in pickletools.genops(file)],
-    ),
     "image": Kind(
         *("image.png", read_image, pictures()),
         [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"],
@@ -234,7 +188,7 @@ KINDS = {
         ],
     ),
     "users": Kind(
-        *("users.csv", lambda path: with_listed_users(FolderFiles(path.parent, *IMAGES))),
+        *("users.csv", lambda path: with_listed_users(Records(path.parent, *IMAGES))),
         [
             b"path,user\na.png,Ada\nb.png,Bob\n",
             b"user,path,x\r\nAda,a.png,1\r\n\r\nBob,b.png,2\r\n",

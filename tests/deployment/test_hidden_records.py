@@ -17,8 +17,8 @@ from PIL import Image
 from torch import Tensor
 
 from fedsynth import DatasetSpec, ImageData, register_model, resolve
+from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.describe import describe_folder
-from fedsynth.data.folder_settings import FolderSettings
 from fedsynth.deployment import node
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.node import ClassFolders

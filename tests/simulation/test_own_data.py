@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fedsynth as fs
 from fedsynth.config.participation import Participation
-from fedsynth.data.medical_files import patient_of
+from fedsynth.data.medical import patient_of
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError, SettingError, UnknownNameError
 from fedsynth.federation.context import plan_of
@@ -31,7 +31,7 @@ from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections, to_toml
-from tests.data.test_medical_files import NAME, write_ct
+from tests.data.test_medical import NAME, write_ct
 from tests.quick_runs import NoteRecorder, folder_of, interrupt_in_round, quick_sections, verified
 from tests.simulation.test_recorded_numbers import user_data
 from tests.user_files import make_image_folder, write_declaration
@@ -380,7 +380,7 @@ def test_sites_are_clients_and_pooled_folders_need_a_partition(tmp_path: Path) -
     assert sorted(result.uploads) == [0, 1, 2]
     assert (result.settings.partition.kind, result.settings.partition.clients) == ("given", 3)
     linear = replace(LINEAR, partition=replace(LINEAR.partition, kind="iid", clients=5))
-    folder_data = fs.load_folder(folder)
+    folder_data = fs.load_records(folder)
     assert len(fs.simulate(linear, data=folder_data, quiet=True).uploads) == 3
     assert len(fs.simulate(linear, data=(folder_data.train, None), quiet=True).uploads) == 5
     pooled = make_image_folder(tmp_path / "pooled", sites=())
@@ -411,7 +411,7 @@ def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then"):
         fs.simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     with pytest.raises(DataError, match="needs a declaration"):
-        fs.simulate(on_folder(folder, privacy=BUDGET), data=fs.load_folder(folder), quiet=True)
+        fs.simulate(on_folder(folder, privacy=BUDGET), data=fs.load_records(folder), quiet=True)
     write_declaration(folder, by="")
     with pytest.raises(DataError, match=r"is not signed. "):
         fs.simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)

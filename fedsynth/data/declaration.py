@@ -19,11 +19,12 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from fedsynth.data.files import expanded, same_name
-from fedsynth.data.folder_files import DECLARATION, FolderFiles, manifest_of
+from fedsynth.data.folders import DECLARATION, manifest_of
 from fedsynth.data.images import ImageData
-from fedsynth.data.medical_files import Decoding, parsed_window
-from fedsynth.data.record_files import HUB, SUFFIXES, is_record_file
+from fedsynth.data.medical import Decoding, parsed_window
+from fedsynth.data.records import Records
 from fedsynth.data.registry import MEAN, STD, DatasetSpec, custom_spec, is_known
+from fedsynth.data.tables import HUB, SUFFIXES, is_record_file
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError, one_line
 from fedsynth.faults import faults
 from fedsynth.files import expand_home
@@ -190,15 +191,15 @@ def require_signed(declaration: Declaration) -> None:
         )
 
 
-def require_declared(files: FolderFiles, declaration: Declaration) -> None:
+def require_declared(records: Records, declaration: Declaration) -> None:
     """Checks that a folder has exactly the classes and sites that its declaration names.
 
     Raises:
         DataError: a class or site is not declared, or a declared class or site has no image.
     """
     for kind, names, declared in (
-        ("class", files.class_names, declaration.spec.class_names),
-        ("site", files.site_names, declaration.sites or files.site_names),
+        ("class", records.class_names, declaration.spec.class_names),
+        ("site", records.site_names, declaration.sites or records.site_names),
     ):
         undeclared = sorted(set(names).difference(declared))
         if undeclared:

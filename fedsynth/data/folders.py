@@ -11,26 +11,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 import numpy as np
-import numpy.typing as npt
 
 from fedsynth.data.files import (
-    SPLITS,
     USERS_FILE,
-    folded_name,
     read_table,
     same_name,
-    words_of,
 )
-from fedsynth.data.image_files import EXTENSIONS, is_image, read_patients
-from fedsynth.data.medical_files import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
-from fedsynth.data.registry import in_order
-from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
+from fedsynth.data.medical import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
+from fedsynth.data.pixels import EXTENSIONS, is_image, read_patients
+from fedsynth.data.records import Entry, Records, check_names, check_splits, counted, names_array
+from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
 # The name of the folder with privacy ledgers, which may be inside the folder of images.
@@ -46,86 +42,10 @@ NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
 _LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a manifest.csv"
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
-_WORDS_OF_SPLITS = {"set", "data", "image", "images", "split"}
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
 
-# An array of N strings, stored as Python objects.
-Names = npt.NDArray[Any]
-
-
-class Entry(NamedTuple):
-    """A file, link or empty folder below the folder of images.
-
-    Attributes:
-        kind: one of the constants `IMAGE`, `HIDDEN`, `BROKEN_LINK`, `EMPTY`, `NO_EXTENSION`,
-            `NOT_DECLARED` and `NO_USER`. If none of them applies, the kind is the file's extension.
-        path: the path relative to the folder of images.
-    """
-
-    kind: str
-    path: PurePosixPath
-
-
-@dataclass(frozen=True, eq=False)
-class FolderFiles:
-    """The image files of a folder, in the order of their paths.
-
-    Attributes:
-        root: the folder.
-        paths: the path of each image relative to the folder, with `/`.
-        labels: the class name of each image.
-        sites: the site name of each image. The names are empty strings if there are no sites.
-        users: the user name of each image, or an empty string if it is not known.
-        excluded: the files that are not images. A run refuses the folder because of them, unless a
-            setting skips them.
-        ignored: the hidden files, and the empty folders of classes that have images elsewhere. They
-            are always skipped.
-        notes: sentences about columns of the lists that are not used.
-    """
-
-    root: Path
-    paths: Names
-    labels: Names
-    sites: Names
-    users: Names
-    excluded: tuple[Entry, ...] = ()
-    ignored: tuple[Entry, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        """The names of the classes without repetition, in the order of `in_order`."""
-        return in_order(self.labels)
-
-    @property
-    def site_names(self) -> tuple[str, ...]:
-        """The names of the sites without repetition, in the order of `in_order`.
-
-        The result is empty if the folder has no sites.
-        """
-        return in_order(self.sites[self.sites != ""])
-
-    @property
-    def full_paths(self) -> list[Path]:
-        """The full path of each image."""
-        return list(map(self.root.joinpath, self.paths))
-
-    def select(self, rows: npt.NDArray[Any]) -> FolderFiles:
-        """Returns the images that `rows` selects.
-
-        `rows` contains positions of images, or a boolean for each image.
-        """
-        return replace(
-            self,
-            paths=self.paths[rows],
-            labels=self.labels[rows],
-            sites=self.sites[rows],
-            users=self.users[rows],
-        )
-
-
-def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
+def find_files(folder: Path, ledger: Path | None = None) -> Records:
     """Finds the images in a folder. If the folder has a manifest, only images in the manifest
     count.
 
@@ -144,7 +64,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
     manifest = manifest_of(folder)
     if manifest.exists():
         files = _files_in_manifest(manifest)
-        if not len(files.paths):
+        if not len(files):
             raise DataFilesMissingError(f"{manifest} lists no image. Add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
@@ -153,7 +73,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> FolderFiles:
     return files
 
 
-def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool) -> FolderFiles:
+def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool) -> Records:
     """Finds the images of declared classes for a private run.
 
     Sites are ignored, and the result may be empty. Whether a file is included depends only on this
@@ -181,14 +101,14 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
     has_user = files.users != ""
     if not by_user:
         has_user[:] = True
-        files = replace(files, users=_names(("",) * len(files.paths)))
+        files = replace(files, users=names_array(("",) * len(files)))
     skipped = list(files.excluded)
     for kind, rows in ((NOT_DECLARED, ~declared), (NO_USER, declared & ~has_user)):
-        skipped += [Entry(kind, PurePosixPath(path)) for path in files.paths[rows]]
+        skipped += [Entry(kind, PurePosixPath(path)) for path in files.values[rows]]
     return replace(files.select(declared & has_user), excluded=tuple(skipped))
 
 
-def with_listed_users(files: FolderFiles, *, private: bool = False) -> FolderFiles:
+def with_listed_users(files: Records, *, private: bool = False) -> Records:
     """Returns files with the users that a file users.csv names, unless their users are known.
 
     Args:
@@ -212,86 +132,27 @@ def with_listed_users(files: FolderFiles, *, private: bool = False) -> FolderFil
             raise DataFilesCorruptError(
                 f"{location} states a second user for {one_line(path)}. Remove the wrong line"
             )
-    found = [listed.get(same_name(path), {}) for path in files.paths]
+    found = [listed.get(same_name(path), {}) for path in files.values]
     if not private:
         if {} in found:
-            path = one_line(files.paths[found.index({})])
+            path = one_line(files.values[found.index({})])
             raise DataFilesCorruptError(f"{file} has no line for the image {path}. Add this line")
         check_splits((row.get("split", "") for row in found), f" in {one_line(file)}")
-    users = _names(row.get("user", "") for row in found)
+    users = names_array(row.get("user", "") for row in found)
     return replace(files, users=users, notes=(*files.notes, *notes))
 
 
-def with_patients(files: FolderFiles) -> FolderFiles:
+def with_patients(files: Records) -> Records:
     """Returns files whose users are the hashed patient IDs of DICOM files (`patient_of`).
 
     Call this only if no list names users: a person listed under another name would count twice.
     """
-    return replace(files, users=_names(read_patients(files.full_paths)))
+    return replace(files, users=names_array(read_patients(files.paths)))
 
 
 def manifest_of(folder: Path) -> Path:
     """Returns the path of the manifest of a folder. A path of a file is returned unchanged."""
     return folder if folder.is_file() else folder / MANIFEST
-
-
-def counted(entries: Iterable[Entry]) -> str:
-    """Describes in one line how many entries there are of each kind, with one example each."""
-    paths: dict[str, list[PurePosixPath]] = {}
-    for kind, path in sorted(entries):
-        paths.setdefault(kind, []).append(path)
-    texts = []
-    for kind, examples in paths.items():
-        more = " …" * (len(examples) > 1)
-        texts.append(f"{kind}: {len(examples)} ({one_line(examples[0])}{more})")
-    return one_line(", ".join(texts), 600)
-
-
-def _names(values: Iterable[str]) -> Names:
-    return np.array(list(values), dtype=object)
-
-
-def check_names(files: FolderFiles) -> None:
-    """Checks that no two names of classes or of sites are spellings of one name, such as "T-shirt"
-    and "t_shirt", and that the names are not those of splits.
-
-    Raises:
-        DataError: two names are spellings of one name, or two names are such as "train" and "test".
-    """
-    for kind, names in (("classes", files.class_names), ("sites", files.site_names)):
-        spellings: dict[str, str] = {}
-        splits: dict[str, str] = {}
-        for name in names:
-            other = spellings.setdefault(folded_name(name), name)
-            if other != name:
-                raise DataError(
-                    f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
-                    "label of one of them"
-                )
-            words = set(words_of(name)) - _WORDS_OF_SPLITS
-            if words and words <= SPLITS.keys():
-                splits.setdefault(SPLITS[min(words)], name)
-        check_splits(splits.values(), kind=kind)
-
-
-def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") -> None:
-    """Checks that all records are of one split.
-
-    Args:
-        names: the names that the data have for their splits.
-        place: where the names are, such as " in manifest.csv".
-        kind: what the names are.
-
-    Raises:
-        DataError: there are several names, and a run would train on the test records.
-    """
-    splits = in_order(names)
-    if len(splits) > 1:
-        raise DataError(
-            f"the {kind} {one_line(', '.join(splits))}{place} are parts of a data set, and a run "
-            "would train on all of them. Pass the training records alone as data.folder, and the "
-            "test records as data.test_folder"
-        )
 
 
 # --------------------------------------------------------------------------------------- folders
@@ -352,7 +213,7 @@ def _kind(file: Path) -> str:
     return file.suffix.lower() or NO_EXTENSION
 
 
-def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
+def _labelled_files(root: Path, entries: Iterable[Entry]) -> Records:
     """Labels each image with the name of the folder that contains the image.
 
     Entries that are not images, and images that are not in a subfolder, become `excluded`.
@@ -364,19 +225,19 @@ def _labelled_files(root: Path, entries: Iterable[Entry]) -> FolderFiles:
             images.append(entry.path)
         else:
             excluded.append(entry)
-    labels = _names(same_name(path.parent.name) for path in images)
-    unknown = _names(("",) * len(images))
-    paths = _names(map(PurePosixPath.as_posix, images))
-    return FolderFiles(root, paths, labels, unknown, unknown, tuple(excluded))
+    labels = names_array(same_name(path.parent.name) for path in images)
+    unknown = names_array(("",) * len(images))
+    paths = names_array(map(PurePosixPath.as_posix, images))
+    return Records(root, paths, labels, unknown, unknown, excluded=tuple(excluded))
 
 
-def _files_in_folders(root: Path, ledger: Path) -> FolderFiles:
+def _files_in_folders(root: Path, ledger: Path) -> Records:
     entries = list_files(root, {root / LEDGERS, ledger})
     depth = _depth(root, entries)
     files = _labelled_files(root, entries)
     sites = files.sites
     if depth == 3:
-        sites = _names(same_name(path.partition("/")[0]) for path in files.paths)
+        sites = names_array(same_name(path.partition("/")[0]) for path in files.values)
     classes = set(files.labels)
     ignored = []
     excluded = []
@@ -408,7 +269,7 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
 # -------------------------------------------------------------------------------------- manifests
 
 
-def _files_in_manifest(file: Path) -> FolderFiles:
+def _files_in_manifest(file: Path) -> Records:
     root = file.parent
     facts: dict[str, tuple[str, str, str]] = {}  # label, site, user
     rows, notes = read_table(file, ("path", "label"), ("site", "user", "split"))
@@ -420,8 +281,8 @@ def _files_in_manifest(file: Path) -> FolderFiles:
             raise DataFilesCorruptError(f"{location} repeats the path {one_line(path)}")
         facts[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(facts)
-    labels, sites, users = (_names(facts[path][fact] for path in paths) for fact in range(3))
-    return FolderFiles(root, _names(paths), labels, sites, users, notes=notes)
+    labels, sites, users = (names_array(facts[path][fact] for path in paths) for fact in range(3))
+    return Records(root, names_array(paths), labels, sites, users, notes=notes)
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:

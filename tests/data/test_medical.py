@@ -25,11 +25,11 @@ from pydicom.pixels import apply_modality_lut, apply_windowing
 from pydicom.sequence import Sequence
 from pydicom.uid import DeflatedExplicitVRLittleEndian, ExplicitVRLittleEndian, JPEGBaseline8Bit
 
-from fedsynth import FolderSettings, load_folder
+from fedsynth import FolderSettings, load_records
 from fedsynth.data.describe import describe_folder
-from fedsynth.data.image_files import read_headers, read_pixels
-from fedsynth.data.load_folder import read_records
-from fedsynth.data.medical_files import Decoding, patient_of
+from fedsynth.data.medical import Decoding, patient_of
+from fedsynth.data.own_data import read_private_records
+from fedsynth.data.pixels import read_headers, read_pixels
 from fedsynth.data.registry import spec_from_json
 from fedsynth.data.shared_set import BYTES, set_facts, shared_set
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
@@ -172,7 +172,7 @@ def test_unusable_windows_are_refused_and_can_be_replaced(tmp_path: Path) -> Non
         assert fault(path).startswith(f"{name} of the DICOM file must be ")
         assert fault(path).endswith(". Set a window with --window CENTER,WIDTH (data.window)")
         with pytest.warns(UserWarning, match="converted"):
-            loaded = load_folder(tmp_path, window="40,400")
+            loaded = load_records(tmp_path, window="40,400")
         assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
     assert "must not be 0" in fault(write_ct(tmp_path / "a.dcm", RescaleSlope=0))
 
@@ -302,25 +302,25 @@ def test_patient_ids_group_images_and_are_not_kept(
     """Only a hash of the ID is kept, and two spellings of an ID are one patient."""
     for name, patient in {"ill/1": "A7", "ill/2": " A7 ", "well/3": "B2"}.items():
         write_ct(tmp_path / f"{name}.dcm", patient)
-    loaded = load_folder(tmp_path)
+    loaded = load_records(tmp_path)
     assert loaded.train.groups.tolist() in ([0, 0, 1], [1, 1, 0])
     assert "A7" not in patient_of(tmp_path / "ill/1.dcm")
     write_ct(tmp_path / "well/4.dcm", "")
     with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
-        assert load_folder(tmp_path).train.groups is None
+        assert load_records(tmp_path).train.groups is None
     (tmp_path / "well/4.dcm").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"skipped in .*\n.*well/4.dcm"):
-        assert len(load_folder(tmp_path, skip_corrupt=True).train.groups.unique()) == 2
+        assert len(load_records(tmp_path, skip_corrupt=True).train.groups.unique()) == 2
     (tmp_path / "well/4.dcm").unlink()
     for path in tmp_path.rglob("*.dcm"):
         write_ct(tmp_path / "north" / path.relative_to(tmp_path), "anonymous")
         path.unlink()
     write_ct(tmp_path / "south/ill/5.dcm", "C3")
     with pytest.warns(UserWarning, match="all 3 images in site north of .* have one patient ID"):
-        assert len(load_folder(tmp_path).train.groups.unique()) == 2
+        assert len(load_records(tmp_path).train.groups.unique()) == 2
     monkeypatch.setitem(sys.modules, "pydicom.pixels", None)
     with pytest.raises(DataError, match=r"Run pip install 'fedsynth\[medical\]'"):
-        load_folder(tmp_path, image_size=8)
+        load_records(tmp_path, image_size=8)
 
 
 def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
@@ -331,10 +331,10 @@ def test_private_runs_skip_dicom_files_without_patient(tmp_path: Path) -> None:
     write_ct(tmp_path / "well/4.dcm", "A")
     declaration = declared_spec(tmp_path)
     notes: list[str] = []
-    records = read_records(tmp_path, declaration, notes.append, by_user=True)
+    records = read_private_records(tmp_path, declaration, notes.append, by_user=True)
     assert (len(records), records.groups.tolist()) == (2, [0, 0])
     assert "images of no known user: 2" in notes[0]
-    assert len(read_records(tmp_path, declaration, notes.append, by_user=False)) == 3
+    assert len(read_private_records(tmp_path, declaration, notes.append, by_user=False)) == 3
 
 
 def test_listed_users_replace_patient_ids(tmp_path: Path) -> None:
@@ -346,12 +346,12 @@ def test_listed_users_replace_patient_ids(tmp_path: Path) -> None:
     (tmp_path / "fedsynth.toml").unlink()
     users = tmp_path / "users.csv"
     users.write_text("path,user\n" + "".join(f"{path},P1\n" for path in paths))
-    assert load_folder(tmp_path).train.groups.tolist() == [0] * 4
+    assert load_records(tmp_path).train.groups.tolist() == [0] * 4
     lines = [f"{path},{path.split('/')[0]}\n" for path in paths]
     (tmp_path / "manifest.csv").write_text("path,label\n" + "".join(lines))
-    assert load_folder(tmp_path).train.groups.tolist() == [0] * 4
+    assert load_records(tmp_path).train.groups.tolist() == [0] * 4
     users.write_text("path,user\nill/0.dcm,P1\nwell/1.dcm,P1\n")
-    records = read_records(tmp_path, declaration, lambda text: None, by_user=True)
+    records = read_private_records(tmp_path, declaration, lambda text: None, by_user=True)
     assert records.groups.tolist() == [0, 0]
 
 
@@ -477,7 +477,7 @@ def test_declared_window_and_slice_are_used(
     assert not {"ill/1", "well/2", NAME} & set(described.toml.split('"'))
     described.path.write_text(described.toml)
     with pytest.warns(UserWarning, match="converted"):
-        loaded = load_folder(tmp_path)
+        loaded = load_records(tmp_path)
     assert (loaded.train.spec.window, loaded.train.spec.slice) == ((40, 400), 0)
     assert np.array_equal(loaded.train.images[0, 0].numpy(), windowed(HOUNSFIELD, 40, 400))
     facts = set_facts(loaded.train.spec, BYTES)
@@ -491,9 +491,9 @@ def test_declared_window_and_slice_are_used(
         assert torch.equal(received.images, loaded.train.images)
     for name, value in {"window": "40,80", "slice": 3}.items():
         with pytest.raises(SettingError, match=f"^data.{name} must be .* declares"):
-            load_folder(tmp_path, **{name: value})
+            load_records(tmp_path, **{name: value})
     described.path.write_text(described.toml.replace("40,400", "40,0"))
     with pytest.raises(DataFilesCorruptError, match=r"images.window"):
-        load_folder(tmp_path)
+        load_records(tmp_path)
     with pytest.raises(SettingError, match=r"data.window must be CENTER,WIDTH"):
         FolderSettings("x", window="40")

@@ -25,12 +25,12 @@ from PIL import Image
 from safetensors.numpy import save_file
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedsynth import FolderSettings, PrivacySettings, from_arrays, load_file, load_folder, resolve
-from fedsynth.data import record_files
+from fedsynth import FolderSettings, PrivacySettings, from_arrays, load_records, resolve
+from fedsynth.data import tables
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.images import record_digests
-from fedsynth.data.load_file import read_own_data, read_test
-from fedsynth.data.record_files import parts_of, read_part
+from fedsynth.data.own_data import read_as, read_own_data
+from fedsynth.data.tables import parts_of, read_part
 from fedsynth.errors import DataError, FedsynthError, SettingError
 from fedsynth.federation.run_data import data_of_run
 from fedsynth.privacy.errors import LedgerError, PrivacySettingError
@@ -93,7 +93,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 def test_formats_give_equal_records(name: str, tmp_path: Path) -> None:
     """Equal hashes let a ledger notice the same records in another file."""
     WRITERS[name](tmp_path / name)
-    loaded = load_file(tmp_path / name, bounds="-8,8")
+    loaded = load_records(tmp_path / name, bounds="-8,8")
     reference = from_arrays(X, Y, loaded.train.spec)
     rows = np.arange(N)
     assert (record_digests(loaded.train, rows, b"") == record_digests(reference, rows, b"")).all()
@@ -120,9 +120,9 @@ def test_medmnist_files_stay_bytes_in_both_axis_orders(tmp_path: Path) -> None:
     assert (loaded.test.labels.tolist(), loaded.test_kind) == ([1], "private")
     assert any("val records" in note for note in notes)
     np.savez(tmp_path / "first.npz", x=expected.numpy(), y=np.arange(6) % 2)
-    assert torch.equal(load_file(tmp_path / "first.npz").train.images, expected)
+    assert torch.equal(load_records(tmp_path / "first.npz").train.images, expected)
     named = replace(loaded.train.spec, class_names=("well", "ill"))
-    test = read_test(str(tmp_path / "med.npz"), named, print, settings.columns)
+    test = read_as(settings, named, print, "test")
     assert test.labels.tolist() == [1]
 
 
@@ -132,21 +132,21 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
     file, labels = tmp_path / "organs.npz", np.arange(6) % 2
     np.savez(file, x=volumes, y=labels)
     with pytest.raises(DataError, match=r"volumes \[9, 9, 9\], not images.* --slice 4"):
-        load_file(file)
+        load_records(file)
     described = describe_folder(FolderSettings(str(file), slice=4), print)
     described.path.write_text(described.toml)
-    train = load_file(file).train
+    train = load_records(file).train
     assert torch.equal(train.images[:, 0], torch.from_numpy(volumes[:, 4]))
-    test = read_test(str(file), train.spec, print, FolderSettings("x").columns)
+    test = read_as(FolderSettings(str(file)), train.spec, print, "test")
     assert torch.equal(test.images, train.images)
     described.path.unlink()
-    other = load_file(file, slice=5).train  # for ledgers, these are the same records
+    other = load_records(file, slice=5).train  # for ledgers, these are the same records
     digests = [record_digests(data, np.arange(6), bytes(8)) for data in (train, other)]
     assert np.array_equal(*digests)
     with pytest.raises(SettingError, match=r"data.slice must be less than 9"):
-        load_file(file, slice=9)
+        load_records(file, slice=9)
     np.savez(file, x=volumes[:, :5], y=labels)
-    assert load_file(file).train.spec.image_shape == (5, 9, 9)
+    assert load_records(file).train.spec.image_shape == (5, 9, 9)
 
 
 @pytest.mark.filterwarnings("ignore:features in")
@@ -197,7 +197,7 @@ def test_unusable_files_raise_one_line_errors(
         write = pa.csv.write_csv if name == "a.csv" else pa.parquet.write_table
         write(pa.table({**columns, **change}), tmp_path / name)
     with pytest.raises(FedsynthError, match=message) as caught:
-        load_file(tmp_path / name, **settings)
+        load_records(tmp_path / name, **settings)
     assert "\n" not in str(caught.value)
 
 
@@ -206,13 +206,13 @@ def test_expanding_arrays_and_tables_are_refused(
 ) -> None:
     """Arrays that are not larger than their file have any size. The declared sizes of a table are
     checked before the columns are read, and the real sizes after it."""
-    monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**16)
+    monkeypatch.setattr(tables, "MAX_EXPANDED_BYTES", 2**16)
     np.savez(tmp_path / "plain.npz", x=np.zeros(2**17, np.uint8))
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(2**17, np.uint8))
     assert parts_of(str(tmp_path / "plain.npz"))["train"].read("x").size == 2**17
     with pytest.raises(DataError, match=r"'x' in .* at most 65,536 bytes\. Split"):
         parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
-    monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**19)
+    monkeypatch.setattr(tables, "MAX_EXPANDED_BYTES", 2**19)
     path = tmp_path / "bomb.parquet"
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
         table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
@@ -228,7 +228,7 @@ def test_parquet_reads_needed_columns_and_stores_repeated_text_once(
     original = pa.parquet.ParquetFile.iter_batches
     read = create_autospec(original, side_effect=original)
     monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", read)
-    monkeypatch.setattr(record_files, "MAX_EXPANDED_BYTES", 2**20)
+    monkeypatch.setattr(tables, "MAX_EXPANDED_BYTES", 2**20)
     rows = 10_000  # 10 MB of text
     table = pa.table({"x": np.zeros(rows), "label": ["a" * 1000] * rows, "note": ["b"] * rows})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
@@ -242,8 +242,8 @@ def test_files_without_labels_or_with_image_paths_are_no_tables(tmp_path: Path) 
     (tmp_path / "list.csv").write_text("Image;label\na.png;ill\n")
     np.savez(tmp_path / "empty.npz")
     with pytest.raises(DataError, match="no column of labels"):
-        load_file(tmp_path / "empty.npz")
-    assert load_folder(tmp_path / "list.csv").train.spec.class_names == ("ill",)
+        load_records(tmp_path / "empty.npz")
+    assert load_records(tmp_path / "list.csv").train.spec.class_names == ("ill",)
 
 
 # ------------------------------------------------------------------------------- private runs
@@ -278,13 +278,13 @@ def test_private_runs_on_files_need_signed_bounds(tmp_path: Path) -> None:
         private(file)
     sign(draft.path, "[]")
     with pytest.raises(SettingError, match=r"must be left unset\. Enter `bounds` under \[images\]"):
-        load_file(file, bounds="-8,8")
+        load_records(file, bounds="-8,8")
     with pytest.raises(DataError, match="need public bounds"):
         private(file, unit="record")
     assert not (tmp_path / "fedsynth-ledger").exists()
     sign(draft.path, "[-8, 8]")
     with pytest.raises(SettingError, match="bounds must be -8,8, as"):
-        load_file(file, bounds="0,1")
+        load_records(file, bounds="0,1")
     with pytest.raises(PrivacySettingError, match="unit must be set"):
         private(file)
     private(file, unit="user")
@@ -368,23 +368,23 @@ def test_stated_names_are_those_of_the_stored_positions(
     data = datasets.Dataset.from_dict(columns, features=datasets.Features(**features, site=sex))
     data.to_parquet(tmp_path / "a.parquet")
     file = place.format(tmp_path)
-    train = load_file(file, bounds="-8,8").train
+    train = load_records(file, bounds="-8,8").train
     assert (train.spec.class_names, train.spec.width) == (names, 1)
     assert train.labels.tolist() == rows.tolist()
     for changed in (data, data.remove_columns("label")):
         changed.to_parquet(tmp_path / "a.parquet")
-        loaded = load_file(file, bounds="-8,8", label_column="sex")
+        loaded = load_records(file, bounds="-8,8", label_column="sex")
         assert loaded.train.spec.class_names == loaded.names == ("female", "male")
         assert loaded.train.labels.tolist() == (rows % 2).tolist()
     other = data.cast_column("label", datasets.ClassLabel(names=list(names[::-1])))
     other.to_parquet(tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r"b\.parquet state different names"):
-        load_file(f"hf:{tmp_path}")
+        load_records(f"hf:{tmp_path}")
     schema = data.select_columns(["f", "label"]).data.schema
     table = pa.table({"f": [0.5, 1], "label": [0, -1]}, schema)
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"numbers from 0 to [0-9]+ of the names .* got -1"):
-        load_file(tmp_path / "a.parquet", bounds="-8,8")
+        load_records(tmp_path / "a.parquet", bounds="-8,8")
 
 
 def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path) -> None:
@@ -403,11 +403,11 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
         pa.parquet.write_table(table, file)
         if message:
             with pytest.raises(DataError, match=message):
-                load_file(file)
+                load_records(file)
     described = describe_folder(FolderSettings(str(file), window="2127.5,255"), print)
     described.path.write_text(described.toml)
-    loaded = load_file(file, test_folder=file)
-    for data in (loaded.train, loaded.test, load_file(file, window="2127.5,255").train):
+    loaded = load_records(file, test_folder=file)
+    for data in (loaded.train, loaded.test, load_records(file, window="2127.5,255").train):
         assert data.images[1, 0].tolist() == [[0, 40], [80, 255]]
     features = datasets.Features(
         {"x": datasets.Array2D((4, 5), "uint8"), "y": datasets.Value("int8")}
@@ -416,7 +416,7 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
     data = datasets.Dataset.from_dict({"x": pixels.tolist(), "y": Y[:6]}, features=features)
     data.to_parquet(tmp_path / "arrays.parquet")
     with pytest.warns(UserWarning, match="features in .*: x; label: y; .*not used: none"):
-        images = load_file(tmp_path / "arrays.parquet").train.images
+        images = load_records(tmp_path / "arrays.parquet").train.images
     assert np.array_equal(images[:, 0].numpy(), pixels)
 
 
@@ -509,22 +509,22 @@ def test_index_of_pandas_is_no_feature_and_roles_have_one_column(
     path = tmp_path / "scans.csv"
     columns = {"label": Y, "patient": PATIENTS, "site": SITES, "f0": X[:, 0], "f1": X[:, 1]}
     pandas.DataFrame(columns).to_csv(path)  # its first column has no name
-    assert load_file(path, bounds="-9,9").train.spec.width == 2
+    assert load_records(path, bounds="-9,9").train.spec.width == 2
     path.write_text(f"sep=,\n{path.read_text()}")
-    assert load_file(path, bounds="-9,9").train.spec.width == 2
+    assert load_records(path, bounds="-9,9").train.spec.width == 2
     with pytest.raises(DataError, match=r"'label,site' is missing .*another .* --label-column"):
-        load_file(path, bounds="-9,9", label_column="label,site")
+        load_records(path, bounds="-9,9", label_column="label,site")
     wide = {f"e{column}": X[:, 0] for column in range(99)}
     for name, wrong in (("patient_id", "patient"), ("Subject ID", "subject"), ("PersonID", "id")):
         table = {**wide, "remark": ["none"] * N, "label": Y, name: PATIENTS}
         pandas.DataFrame(table).to_csv(path, index=False)
-        found = load_file(path, bounds="-9,9").train
+        found = load_records(path, bounds="-9,9").train
         assert (found.spec.width, len(found.groups.unique())) == (99, N // 2)
         with pytest.raises(DataError, match=rf"has .*{name}.*, e2.* with --user-column"):
-            load_file(path, bounds="-9,9", user_column=wrong)
+            load_records(path, bounds="-9,9", user_column=wrong)
     monkeypatch.setitem(sys.modules, "pyarrow.csv", None)
     with pytest.raises(DataError, match=r"needs pyarrow: pip install 'fedsynth\[tables\]'"):
-        load_file(path)
+        load_records(path)
 
 
 @pytest.mark.parametrize(
@@ -545,5 +545,5 @@ def test_identifiers_and_other_facts_are_no_features(
     frame = pandas.DataFrame({"f0": X[:, 0], "acid": X[:, 1], "label": Y, "patient_id": PATIENTS})
     change(frame).to_parquet(tmp_path / "a.parquet")
     with pytest.warns(match=r": f0, acid; label: label; .*user: patient_id; not used: "):
-        loaded = load_file(tmp_path / "a.parquet", bounds="-9,9")
+        loaded = load_records(tmp_path / "a.parquet", bounds="-9,9")
     assert (loaded.train.spec.width, len(loaded.train.groups.unique())) == (2, 30)

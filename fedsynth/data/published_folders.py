@@ -25,8 +25,8 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from fedsynth.data.files import MAX_LIST_BYTES, Split, missing
-from fedsynth.data.image_files import images_in, read_images
 from fedsynth.data.images import Bytes, IntArray
+from fedsynth.data.pixels import images_in, read_images
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.faults import faults_as

@@ -23,11 +23,10 @@ from difflib import get_close_matches
 from functools import cache, partial
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 from zipfile import ZipFile
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.lib import format as npy_format
 
@@ -42,9 +41,9 @@ from fedsynth.data.files import (
     same_name,
     words_of,
 )
-from fedsynth.data.folder_files import FolderFiles, Names, check_names, check_splits
-from fedsynth.data.image_files import read_headers, read_pixels
-from fedsynth.data.medical_files import Decoding
+from fedsynth.data.medical import Decoding
+from fedsynth.data.pixels import read_headers, read_pixels
+from fedsynth.data.records import Array, Names, Records, check_names, check_splits, names_array
 from fedsynth.errors import (
     DataError,
     DataFilesCorruptError,
@@ -54,7 +53,6 @@ from fedsynth.errors import (
 )
 from fedsynth.files import decode_json, open_regular, read_regular
 
-Array = npt.NDArray[Any]
 # The columns of a file by name. Each function reads one column, [N, …].
 Readers = dict[str, Callable[[], Array]]
 
@@ -178,32 +176,6 @@ class Part:
             return array
 
 
-class Records(NamedTuple):
-    """The records of a file.
-
-    Attributes:
-        values: the features [N, …], uint8 or float32.
-        names: the label, site and user of each record. The paths are the numbers of the records.
-        class_names: the names of the classes, in the order that the file or the names state.
-    """
-
-    values: Array
-    names: FolderFiles
-    class_names: tuple[str, ...]
-
-
-def with_classes(files: FolderFiles, class_names: tuple[str, ...]) -> FolderFiles:
-    """Replaces labels 0, 1, … with the names of the classes at these positions.
-
-    Labels that are names, or other numbers, are not changed. If some names are numbers, all labels
-    are names.
-    """
-    numbers = set(map(str, range(len(class_names))))
-    if numbers & set(class_names) or not set(files.labels) <= numbers:
-        return files
-    return replace(files, labels=np.array(class_names, object)[files.labels.astype(np.int64)])
-
-
 def is_record_file(path: str | Path) -> bool:
     """Returns True if a path names an array file, a table or a data set of the hub, and not images.
 
@@ -282,11 +254,12 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
         if column_of(name) == "split":
             place = f" in the column {one_line(name)!r} of {part.place}"
             check_splits(_facts(part, name, len(values)), place)
-    facts = [_facts(part, name, len(values)) for name in roles.values()]
-    facts[2] = np.array(list(map(folded_name, facts[2])), object)
-    files = FolderFiles(Path(part.place), np.arange(len(values)), *facts)  # type: ignore[arg-type]
-    check_names(files)
-    return Records(values, files, part.stated.get(roles["label"]) or files.class_names)
+    labels, sites, users = (_facts(part, name, len(values)) for name in roles.values())
+    users = names_array(map(folded_name, users))
+    stated = part.stated.get(roles["label"], ())
+    records = Records(Path(part.place), values, labels, sites, users, stated)
+    check_names(records)
+    return records
 
 
 def _features(

@@ -1,6 +1,6 @@
 """Decodes image files into arrays of one size. The files are untrusted input.
 
-`medical_files` decodes DICOM and NIfTI files.
+`medical` decodes DICOM and NIfTI files.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from fedsynth.data import medical_files
+from fedsynth.data import medical
 from fedsynth.data.files import missing
 from fedsynth.data.images import Bytes
-from fedsynth.data.medical_files import Decoding, Picture
+from fedsynth.data.medical import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.files import open_regular, read_regular
@@ -92,7 +92,7 @@ def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, st
 def is_image(path: Path) -> bool:
     """Returns True if a file is an image that a user's folder may contain, judged by its name or,
     for DICOM files without an extension, by its first bytes."""
-    return path.suffix.lower() in EXTENSIONS or medical_files.medical_reader(path) is not None
+    return path.suffix.lower() in EXTENSIONS or medical.medical_reader(path) is not None
 
 
 def read_pixels(
@@ -150,7 +150,7 @@ def read_patients(paths: Sequence[Path]) -> list[str]:
     """
 
     def read(path: Path) -> str:
-        return medical_files.patient_of(path) if medical_files.is_dicom(path) else ""
+        return medical.patient_of(path) if medical.is_dicom(path) else ""
 
     patients, _ = _attempt(read, paths)
     return [patient or "" for patient in patients]
@@ -234,7 +234,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 
 
 def _read_header(path: Path) -> ImageHeader:
-    if medical_files.medical_reader(path) is not None:
+    if medical.medical_reader(path) is not None:
         # any window, so that a bad window in the file does not matter to a run with its own
         values = _read_picture(path, Decoding(window=(0.5, 1.0))).values
         return ImageHeader(len(values), values.shape[1], values.ndim == 2)
@@ -255,7 +255,7 @@ def _is_grey(image: Image.Image) -> bool:
 
 def _read_picture(path: Path, decoding: Decoding) -> Picture:
     """Decodes an image file, turned upright, and lists what the decoding lost."""
-    reader = medical_files.medical_reader(path)
+    reader = medical.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:
             return reader(path, decoding)
@@ -263,7 +263,7 @@ def _read_picture(path: Path, decoding: Decoding) -> Picture:
         losses = []
         decoders = str(getattr(image, "tile", ""))  # of Pillow, with the modes of the stored data
         if _has_wide_levels(image) or ";16" in decoders:
-            losses.append(medical_files.BITS_LOST)
+            losses.append(medical.BITS_LOST)
         if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
             losses.append(PAGES_LOST)
         upright = ImageOps.exif_transpose(image)
@@ -272,8 +272,8 @@ def _read_picture(path: Path, decoding: Decoding) -> Picture:
             if upright.mode != "F":
                 window = window or _RANGE_OF_16_BITS
             if window is None:
-                losses.append(medical_files.NO_WINDOW)
-            return Picture(medical_files.scaled(np.asarray(upright), window), tuple(losses))
+                losses.append(medical.NO_WINDOW)
+            return Picture(medical.scaled(np.asarray(upright), window), tuple(losses))
         mode = "L" if _is_grey(upright) else "RGB"
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedsynth import FolderSettings, load_folder
+from fedsynth import FolderSettings, load_records
+from fedsynth.data.declaration import read_declaration
 from fedsynth.data.describe import describe_folder
-from fedsynth.data.folder_settings import read_declaration
-from fedsynth.data.load_folder import site_names
+from fedsynth.data.records import site_names
 from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError
 from tests.data.conftest import png
 from tests.user_files import make_image_folder, write_declaration, write_image
 
 
 def test_sites_become_clients_with_unchanged_pixels(tmp_path: Path) -> None:
-    loaded = load_folder(make_image_folder(tmp_path, per_class=2))
+    loaded = load_records(make_image_folder(tmp_path, per_class=2))
     assert loaded.names == ("north", "south")
     assert [part.tolist() for part in loaded.sites] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert loaded.train.labels.tolist() == [0, 0, 1, 1] * 2
@@ -33,7 +33,7 @@ def test_sites_become_clients_with_unchanged_pixels(tmp_path: Path) -> None:
     assert (loaded.test, loaded.test_kind) == (None, "none")
     for name in ("2", "10", "1"):  # class 10 comes after class 2
         write_image(tmp_path / "classes" / name / "a.png", 1)
-    loaded = load_folder(tmp_path / "classes")
+    loaded = load_records(tmp_path / "classes")
     assert (loaded.train.spec.class_names, loaded.sites) == (("1", "2", "10"), None)
 
 
@@ -41,11 +41,11 @@ def test_mixed_sizes_are_rejected_and_mixed_modes_become_rgb(tmp_path: Path) -> 
     make_image_folder(tmp_path)
     write_image(tmp_path / "north" / "ill" / "tall.png", 9, (40, 20), mode="RGB")
     with pytest.raises(DataError, match=r"2 different sizes. Most are 16×16.*--image-size 16x16 "):
-        load_folder(tmp_path)
-    images = load_folder(tmp_path, image_size="12x10").train.images
+        load_records(tmp_path)
+    images = load_records(tmp_path, image_size="12x10").train.images
     assert list(images.shape[1:]) == [3, 12, 10]
     assert bool((images[0, 0] == images[0, 2]).all())  # a grey image: three equal channels
-    assert load_folder(tmp_path, image_size=16, channels=1).train.images.shape[1] == 1
+    assert load_records(tmp_path, image_size=16, channels=1).train.images.shape[1] == 1
 
 
 def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     pipe.write_bytes(b"not at all")
     message = r"2 of 24 files .*north/well/03.png .*, south/ill/00.png .*data.skip_corrupt=True"
     with pytest.raises(DataFilesCorruptError, match=message):
-        load_folder(tmp_path, image_size=16)
+        load_records(tmp_path, image_size=16)
     with pytest.warns(UserWarning, match=r"skipped in (.|\n)*north/well/03.png"):
-        loaded = load_folder(tmp_path, image_size=16, skip_corrupt=True)
+        loaded = load_records(tmp_path, image_size=16, skip_corrupt=True)
     assert loaded.skipped == ("north/well/03.png", "south/ill/00.png")
     assert [len(part) for part in loaded.sites] == [11, 11]
     assert loaded.train.labels[loaded.sites[1]].tolist() == [0] * 5 + [1] * 6
@@ -66,12 +66,12 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     os.mkfifo(pipe)  # does not block
     message = r"9000×9000, but may .*/ill/00.png \(the path is not a reg"
     with pytest.raises(FedsynthError, match=message):
-        load_folder(tmp_path, image_size=16)
+        load_records(tmp_path, image_size=16)
     pipe.unlink()
     for image in tmp_path.rglob("*.png"):
         image.write_bytes(b"")
     with pytest.raises(DataFilesCorruptError, match="23 of 23 files"):
-        load_folder(tmp_path, image_size=8, skip_corrupt=True)
+        load_records(tmp_path, image_size=8, skip_corrupt=True)
 
 
 def test_skipped_files_determine_nothing(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_skipped_files_determine_nothing(tmp_path: Path) -> None:
     write_image(damaged, 1, (40, 40), mode="RGB")
     damaged.write_bytes(damaged.read_bytes()[:200])
     with pytest.warns(UserWarning, match="west/unsure/1.png"):
-        loaded = load_folder(tmp_path, skip_corrupt=True)
+        loaded = load_records(tmp_path, skip_corrupt=True)
     toml = describe_folder(FolderSettings(str(tmp_path), skip_corrupt=True), print).toml
     assert loaded.train.spec.image_shape == (1, 16, 16)
     assert (loaded.train.spec.class_names, loaded.names) == (("ill", "well"), ("north", "south"))
@@ -107,7 +107,7 @@ def test_invalid_layouts_raise_one_line_errors(
         write_image(path.with_suffix(".png"), 1)
         path.with_suffix(".png").rename(path)
     with pytest.raises(DataError, match=text) as caught:
-        load_folder(tmp_path)
+        load_records(tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -136,10 +136,10 @@ def test_non_image_files_are_counted_and_rejected(tmp_path: Path, name: str) -> 
     damage()
     if message is not None:
         with pytest.raises(DataError, match=rf"{message}.*data.skip_other=True") as caught:
-            load_folder(tmp_path / "scans")
+            load_records(tmp_path / "scans")
         assert "\n" not in str(caught.value)
     with pytest.warns(UserWarning, match=message or "hidden: 1"):
-        loaded = load_folder(tmp_path / "scans", skip_other=True)
+        loaded = load_records(tmp_path / "scans", skip_other=True)
     assert len(loaded.train) == 12 - (name == "ending")
     assert (loaded.left_out == "") == (message is None)
 
@@ -150,17 +150,17 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     make_image_folder(tmp_path / "scans", ("north",))
     (tmp_path / "scans/south").symlink_to(tmp_path / "disk/south")
     (tmp_path / "scans/north/ill/99.png").symlink_to(tmp_path / "disk/south/well/00.png")
-    loaded = load_folder(tmp_path / "scans")
+    loaded = load_records(tmp_path / "scans")
     assert (loaded.names, len(loaded.train)) == (("north", "south"), 25)
     (tmp_path / "scans/north/ill/98.png").hardlink_to(tmp_path / "scans/north/ill/00.png")
     message = r"14 of 26 images .* links to or copies .* as north/ill/98.png of north/ill/00.png"
     with pytest.warns(UserWarning, match=message):
-        load_folder(tmp_path / "scans")
+        load_records(tmp_path / "scans")
     link = tmp_path / "scans" / "west"
     for target in ("disk/south", "scans"):  # a site twice, a loop
         link.symlink_to(tmp_path / target)
         with pytest.raises(DataFilesCorruptError, match="the same folder"):
-            load_folder(tmp_path / "scans")
+            load_records(tmp_path / "scans")
         link.unlink()
 
 
@@ -173,7 +173,7 @@ def test_ledgers_and_hidden_files_are_not_images(tmp_path: Path) -> None:
     for image in (tmp_path / "south" / "ill").iterdir():  # a site may lack a class
         image.unlink()
     with pytest.warns(match=r"empty folders: 1 \(south/ill\).*hidden: 2|hidden: 2.*empty"):
-        assert len(load_folder(tmp_path).train) == 18
+        assert len(load_records(tmp_path).train) == 18
 
 
 # -------------------------------------------------------------------- training and test images
@@ -181,15 +181,15 @@ def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
     """`--data N5`, where N5 contains train/ and test/, would train on the test images."""
     folder = make_image_folder(tmp_path, ("train", "test"))
     with pytest.raises(DataError, match=r"sites test, train are .*data\.test_folder"):
-        load_folder(folder, test_folder=folder / "test")
-    assert len(load_folder(folder / "train", test_folder=folder / "test").test) == 12
+        load_records(folder, test_folder=folder / "test")
+    assert len(load_records(folder / "train", test_folder=folder / "test").test) == 12
     (tmp_path / "scans").mkdir()
     for site, split in (("north", "train"), ("south", "test")):
         (folder / split).rename(tmp_path / "scans" / site)
     (tmp_path / "link").symlink_to(tmp_path / "scans" / "south")
     for test in ("scans", "link"):
         with pytest.raises(DataError, match=r"(12|24) of \1 test images are also training"):
-            load_folder(tmp_path / "scans", test_folder=tmp_path / test)
+            load_records(tmp_path / "scans", test_folder=tmp_path / test)
 
 
 # ---------------------------------------------------------------------------------- manifests
@@ -219,7 +219,7 @@ def test_invalid_tables_raise_one_line_errors(tmp_path: Path, text: str, error: 
     (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
     for size in (None, 8):  # the same error, with and without the search for sizes
         with pytest.raises(DataError, match=error) as caught:
-            load_folder(tmp_path, image_size=size)
+            load_records(tmp_path, image_size=size)
         assert "\n" not in str(caught.value)
 
 
@@ -242,7 +242,7 @@ def test_spreadsheets_are_read(tmp_path: Path, encode: Callable[[str], bytes], n
         write_image(tmp_path / unicodedata.normalize("NFD", path), 1)
         text += f"{path},{label},P{label},S{number}\n"
     (tmp_path / name).write_bytes(encode(text))
-    loaded = load_folder(tmp_path)
+    loaded = load_records(tmp_path)
     assert loaded.train.groups.tolist() == [0, 0, 1, 1]
     assert loaded.train.labels.tolist() == [0, 0, 1, 1]
     assert name == "users.csv" or loaded.names == ("S1", "S2")
@@ -266,26 +266,26 @@ def test_people_are_known_and_other_columns_are_noted(tmp_path: Path, heading: s
         with pytest.warns(
             UserWarning, match=rf"columns of .*{name}.csv that are not used: {unused}$"
         ):
-            assert load_folder(tmp_path).train.groups.tolist() == [0, 0, 1]
+            assert load_records(tmp_path).train.groups.tolist() == [0, 0, 1]
         path.write_text(path.read_text().replace("train", "test", 1))
         with pytest.raises(DataError, match=rf"splits test, train in .*{name}.csv are parts"):
-            load_folder(tmp_path)
+            load_records(tmp_path)
         path.unlink()
 
 
 # -------------------------------------------------------------------------------- declarations
 def test_declaration_determines_image_spec(tmp_path: Path) -> None:
     write_declaration(make_image_folder(tmp_path))
-    loaded = load_folder(tmp_path)
+    loaded = load_records(tmp_path)
     assert loaded.train.spec.name == "clinic"
     assert loaded.train.spec.train_size == 50  # declared, not the 24 of the folder
     assert loaded.declaration.signed_by == "A. Keller, 2026-11-22"
     assert loaded.declaration.ledger == tmp_path / "fedsynth-ledger"
     with pytest.raises(SettingError, match=r"data.image_size must be 16x16, as .* declares"):
-        load_folder(tmp_path, image_size=8)
+        load_records(tmp_path, image_size=8)
     path = tmp_path / "fedsynth.toml"
     path.write_text(path.read_text().replace("channels = 1", "channels = 3"))
-    assert load_folder(tmp_path).train.spec.mean == (0.5,) * 3  # one constant for all channels
+    assert load_records(tmp_path).train.spec.mean == (0.5,) * 3  # one constant for all channels
 
 
 @pytest.mark.parametrize(
@@ -304,22 +304,22 @@ def test_undeclared_sites_and_classes_are_rejected(
         write_image(tmp_path / folder / "1.png", 1)
     write_declaration(tmp_path, sites)
     with pytest.raises(DataError, match=error):
-        load_folder(tmp_path)
+        load_records(tmp_path)
 
 
 def test_wrong_declared_counts_are_rejected(tmp_path: Path) -> None:
     """δ is checked against the declared bound, and a low count indicates an incomplete archive."""
     write_declaration(make_image_folder(tmp_path / "many", per_class=26))
     with pytest.raises(DataError, match=r"more images than .*sizes.most_images"):
-        load_folder(tmp_path / "many")
+        load_records(tmp_path / "many")
     write_declaration(make_image_folder(tmp_path / "few", per_class=3))
     with pytest.raises(DataError, match=r"12 images, but sizes.images .* is 50"):
-        load_folder(tmp_path / "few")
+        load_records(tmp_path / "few")
     write_declaration(make_image_folder(tmp_path / "one"), users=20)
     rows = [f"{p.relative_to(tmp_path / 'one').as_posix()},A" for p in tmp_path.rglob("one/*/*/*")]
     (tmp_path / "one" / "users.csv").write_text("path,user\n" + "\n".join(rows))
     with pytest.raises(DataError, match=r"1 users, but sizes.users .* is 20"):
-        load_folder(tmp_path / "one")
+        load_records(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_proposals_have_rounded_counts_and_no_signature(tmp_path: Path) -> None:
     assert proposal.path == tmp_path / "fedsynth.toml"
     proposal.path.write_text(proposal.toml)
     assert not read_declaration(proposal.path).signed_by
-    assert load_folder(tmp_path).train.spec.class_names == ("ill", "well")
+    assert load_records(tmp_path).train.spec.class_names == ("ill", "well")
 
 
 def test_site_names_are_unique_ledger_names() -> None:
