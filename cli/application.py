@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import signal
 import sys
@@ -80,7 +81,7 @@ NO_TEMPORARY_FOLDER = "No usable temporary directory"  # of Python's tempfile
 BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE has ended
 
 
-class OptionError(FedsynthError):
+class OptionError(FedsynthError, code="options.invalid"):
     """Raised for options that contradict each other, and for an invalid --set or --config."""
 
 
@@ -105,7 +106,8 @@ class OneLineGroup(TyperGroup):
         return code
 
     def invoke(self, ctx: Any) -> Any:
-        with one_line_errors():  # inside `main`, which would turn Ctrl-C into an exit code
+        # inside `main`, which would turn Ctrl-C into an exit code
+        with one_line_errors("--json" in ctx.args):
             return super().invoke(ctx)
 
 
@@ -126,8 +128,10 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(as_json: bool = False) -> Iterator[None]:
     """Prints errors within the block as one line, and ends the program with an exit code.
+
+    If `as_json` is True, it also prints the code and the message as JSON on stdout.
 
     This applies to errors that the user, the file system or a signal caused. Other errors are bugs
     and keep their traceback.
@@ -135,7 +139,10 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except FedsynthError as error:
-        fail(". Also: ".join((str(error), *getattr(error, "__notes__", ()))))
+        text = ". Also: ".join((str(error), *getattr(error, "__notes__", ())))
+        if as_json:
+            print(json.dumps({"error": {"code": error.code, "message": text}}, indent=2))
+        fail(text)
     except BrokenPipeError:  # as in `fedsynth runs | head`
         _discard(sys.stdout)
         _discard(sys.stderr)

@@ -63,7 +63,7 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     if is_unfinished(run):
         from fedsynth.privacy.report.build import write_report
         from fedsynth.results.file_names import LOCK
-        from fedsynth.results.verification import unfinished_report
+        from fedsynth.results.later_reports import unfinished_report
 
         with claim(run / LOCK, OptionError(f"the run in {run} has not ended. Wait until it ends")):
             write_report(unfinished_report(run, ledger=ledger), run)
@@ -92,7 +92,7 @@ def verify(
     key = None if public_key is None else read_public_key(public_key)
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)
-    problems = [*result.problems, *problems]
+    problems = [*map(str, result.problems), *problems]
     for problem in problems[:MAX_PRINTED]:
         print(f"mismatch: {printable(problem)}")
     if len(problems) > MAX_PRINTED:

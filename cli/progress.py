@@ -14,8 +14,8 @@ from rich.table import Table
 
 from fedsynth.cli.application import say
 from fedsynth.config.settings import RunSettings
-from fedsynth.evaluation.classification import MEASURES
-from fedsynth.evaluation.generated import GENERATOR, format_facts
+from fedsynth.evaluation import GENERATOR, MEASURES
+from fedsynth.evaluation.generated import format_facts
 from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
 from fedsynth.results import run_messages

@@ -56,13 +56,14 @@ def runs(
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
     """
-    from fedsynth.results.finished import aligned, differing, overview
+    from fedsynth.experiments.overview import differing, overview
+    from fedsynth.results.finished import aligned
 
     loaded = _loaded(folders or [Path("runs")])
     differences = differing(loaded)
     if as_json:
         rows = [
-            {"run": run.name, "settings": settings, **run.summary}
+            {**run.summary, "run": run.name, "settings": settings}
             for run, settings in zip(loaded, differences, strict=True)
         ]
         print(json.dumps(rows, indent=2, ensure_ascii=False, default=str))
@@ -90,8 +91,8 @@ def plot(
 
     A PNG file needs matplotlib (`fedsynth[plots]`). SVG and HTML files need no other package.
     """
+    from fedsynth.experiments.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.privacy.report.plots import standalone
-    from fedsynth.results.page import AXES, curves, curves_page, curves_svg, write_png
     from fedsynth.validation import check_choice
 
     check_choice(None, "--by", by, tuple(AXES))
@@ -121,7 +122,7 @@ def report(
     and round, fairness, generators, privacy and settings. It is self-contained and loads nothing.
     To show the privacy report of one run to others, use `fedsynth privacy report RUN`.
     """
-    from fedsynth.results.page import runs_page
+    from fedsynth.experiments.page import runs_page
 
     page = runs_page(_loaded(runs), simulation_only=simulation_only)
     write_output(output, page.encode())

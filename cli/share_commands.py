@@ -24,7 +24,7 @@ from fedsynth.cli.privacy_commands import print_dry_run
 from fedsynth.files import expand_home, read_regular, write_output
 
 if TYPE_CHECKING:
-    from fedsynth.simulation.student import Student
+    from fedsynth.sharing.student import Student
 
 ROBUST = "median, trimmed or clip (run.robust)"
 
@@ -122,7 +122,7 @@ def distill(
     Example: `fedsynth distill runs/A runs/B --student resnet18`.
     """
     from fedsynth.cli.progress import show_steps
-    from fedsynth.simulation.student import distil_files
+    from fedsynth.sharing.student import distil_files
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
@@ -289,8 +289,8 @@ def export(
 
     Example: `fedsynth export runs/… --out share`, or `fedsynth export runs/… --onnx model.onnx`.
     """
-    from fedsynth.results.export import export_run
-    from fedsynth.results.onnx_export import export_onnx
+    from fedsynth.sharing.export import export_run
+    from fedsynth.sharing.onnx_export import export_onnx
 
     if out is None and onnx is None:
         raise OptionError("name the folder with --out, or the model's file with --onnx")
@@ -348,7 +348,7 @@ def student(
     from fedsynth.cli.progress import show_steps
     from fedsynth.data.shared_set import load_synthetic
     from fedsynth.results.finished import auroc_text, percent
-    from fedsynth.simulation.student import network_for, real_images, require_place, student_of_set
+    from fedsynth.sharing.student import network_for, real_images, require_place, student_of_set
     from fedsynth.synthesizer.condensation.student import settings_for
 
     keep_large_allocations()
@@ -429,8 +429,8 @@ def fidelity(
     from dataclasses import asdict
 
     from fedsynth.cli.progress import show_steps
-    from fedsynth.simulation.fidelity import fidelity_of_set, synthetic_set
-    from fedsynth.simulation.student import real_images
+    from fedsynth.sharing.fidelity import fidelity_of_set, synthetic_set
+    from fedsynth.sharing.student import real_images
 
     spec = synthetic_set(folder).spec
     test = real_images(spec, chosen["data"], dataset, download=download, note=say)

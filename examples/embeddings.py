@@ -25,7 +25,7 @@ from fedsynth import (
     load_synthetic,
     simulate,
 )
-from fedsynth.results.export import export_run
+from fedsynth.sharing.export import export_run
 
 DIMENSION = 64
 SPEC = DatasetSpec(

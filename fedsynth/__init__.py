@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from fedsynth.models.registry import ModelSettings as ModelSettings
     from fedsynth.models.registry import register_model as register_model
     from fedsynth.privacy.settings import PrivacySettings as PrivacySettings
-    from fedsynth.results.export import export_run as export_run
-    from fedsynth.results.onnx_export import export_onnx as export_onnx
     from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model
-    from fedsynth.simulation.fidelity import fidelity_of_set as fidelity_of_set
+    from fedsynth.sharing.export import export_run as export_run
+    from fedsynth.sharing.fidelity import fidelity_of_set as fidelity_of_set
+    from fedsynth.sharing.onnx_export import export_onnx as export_onnx
+    from fedsynth.sharing.student import student_of_set as student_of_set
     from fedsynth.simulation.simulate import owner_settings as owner_settings
     from fedsynth.simulation.simulate import simulate as simulate
     from fedsynth.simulation.simulate import synthesize as synthesize
-    from fedsynth.simulation.student import student_of_set as student_of_set
     from fedsynth.synthesizer.condensation.student import StudentSettings as StudentSettings
     from fedsynth.synthesizer.condensation.student import train_student as train_student
     from fedsynth.synthesizer.distillation.data_free import DataFreeDistiller as DataFreeDistiller

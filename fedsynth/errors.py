@@ -3,6 +3,12 @@
 Each error has a message of one line, which states what is wrong and what is allowed. The command
 line prints the message and exits with code 2. `fedsynth.privacy.errors` has the errors about
 privacy.
+
+Each error also has a stable `code` for programs, and the message may change. The code of a setting
+is its name, such as "method.ipc", or the name of an argument that is not in config files. The code
+of an invalid upload is "upload.FIELD". Other codes are "area.what", such as "files.lock": the
+definition of the class states the code of most of its errors, and `with_code` the others.
+With --json, the command line prints {"error": {"code": ..., "message": ...}} on stdout.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
@@ -48,10 +54,27 @@ def setting_name(section: str | None, key: str) -> str:
 
 
 class FedsynthError(Exception):
-    """Base class of all errors that a user can cause. The message `str(error)` has one line."""
+    """Base class of all errors that a user can cause. The message `str(error)` has one line.
+
+    >>> DataError("labels are missing").with_code("data.labels")
+    <DataError data.labels: labels are missing>
+    """
+
+    code = "error.unspecified"
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        cls.code = code or cls.code
+
+    def with_code(self, code: str) -> Self:
+        """Returns this error with a code that replaces the code of its class."""
+        self.code = code
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.code}: {self}>"
 
 
-class UnknownNameError(FedsynthError):
+class UnknownNameError(FedsynthError, code="name.unknown"):
     """Raised for an unknown name of a method, data set or model, or an unknown value of a setting.
 
     Args:
@@ -64,12 +87,14 @@ class UnknownNameError(FedsynthError):
         self.section = section
         self.key = key
         super().__init__(text, section, key)
+        if key is not None:
+            self.code = setting_name(section, key)
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
-class SettingError(FedsynthError):
+class SettingError(FedsynthError, code="setting"):
     """Raised for a setting that is outside its range, or that contradicts another setting.
 
     Args:
@@ -92,6 +117,7 @@ class SettingError(FedsynthError):
         if value is not None:
             setting += f"={value}"
         super().__init__(f"{setting} {reason}")
+        self.code = setting_name(section, key)
 
     def of(self, section: str | None, key: str) -> SettingError:
         """Returns a copy of this error that names another setting.
@@ -102,35 +128,35 @@ class SettingError(FedsynthError):
         return type(self)(section, key, self.reason, self.value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.section, self.key, self.reason, self.value)
+        return type(self), (self.section, self.key, self.reason, self.value), self.__dict__
 
 
-class DataError(FedsynthError):
+class DataError(FedsynthError, code="data.invalid"):
     """Raised for images or labels that cannot be used.
 
     Examples are a wrong shape or type, NaN, or a class without examples.
     """
 
 
-class DataFilesMissingError(DataError):
+class DataFilesMissingError(DataError, code="data.missing"):
     """Raised if the files of a data set were not found."""
 
 
-class DataFilesCorruptError(DataError):
+class DataFilesCorruptError(DataError, code="data.damaged"):
     """Raised if the files of a data set exist, but cannot be read in the expected format."""
 
 
-class PartitionError(FedsynthError):
+class PartitionError(FedsynthError, code="partition.impossible"):
     """Raised if the examples cannot be partitioned as requested, for example among more clients
     than examples.
     """
 
 
-class DivergedError(FedsynthError):
+class DivergedError(FedsynthError, code="training.diverged"):
     """Raised if a training or another optimisation diverged to values that are not finite."""
 
 
-class OutputError(FedsynthError):
+class OutputError(FedsynthError, code="files.output"):
     """Raised if a run folder or another file of results cannot be written or used."""
 
 
@@ -140,19 +166,21 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from None
+        raise OutputError(f"cannot write {path}: {error.strerror or error}").with_code(
+            "files.write"
+        ) from None
 
 
-class CheckpointError(FedsynthError):
+class CheckpointError(FedsynthError, code="checkpoint.unusable"):
     """Raised if a run cannot be resumed, because its checkpoint is damaged or belongs to a run with
     other settings or data."""
 
 
-class MessageError(FedsynthError):
+class MessageError(FedsynthError, code="message.invalid"):
     """Raised if a message cannot be sent, or if received bytes are not the expected message."""
 
 
-class UploadRejectedError(FedsynthError):
+class UploadRejectedError(FedsynthError, code="upload"):
     """Raised by the server for an upload that does not have the form that the method requires.
 
     Args:
@@ -166,16 +194,17 @@ class UploadRejectedError(FedsynthError):
         self.reason = reason
         self.diverged = diverged
         super().__init__(field, reason, diverged)
+        self.code = f"upload.{field:.200}"
 
     def __str__(self) -> str:
         return f"{self.field:.200} {self.reason}"
 
 
-class DeviceError(FedsynthError):
+class DeviceError(FedsynthError, code="device.missing"):
     """Raised if the requested device, such as "cuda", does not exist."""
 
 
-class DeviceMemoryError(FedsynthError):
+class DeviceMemoryError(FedsynthError, code="device.memory"):
     """Raised if the memory of the device is too small for the step of one client."""
 
 

@@ -461,7 +461,7 @@ def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
                 raise OutputError(
                     f"another process has held the lock on {path} for {LOCK_SECONDS:g} s. Wait until "
                     f"that process ends, or end the process (fuser {path} shows the process)"
-                ) from None
+                ).with_code("files.lock") from None
         except OSError as error:
             raise OutputError(f"cannot lock {path}: {error}") from error
         time.sleep(PAUSE_SECONDS)

@@ -285,7 +285,7 @@ def _path(value: Any) -> Path:
 Sections = dict[str, dict[str, Any]]
 
 
-class ConfigFileError(FedsynthError):
+class ConfigFileError(FedsynthError, code="files.config"):
     """Raised for a config file that cannot be read, or that contains values outside of all
     sections.
     """

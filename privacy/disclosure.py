@@ -30,7 +30,7 @@ SIMULATION_ONLY = "simulation-only"
 UNACCOUNTED = "unaccounted"
 
 NUMBER = bool | int | float
-COUNT = Annotated[int, Field(ge=0)]
+COUNT = Annotated[int, Field(ge=0, lt=2**63)]
 SHARE = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -98,18 +98,19 @@ def public(reason: str, shape: Any = NUMBER) -> Disclosure:
     return Disclosure(PUBLIC, reason, shape)
 
 
-def simulation_only(reason: str) -> Disclosure:
+def simulation_only(reason: str, shape: Any = Any) -> Disclosure:
     """Declares a value that depends on private data without protection.
 
     Only the operator of a simulation may see such a value.
 
     Args:
         reason: the reason why the value depends on private data.
+        shape: the type of the value.
 
     >>> simulation_only("how long it took").may_be_shown
     False
     """
-    return Disclosure(SIMULATION_ONLY, reason, Any)
+    return Disclosure(SIMULATION_ONLY, reason, shape)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
                 f"layer {name!r} is {type(layer).__name__}, which mixes the examples of a batch. Set "
                 "model.norm=group, or convert a custom model with "
                 "fedsynth.privacy.dpsgd.group_norm_twin"
-            )
+            ).with_code("model.mixes_examples")
 
 
 def group_norm_twin(model: nn.Module) -> nn.Module:
@@ -173,12 +173,12 @@ def check_model(model: nn.Module) -> None:
             raise ForbiddenLayerError(
                 f"layer {name!r} is {type(layer).__name__}, whose masks depend on the position of "
                 "an example in the batch. Remove this layer"
-            )
+            ).with_code("model.dropout")
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
             f"buffer {name!r} would be uploaded without noise, although it may contain statistics "
             "of the data. Remove this buffer"
-        )
+        ).with_code("model.buffer")
 
 
 def dp_sgd(
@@ -315,7 +315,7 @@ def check_example_gradients(
             raise ForbiddenLayerError(
                 f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters. Set "
                 "requires_grad=True"
-            )
+            ).with_code("model.frozen")
     try:
         labels = labels_N.to(x_NCHW.device)
         rows, expected = _gradients_and_expected(model, x_NCHW, labels, loss or cross_entropies)
@@ -327,7 +327,7 @@ def check_example_gradients(
             f"accepts inputs of shape {list(x_NCHW.shape)} and the loss can be called as "
             "loss(model, x, y), replace the layers that "
             "Opacus does not support, for example with fedsynth.privacy.dpsgd.group_norm_twin"
-        ) from error
+        ).with_code("model.gradients_fail") from error
     _check_equal(model, rows, expected)
 
 
@@ -348,7 +348,7 @@ def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None
                 "mixes the examples of a batch, uses the parameter outside its layer, passes the "
                 "layer several inputs or changes its input in place, or the layer has an option "
                 "that Opacus ignores, such as padding_idx"
-            )
+            ).with_code("model.mixes_examples")
 
 
 def _largest(values: Tensor) -> float:
@@ -491,7 +491,7 @@ class ExampleGradients:
                 raise ForbiddenLayerError(
                     f"parameter {name!r} has no per-example gradients. Use the parameter only in "
                     "the layer that owns it, which must return one tensor"
-                )
+                ).with_code("model.parameter")
         blocks = [vectors[p] for p in self._model.parameters()]
         self.blocks = tuple(tuple(v.shape[1] for v in block) for block in blocks)
         return torch.cat(list(chain.from_iterable(blocks)), dim=1)
@@ -508,7 +508,7 @@ class ExampleGradients:
             raise PrivacyError(
                 f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
                 f"got shape {list(losses.shape)}"
-            )
+            ).with_code("model.losses")
         layers, inputs, edges = zip(*uses, strict=True)
         backprops = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
         return [use for use in zip(layers, inputs, backprops, strict=True) if use[2] is not None]
@@ -529,7 +529,7 @@ class ExampleGradients:
                 raise ForbiddenLayerError(
                     f"layer {name!r} must be called with one tensor and return one tensor, each "
                     "with one row for each example"
-                )
+                ).with_code("model.calls")
             calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
 

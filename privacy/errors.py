@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedsynth.errors import FedsynthError, SettingError
 
 
-class PrivacyError(FedsynthError):
+class PrivacyError(FedsynthError, code="privacy.refused"):
     """Base class of errors about privacy.
 
     A setting, a request or a file would break a privacy guarantee, or would lead to a report with a
@@ -20,7 +20,7 @@ class PrivacySettingError(SettingError, PrivacyError):
     """
 
 
-class BudgetExceededError(PrivacyError):
+class BudgetExceededError(PrivacyError, code="budget.exceeded"):
     """Raised if a release would bring a client's ε above the cap. The release is not made.
 
     Args:
@@ -34,14 +34,14 @@ class BudgetExceededError(PrivacyError):
         self.spent = spent
 
 
-class UnaccountedReleaseError(PrivacyError):
+class UnaccountedReleaseError(PrivacyError, code="release.unaccounted"):
     """Raised in a private run if an unprotected value would be sent to the server or shown.
 
     A value is unprotected if it depends on private data and no mechanism has added noise.
     """
 
 
-class UnplannedReleaseError(PrivacyError):
+class UnplannedReleaseError(PrivacyError, code="release.unplanned"):
     """Raised if a step of a method asks for a release that the step may not make.
 
     Either the method did not plan this release for the current exchange with the server, or the
@@ -49,7 +49,7 @@ class UnplannedReleaseError(PrivacyError):
     """
 
 
-class ForbiddenLayerError(PrivacyError):
+class ForbiddenLayerError(PrivacyError, code="model.layer"):
     """Raised if DP-SGD cannot train the model, for example because it has batch norm.
 
     Batch norm mixes the examples of a batch, so clipping each example's gradient would not bound
@@ -57,15 +57,15 @@ class ForbiddenLayerError(PrivacyError):
     """
 
 
-class SigningError(PrivacyError):
+class SigningError(PrivacyError, code="signing.key"):
     """Raised if a run folder cannot be signed or a key cannot be used."""
 
 
-class LedgerError(PrivacyError):
+class LedgerError(PrivacyError, code="ledger.unusable"):
     """Raised if a ledger cannot be read or written, or if it belongs to another data set."""
 
 
-class RequestRefusedError(PrivacyError):
+class RequestRefusedError(PrivacyError, code="request.refused"):
     """Raised if a private client refuses to answer a message from the server.
 
     For example, the message contains numbers that are not finite, has a norm above

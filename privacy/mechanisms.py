@@ -146,7 +146,7 @@ class BudgetEnforcer:
                 raise LedgerError(
                     f"the ledger of client {self.ledger.client!r} was charged with "
                     f"privacy.unit={row.unit}, but this run has {self.unit}. Set the same unit"
-                )
+                ).with_code("ledger.unit")
 
 
 # A tensor that a charged mechanism released. It may be optimised on, cached or uploaded.
@@ -352,7 +352,7 @@ class GaussianSumMechanism:
             raise PrivacyError(
                 f"a release of {release.dimension} coordinates cannot be divided into {groups} "
                 "groups of equal width"
-            )
+            ).with_code("mechanism.groups")
         guard.charge(release)
         self._release = release
         self._groups = groups
@@ -407,12 +407,12 @@ class GaussianSumMechanism:
             raise PrivacyError(
                 "the previous step of the mechanism is still open. Call release() in its thread "
                 "before sample(), or charge a mechanism for each thread"
-            )
+            ).with_code("mechanism.open_step")
         if self.steps_left < 1:
             self._step.release()
             raise PrivacyError(
                 f"the mechanism has already made all {self._release.steps} charged steps"
-            )
+            ).with_code("mechanism.steps")
         self._thread = get_ident()
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
@@ -433,7 +433,7 @@ class GaussianSumMechanism:
         if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
                 f"rows_ND must have shape [N, {self._width}], got {list(rows_ND.shape)}"
-            )
+            ).with_code("mechanism.shape")
         self._sums = sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
             self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, self.sensitivity)
@@ -461,12 +461,12 @@ class GaussianSumMechanism:
             raise PrivacyError(
                 f"the mechanism must have one group of {products.width} coordinates for these "
                 f"products, got {self._groups} groups of {self._width}"
-            )
+            ).with_code("mechanism.products")
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
                 f"the mechanism was charged for a sensitivity of {self.sensitivity:g}, but got "
                 f"vectors of norm up to {products.bound:g}"
-            )
+            ).with_code("mechanism.sensitivity")
         sums = products.sums(None if sample is None else sample.shares)
         self._sums = open_sums.to(sums.device, non_blocking=True) + sums
 
@@ -480,13 +480,13 @@ class GaussianSumMechanism:
         if self._thread != get_ident() or self._sums is None:
             raise PrivacyError(
                 "no step is open in this thread. Call sample() before records are added"
-            )
+            ).with_code("mechanism.no_step")
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
                 "the mechanism protects users, so the user of every row must be known. Pass the "
                 "sample that Units.sample returned"
-            )
+            ).with_code("mechanism.users")
         return self._sums
 
     def release(self) -> Released:
@@ -499,7 +499,9 @@ class GaussianSumMechanism:
         """
         self._refuse_forks()
         if self._thread != get_ident() or self._sums is None:
-            raise PrivacyError("no step is open in this thread. Call sample() before release()")
+            raise PrivacyError(
+                "no step is open in this thread. Call sample() before release()"
+            ).with_code("mechanism.no_step")
         self._users.close(self._sums)
         sums, self._sums = self._sums, None
         self.steps_left -= 1
@@ -514,4 +516,4 @@ class GaussianSumMechanism:
         if self._process != this_process():
             raise PrivacyError(
                 "the mechanism was charged by another process. Charge a new mechanism after a fork"
-            )
+            ).with_code("mechanism.process")

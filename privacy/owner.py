@@ -191,7 +191,7 @@ class DataOwner:
                 f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
                 f"{self.delta:g}), which is the total of all releases. Set a larger total",
                 (self.name, spent, target),
-            )
+            ).with_code("budget.spent")
         number = len(rows) + 1
         sigma = calibrate_noise_multiplier(
             target, self.delta, lambda sigma: [*rows, plan.release(number, sigma, unit=self.unit)]
@@ -233,7 +233,7 @@ class DataOwner:
         if only not in self._charged:
             raise UnplannedReleaseError(
                 f"the mechanism was not charged to data owner {self.name!r}"
-            )
+            ).with_code("release.uncharged")
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
         )

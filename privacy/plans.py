@@ -219,7 +219,7 @@ class ReleaseBudget(Generic[S]):
             raise UnplannedReleaseError(
                 f"release {name!r} must be planned in Method.release_plans. The {self._exchange} "
                 f"exchange has the planned releases {', '.join(self._plans) or 'none'}"
-            )
+            ).with_code("release.unplanned_name")
         return self._plans[name]
 
     @property

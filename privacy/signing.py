@@ -73,7 +73,7 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         raise SigningError(
             f"{path} must be an unencrypted {kind} Ed25519 key in PEM format. The commands openssl "
             "genpkey and openssl pkey create such keys"
-        )
+        ).with_code("signing.format")
     return key
 
 

@@ -20,7 +20,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.data.images import ImageData, from_arrays
 from fedsynth.data.load import ROOT_VARIABLE
 from fedsynth.data.registry import custom_spec
-from fedsynth.evaluation.classification import MEASURES
+from fedsynth.evaluation import MEASURES
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.simulation.simulate import simulate
 from grids.dp_utility import CLIP, FEDDM

@@ -15,7 +15,7 @@ from fedsynth.core.feature_cache import keep_on_disk
 from fedsynth.data.images import ImageData
 from fedsynth.data.load import load_dataset
 from fedsynth.errors import DivergedError
-from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.evaluation import GENERATOR
 from fedsynth.simulation.simulate import simulate
 
 Data = tuple[ImageData, ImageData]

@@ -140,7 +140,7 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
             "clients' images come from this data set. Set method.proxy=noise or name another one"
-        )
+        ).with_code("release.proxy")
 
 
 def fewest(method: Method, taking: int, clients: int, *, private: bool) -> int:

@@ -138,7 +138,7 @@ class _ClientView:
         if not self._budgets:
             raise UnplannedReleaseError(
                 f"release {name!r} was not charged to any client of this group"
-            )
+            ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)
         return [budget.take(name) for budget in self._budgets]
@@ -335,7 +335,7 @@ class PrivateClientView(_ClientView):
                 raise UnplannedReleaseError(
                     f"the clients of this group have different plans for release {name!r}. Get the "
                     "plan of each client with select(position)"
-                )
+                ).with_code("release.different_plans")
         return plan
 
     def mechanisms(self, name: str) -> list[GaussianSumMechanism]:
@@ -364,7 +364,7 @@ class PrivateClientView(_ClientView):
                 raise UnplannedReleaseError(
                     f"the records of client {client} cannot be used with a privacy mechanism that "
                     f"was charged to client {mechanism.owner}"
-                )
+                ).with_code("release.foreign_mechanism")
 
     def class_sums(
         self,

@@ -130,7 +130,7 @@ class Packed:
                 raise MessageError(
                     f"{type(self).__name__}.{f.name} must be a finite number, a tensor, a mapping "
                     f"or None, got {value!r:.80}"
-                )
+                ).with_code("message.value")
         header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         # one entry, because safetensors writes several entries in random order
@@ -154,7 +154,9 @@ class Packed:
             value = _pop_field(what, f.name, header.values, tensors)
             if not _allows(hints[f.name], value):
                 kind_name = type(value).__name__
-                raise MessageError(f"the received field {what} has the wrong type {kind_name}")
+                raise MessageError(
+                    f"the received field {what} has the wrong type {kind_name}"
+                ).with_code("message.type")
             values[f.name] = value
         unused = sorted([*tensors, *header.values])
         if unused:
@@ -236,7 +238,9 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
-        raise MessageError(f"the field {what} is missing in a received message")
+        raise MessageError(f"the field {what} is missing in a received message").with_code(
+            "message.missing"
+        )
     value = values.pop(name)
     if isinstance(value, list):
         mapping = {}

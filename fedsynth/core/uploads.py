@@ -374,14 +374,16 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
         if not value.is_floating_point():
             continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
-            raise RequestRefusedError(f"the field {name} of the server's message is not finite")
+            raise RequestRefusedError(
+                f"the field {name} of the server's message is not finite"
+            ).with_code("request.finite")
         squared += float(value.to(torch.float64).square().sum())
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
             f"the norm of the server's message must be at most max_request_norm={max_norm:g}, "
             f"got {norm:.4g}. The client did not answer and spent no privacy budget"
-        )
+        ).with_code("request.norm")
 
 
 def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -405,7 +407,7 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
         raise RequestRefusedError(
             f"the field {name} of the server's message must be a {dtype} tensor of shape "
             f"{list(shape)}, got {value.dtype} of shape {list(value.shape)}"
-        )
+        ).with_code("request.tensor")
 
 
 def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -427,6 +429,6 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
         raise RequestRefusedError(
             f"the field {name} of the server's message must have the tensors of the client's "
             f"network, but the tensor {odd[0]!r:.80} is missing or unexpected"
-        )
+        ).with_code("request.names")
     for key, reference in expected.items():
         check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

@@ -161,7 +161,7 @@ def read_declaration(path: Path) -> Declaration:
         raise DataFilesCorruptError(
             f"sizes.most_images in {path} must be at least sizes.images "
             f"({declared.sizes.images}), got {upper_bound}"
-        )
+        ).with_code("declaration.sizes")
     ledger = None
     if declared.privacy.ledger:
         ledger = (path.parent / expand_home(declared.privacy.ledger)).absolute()
@@ -188,7 +188,7 @@ def require_signed(declaration: Declaration) -> None:
         raise DataError(
             f"{declaration.path} is not signed. A person must check that every line may be public, "
             "and then enter a name and a date under [signed_off]"
-        )
+        ).with_code("declaration.signature")
 
 
 def require_declared(records: Records, declaration: Declaration) -> None:
@@ -206,13 +206,13 @@ def require_declared(records: Records, declaration: Declaration) -> None:
             raise DataError(
                 f"the folder has the {kind} {one_line(undeclared[0])!r}, but {declaration.path} "
                 f"declares only {one_line(', '.join(declared))}"
-            )
+            ).with_code("declaration.undeclared")
         missing = sorted(set(declared).difference(names))
         if missing:
             raise DataError(
                 f"{declaration.path} declares the {kind} {one_line(missing[0])!r}, but the folder has "
                 f"no image of this {kind}"
-            )
+            ).with_code("declaration.absent")
 
 
 def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
@@ -228,7 +228,7 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
         raise DataError(
             f"there are more images than sizes.most_images in {declaration.path}. Correct this "
             "bound, and sign the file again"
-        )
+        ).with_code("declaration.most_images")
     users = declaration.spec.groups
     if train.groups is not None:
         users = len(train.groups.unique())
@@ -240,7 +240,7 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
             raise DataError(
                 f"there are {count} {key}, but sizes.{key} in {declaration.path} is {declared}. "
                 "Correct this number, and sign the file again"
-            )
+            ).with_code("declaration.sizes")
 
 
 TEST_KINDS = ("public", "private", "none")

@@ -81,7 +81,7 @@ def expanded(folder: str | Path) -> Path:
     if "\0" in name or name.encode(errors="replace").decode() != name:
         raise DataFilesMissingError(
             f"the name of a data folder must be UTF-8 text without zero bytes, got {name!a:.200}"
-        )
+        ).with_code("data.folder_name")
     try:
         return expand_home(folder)
     except FileNotFoundError as error:
@@ -246,14 +246,14 @@ def _positions(
         if column in positions:
             raise DataFilesCorruptError(
                 f"{location} has two columns for the {column}. Remove one of these columns"
-            )
+            ).with_code("data.two_columns")
         if column in required or column in optional:
             positions[column] = position
     if not positions.keys() >= set(required):
         raise DataFilesCorruptError(
             f"{location} must have the columns {' and '.join(required)}, got "
             f"{one_line(', '.join(cells))}"
-        )
+        ).with_code("data.columns")
     return positions
 
 
@@ -269,6 +269,6 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise DataFilesCorruptError(
             f"{location} has the path {one_line(path)}, which leads out of the folder of this file"
-        )
+        ).with_code("data.path")
     row["path"] = path.as_posix()
     return row

@@ -131,14 +131,14 @@ def with_listed_users(files: Records, *, private: bool = False) -> Records:
         if listed.setdefault(path, row)["user"] != row["user"]:
             raise DataFilesCorruptError(
                 f"{location} states a second user for {one_line(path)}. Remove the wrong line"
-            )
-    found = [listed.get(same_name(path), {}) for path in files.values]
+            ).with_code("data.second_user")
+    entries = [listed.get(same_name(path), {}) for path in files.values]
     if not private:
-        if {} in found:
-            path = one_line(files.values[found.index({})])
+        if {} in entries:
+            path = one_line(files.values[entries.index({})])
             raise DataFilesCorruptError(f"{file} has no line for the image {path}. Add this line")
-        check_splits((row.get("split", "") for row in found), f" in {one_line(file)}")
-    users = names_array(row.get("user", "") for row in found)
+        check_splits((row.get("split", "") for row in entries), f" in {one_line(file)}")
+    users = names_array(row.get("user", "") for row in entries)
     return replace(files, users=users, notes=(*files.notes, *notes))
 
 
@@ -179,7 +179,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
             raise DataFilesCorruptError(
                 f"a link makes {one_line(folder)} and {one_line(other)} the same folder. Remove "
                 "the link, because the images in this folder would count twice"
-            )
+            ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
         hidden = set(filter(_is_hidden, names))
@@ -198,7 +198,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
 def _refuse(error: OSError) -> NoReturn:
     raise DataFilesCorruptError(
         f"{one_line(error.filename)} cannot be listed: {one_line(error.strerror)}"
-    )
+    ).with_code("data.unlistable")
 
 
 def _is_hidden(name: str) -> bool:
@@ -258,11 +258,11 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
         raise DataFilesMissingError(
             f"{one_line(root)} has no image ({', '.join(_KINDS)}). Other files: "
             f"{counted(entries) or 'none'}. {_LAYOUT}"
-        )
+        ).with_code("data.no_image")
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
             f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
-        )
+        ).with_code("data.layout")
     return min(images)
 
 
@@ -289,10 +289,10 @@ def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]
     """Returns the spelling of a path that exists: each accent may be composed or not."""
     if (root / path).exists():
         return path
-    found = PurePosixPath()
+    place = PurePosixPath()
     for name in PurePosixPath(path).parts:
-        found /= spellings(root / found).get(same_name(name), name)
-    return found.as_posix()
+        place /= spellings(root / place).get(same_name(name), name)
+    return place.as_posix()
 
 
 def _spellings(folder: Path) -> dict[str, str]:

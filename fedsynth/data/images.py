@@ -88,17 +88,17 @@ class ImageData:
             raise DataError(
                 f"the images of {spec.name} must be {_text(expected)}, got "
                 f"{_text(self.images.dtype)}. from_arrays also accepts other types"
-            )
+            ).with_code("data.dtype")
         if expected.is_floating_point and not _is_scaled(self.images):
             raise DataError(
                 f"the stored values of {spec.name} must be in [0, 1]. from_arrays scales values from "
                 "their bounds"
-            )
+            ).with_code("data.values")
         if self.images.dim() != 4 or self.images.shape[1:] != spec.image_shape:
             raise DataError(
                 f"the images of {spec.name} must have the shape [N, C, H, W] with [C, H, W] = "
                 f"{list(spec.image_shape)}, got {list(self.images.shape)}"
-            )
+            ).with_code("data.shape")
         count = len(self.images)
         if not count and not self.may_be_empty:
             raise DataError(f"{spec.name} must have at least one example")
@@ -250,7 +250,7 @@ def _stacked(dataset: Any) -> tuple[Any, Any]:
         raise DataError(
             "without labels, the data set must yield pairs of an array and a label, all arrays with "
             f"the same shape and type: {' '.join(str(error).split())}"
-        ) from None
+        ).with_code("data.pairs") from None
 
 
 def _of_frame(frame: Any, *columns: Any) -> tuple[Any, ...]:
@@ -264,7 +264,7 @@ def _of_frame(frame: Any, *columns: Any) -> tuple[Any, ...]:
             raise DataError(
                 f"the column {name!r} is missing from the data frame, which has "
                 f"{', '.join(map(str, frame.columns))}"
-            )
+            ).with_code("data.column")
     features = frame[[name for name in frame.columns if name not in names]].to_numpy()
     return features, *(frame[c].to_numpy() if isinstance(c, str) else c for c in columns)
 
@@ -288,7 +288,7 @@ def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str
         raise DataError(
             f"the {what} of {spec.name} must be among {', '.join(names) or 'none'}, got "
             f"{unknown[0][:100]!r}"
-        )
+        ).with_code("data.unknown_label")
     positions = dict(zip(names, range(len(names)), strict=True))
     return np.array(list(map(positions.__getitem__, texts)), np.int64)
 
@@ -311,13 +311,13 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
         raise DataError(
             "examples must be vectors [N, D] or images [N, H, W], [N, C, H, W] or [N, H, W, C], got "
             f"{list(shape)}"
-        )
+        ).with_code("data.shape")
     channels, height, width = (1, 1, 1, *shape[1:])[-3:]
     if channels == height == width > MAX_CHANNELS:
         raise DataError(
             f"the examples are volumes {list(shape[1:])}, not images. Choose a slice of each with "
             f"--slice {height // 2} (data.slice), or take one from the array, x[:, {height // 2}]"
-        )
+        ).with_code("data.volumes")
     return channels, height, width
 
 
@@ -335,7 +335,7 @@ def require_all_classes(data: ImageData) -> None:
         raise DataError(
             f"the training set of {data.spec.name} has no example of {len(absent)} classes, such "
             f"as {data.spec.class_names[absent[0]]}. It must have an example of each class"
-        )
+        ).with_code("data.absent_classes")
 
 
 def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
@@ -424,7 +424,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{what} must be a NumPy array or a tensor of numbers. {' '.join(str(error).split())}"
-        ) from None
+        ).with_code("data.array") from None
 
 
 def _checked_numbers(
@@ -434,7 +434,7 @@ def _checked_numbers(
     if numbers.shape != (count,):
         raise DataError(
             f"the {what} of {spec.name} must have the shape [{count}], got {list(numbers.shape)}"
-        )
+        ).with_code("data.label_shape")
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise DataError(f"the {what} of {spec.name} must be integers, got {_text(numbers.dtype)}")
     wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
@@ -443,7 +443,7 @@ def _checked_numbers(
         raise DataError(
             f"the {what} of {spec.name} must be in [0, {limit}), but {len(wrong)} are outside, "
             f"such as {int(wrong[0])}"
-        )
+        ).with_code("data.label_range")
     return wide
 
 
@@ -452,7 +452,7 @@ def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> N
         raise DataError(
             f"the images of {spec.name} must be {kind} [N, {spec.channels}, H, W], got "
             f"{_text(x.dtype)} {list(x.shape)}"
-        )
+        ).with_code("data.shape")
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
@@ -460,7 +460,7 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
     if bad:
         raise DataError(
             f"the values of {spec.name} must be finite, but {bad} of {x.numel()} are NaN or infinite"
-        )
+        ).with_code("data.finite")
 
 
 def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
@@ -477,7 +477,7 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
         raise DataError(
             f"the pixels of {spec.name} must be in [0, 1] if they are floating point, but "
             f"{outside} of {x.numel()} are outside. For other values, state bounds"
-        )
+        ).with_code("data.pixels")
     return (x.float() * 255).round().to(torch.uint8)
 
 

@@ -53,7 +53,7 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
         raise PartitionError(
             f"{K} clients with {min_size} examples (partition.min_size) need {K * min_size} "
             f"examples, but there are {total}. Lower partition.min_size or partition.clients"
-        )
+        ).with_code("partition.min_size")
     masked = settings.kind == "dirichlet"
     for _ in range(MAX_TRIES):
         counts = dirichlet_once(sizes, settings, rng, masked=masked)
@@ -62,7 +62,7 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
     raise PartitionError(
         f"found no Dirichlet partition in which {K} clients have {min_size} examples, in "
         f"{MAX_TRIES} tries. Raise partition.alpha, or lower partition.min_size or clients"
-    )
+    ).with_code("partition.alpha")
 
 
 def dirichlet_once(
@@ -139,12 +139,12 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
         raise PartitionError(
             f"partition.dominant_classes must be below the number of classes with examples ({C}), "
             f"got {per_client}"
-        )
+        ).with_code("partition.dominant_classes")
     if share <= per_client / C:
         raise PartitionError(
             f"partition.dominant_share must be above {per_client / C:g}, the share in an even "
             f"partition, got {share:g}"
-        )
+        ).with_code("partition.dominant_share")
     holds = _take(_places(clients, per_client, C, rng), clients, per_client, rng)
     dominant = holds * (share * size / per_client)
     remaining = totals - dominant.sum(axis=0)
@@ -154,7 +154,7 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
             f"class {int(present[j])} must have {totals[j] - remaining[j]:.0f} examples for "
             f"partition.dominant_share={share:g}, but has {int(totals[j])}. Lower "
             "partition.dominant_share, or raise partition.dominant_classes or clients"
-        )
+        ).with_code("partition.small_classes")
     rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     counts[:, present] = _rounded(dominant + rest, totals)
@@ -232,12 +232,12 @@ def _held_classes(
     if not 1 <= per_client <= C:
         raise PartitionError(
             f"partition.{setting} is too large, because only {C} classes have examples"
-        )
+        ).with_code("partition.classes")
     if clients * per_client < C:
         raise PartitionError(
             f"{clients} clients with {per_client} classes cannot cover {C} classes. Raise "
             f"partition.clients to {math.ceil(C / per_client)}, or change partition.{setting}"
-        )
+        ).with_code("partition.coverage")
     places = _places(clients, per_client, C, rng)
     short = np.flatnonzero(sizes[present] < places)
     if len(short):
@@ -245,7 +245,7 @@ def _held_classes(
         raise PartitionError(
             f"class {label} has {int(sizes[label])} examples, but {int(places[short[0]])} clients "
             f"need examples of this class. Lower partition.clients or change partition.{setting}"
-        )
+        ).with_code("partition.class_examples")
     holds = _take(places, clients, per_client, rng)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
     for j, label in enumerate(present.tolist()):
@@ -302,7 +302,7 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
     raise PartitionError(
         "some classes are too small for this partition. Lower partition.dominant_share, or raise "
         "partition.dominant_classes or clients"
-    )
+    ).with_code("partition.small_classes")
 
 
 def _ratio(numerator: Floats, denominator: Floats) -> Floats:

@@ -104,7 +104,7 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
         raise DataFilesMissingError(
             f"{spec.name} needs a data folder. Set data.data_root or {ROOT_VARIABLE}. "
             f"{instructions}"
-        )
+        ).with_code("data.no_folder")
     folder = expanded(root)
     try:
         return READERS[spec.name](spec, folder)
@@ -206,14 +206,14 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
         raise DataFilesCorruptError(
             f"{path} is not an idx file of bytes. It must start with {magic.hex()}, but starts "
             f"with '{content[:4].hex()}'"
-        )
+        ).with_code("data.header")
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
             f"{path} must have the {size:,} bytes of data that its header declares (at most "
             f"{max_bytes:,}), got {len(content) - header:,}"
-        )
+        ).with_code("data.size")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
@@ -263,7 +263,7 @@ def _published_bytes(path: Path, md5: str) -> bytes:
         raise DataFilesCorruptError(
             f"{path} is not the published file. The MD5 of that file is {md5}, not {digest}. "
             "Download the data set again"
-        )
+        ).with_code("data.hash")
     return content
 
 

@@ -302,12 +302,12 @@ def _stored_values(data: Any, position: int) -> Array:
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
     shift = 0 if high_bit is None else int(high_bit) + 1 - bits
     data.BitsStored = max(bits, bits + shift)
-    words: Array = pixel_array(data, index=position)
+    stored: Array = pixel_array(data, index=position)
     data.BitsStored = bits
-    if shift < 0 or (words % 2**shift).any():
+    if shift < 0 or (stored % 2**shift).any():
         rule = f"must be {bits - 1}, its stored bits minus 1, got {high_bit:g}"
         raise UnsupportedImageError(f"HighBit of the DICOM file {rule}")
-    return words >> shift
+    return stored >> shift
 
 
 def _use_frame_values(data: Any, position: int) -> None:

@@ -272,7 +272,7 @@ def _split_of(splits: Splits, split: str, place: str) -> str:
         raise DataError(
             f"{one_line(place)} has {' and '.join(sorted(splits))} records, but no {split} records. "
             "Save these records in a file of their own"
-        )
+        ).with_code("data.parts")
     return min(splits)
 
 
@@ -301,7 +301,7 @@ def _images_in(
             raise DataError(
                 f"{problem}. Remove these files, convert them to PNG, or skip them with "
                 "--skip-other (data.skip_other=True)"
-            )
+            ).with_code("data.other_files")
         note(f"{problem}. These files are skipped")
     if settings.skip_corrupt:
         _, faults, _ = read_pixels(files.paths, 1, 1, 1, decoding)
@@ -357,7 +357,7 @@ def _check_disjoint(train: Records, test: Records, *, note: Note) -> None:
             raise DataError(
                 f"{len(shared)} of {len(test)} test images are also training images, such as "
                 f"{one_line(min(shared))}. Use a test folder without training images"
-            )
+            ).with_code("data.shared_images")
     note_shared_users(train, test, note)
 
 
@@ -438,7 +438,7 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
                 f"the images in {settings.folder} have {len(sizes)} different sizes. Most are "
                 f"{height}×{width}. Set a common size, such as --image-size {height}x{width} "
                 "(data.image_size)"
-            )
+            ).with_code("data.sizes")
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
     return channels, *size
@@ -464,7 +464,7 @@ def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = 
             f"the values in {one_line(records.root)} are not bytes, so they need public bounds that "
             "you know without these data. Fill in `bounds` in the declaration or, without a "
             "declaration, set data.bounds (--bounds=-8,8)"
-        )
+        ).with_code("data.bounds")
     values = _slices(records.values, spec.slice)
     records = with_classes(records, spec.class_names)
     groups = records.users if records.users.any() else None
@@ -492,12 +492,12 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
         raise DataError(
             f"the folder {files.root} has the class {one_line(undefined[0])!r}, which the data set "
             f"{spec.name} does not have"
-        )
+        ).with_code("data.unknown_class")
     if spec.channels not in (1, 3):
         raise DataError(
             f"the data set {spec.name} must have 1 or 3 channels to be read from image files, got "
             f"{spec.channels}"
-        )
+        ).with_code("data.channels")
     decoding = Decoding(spec.window, spec.slice)
     images, faults, losses = read_pixels(files.paths, *spec.image_shape, decoding)
     if faults and not private:
@@ -550,7 +550,7 @@ def _refuse_faults(files: Records, faults: dict[int, str]) -> NoReturn:
         f"{len(faults)} of {len(files)} files in {files.root} cannot be read, such as "
         f"{', '.join(_descriptions(files, faults)[:5])}. Repair or remove these files, or skip "
         "them with --skip-corrupt (data.skip_corrupt=True)"
-    )
+    ).with_code("data.unreadable_images")
 
 
 def _descriptions(files: Records, faults: dict[int, str]) -> list[str]:

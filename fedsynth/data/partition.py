@@ -67,7 +67,7 @@ def partition(
         raise PartitionError(
             "the partition 'given' needs the positions of each client's examples. Pass them to "
             "simulate(parts=...)"
-        )
+        ).with_code("partition.given")
     if settings.subset < 1:
         subset = _subset(y, settings)
         if domains is not None:
@@ -80,7 +80,7 @@ def partition(
         raise PartitionError(
             f"partition.clients must be at most the number of examples ({len(y)}), got "
             f"{settings.clients}"
-        )
+        ).with_code("partition.clients")
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == NATURAL:
         return _of_groups(domains if groups is None else groups, settings, rng)
@@ -128,7 +128,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
             raise PartitionError(
                 f"the positions of client {client} must be a vector of whole numbers, got "
                 f"{indices.dtype} {indices.shape}"
-            )
+            ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(f"the positions of client {client} must be in [0, {examples})")
         indices = indices.astype(np.int64)
@@ -136,7 +136,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
             raise PartitionError(
                 f"client {client} has an example twice, or an example of another client. Each "
                 "example may occur once"
-            )
+            ).with_code("partition.overlap")
         assigned[indices] = True
 
 
@@ -161,13 +161,13 @@ def _of_domains(
     if domains is None:
         raise PartitionError(
             "the partition 'domain' needs a data set with domains. Choose another partition"
-        )
+        ).with_code("partition.domain")
     present = np.unique(domains)
     if settings.clients % len(present):
         raise PartitionError(
             f"partition.clients must be a multiple of the number of domains ({len(present)}), got "
             f"{settings.clients}"
-        )
+        ).with_code("partition.domains")
     parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
     for number, domain in enumerate(present):
         positions = rng.permutation(np.flatnonzero(domains == domain))
@@ -183,13 +183,13 @@ def _of_groups(
         raise PartitionError(
             "the partition 'natural' needs a data set with groups, such as femnist. Choose another "
             "partition"
-        )
+        ).with_code("partition.natural")
     present = np.unique(groups)
     if settings.clients > len(present):
         raise PartitionError(
             f"partition.clients must be at most the number of groups ({len(present)}), got "
             f"{settings.clients}"
-        )
+        ).with_code("partition.groups")
     chosen = np.sort(rng.permutation(present)[: settings.clients])
     order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group
     _, first = np.unique(groups[order], return_index=True)
@@ -217,7 +217,7 @@ def users_of(data: ImageData) -> IntArray:
             f"{data.spec.name} must state the user of each record, because the run protects users. "
             "Name their column with --user-column, pass groups= to from_arrays, or put a file "
             f"{USERS_FILE} next to the image folders"
-        )
+        ).with_code("data.users")
     users: IntArray = data.groups.cpu().numpy()
     return users
 
@@ -242,7 +242,7 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
                     "for users would not hold. Set partition.kind=iid and partition.clients=1, or "
                     "run `fedsynth synthesize`. Other names for the user at each client would make "
                     "ε hold at each client separately"
-                )
+                ).with_code("partition.users")
 
 
 def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:

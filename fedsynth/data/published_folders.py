@@ -67,7 +67,7 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         raise DataFilesCorruptError(
             f"{wnids} must list {spec.classes} different WordNet numbers such as n01443537. "
             "Unpack the data set again"
-        )
+        ).with_code("data.wordnet")
     train = []
     for label, name in enumerate(names):
         train += _files_of_class(folder / "train" / name / "images", label)
@@ -83,7 +83,7 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
             raise DataFilesCorruptError(
                 f"line {number} of {annotations} must be a file name, a tab and a WordNet number "
                 f"that is in wnids.txt, got {line[:80]!r}"
-            )
+            ).with_code("data.line")
     if not test:
         raise DataFilesCorruptError(f"{annotations} lists no image. Unpack the data set again")
     return _load(train, spec), _load(test, spec)
@@ -169,7 +169,7 @@ def read_domainnet_list(
             raise DataFilesCorruptError(
                 f"line {number} of {path} must be '{spec.domains[domain]}/CLASS/FILE NUMBER', got "
                 f"{line[:80]!r}"
-            )
+            ).with_code("data.line")
     return files
 
 
@@ -261,7 +261,7 @@ def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
             writer = one_line(repr(duplicates[0]), 80)
             raise DataFilesCorruptError(
                 f"{path} contains writer {writer}, as does another file. Create the files again"
-            )
+            ).with_code("data.writer")
         writers.update(file_writers)
     return writers
 
@@ -281,7 +281,7 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
         if set(map(len, data.x)) != {pixels} or len(data.x) != len(data.y):
             raise DataFilesCorruptError(
                 f"{writer} must have images with {pixels} numbers, and as many labels"
-            )
+            ).with_code("data.writer_images")
         images = np.rint(255 * np.array(data.x)).astype(np.uint8)
         writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))
     return writers

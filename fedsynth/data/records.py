@@ -154,10 +154,10 @@ def check_names(records: Records) -> None:
                 raise DataError(
                     f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
                     "label of one of them"
-                )
-            words = set(words_of(name)) - _WORDS_OF_SPLITS
-            if words and words <= SPLITS.keys():
-                splits.setdefault(SPLITS[min(words)], name)
+                ).with_code("data.names")
+            tokens = set(words_of(name)) - _WORDS_OF_SPLITS
+            if tokens and tokens <= SPLITS.keys():
+                splits.setdefault(SPLITS[min(tokens)], name)
         check_splits(splits.values(), kind=kind)
 
 
@@ -178,7 +178,7 @@ def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") ->
             f"the {kind} {one_line(', '.join(splits))}{place} are parts of a data set, and a run "
             "would train on all of them. Pass the training records alone as data.folder, and the "
             "test records as data.test_folder"
-        )
+        ).with_code("data.splits")
 
 
 def note_shared_users(train: Records, test: Records, note: Note) -> None:

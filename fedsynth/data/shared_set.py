@@ -125,7 +125,7 @@ def load_synthetic(folder: str | Path) -> SharedSet:
     if not (root / SUMS).is_file():
         raise DataFilesMissingError(
             f"{one_line(root)} is not a synthetic set, because the file {SUMS} is missing"
-        )
+        ).with_code("files.synthetic_set")
     check_hashes(root)
     return read_set(root / TENSORS)
 

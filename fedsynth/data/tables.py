@@ -65,8 +65,8 @@ MAX_ARRAY_BYTES = 2**34
 # The size limit of decompressed data that are larger than their file.
 MAX_EXPANDED_BYTES = 2**31
 
-_WORDS = "|".join(SPLITS)
-_SPLIT = re.compile(rf"({_WORDS})[_./-](.+)|(.+)[_./-]({_WORDS})", re.IGNORECASE)
+_SPLIT_NAMES = "|".join(SPLITS)
+_SPLIT = re.compile(rf"({_SPLIT_NAMES})[_./-](.+)|(.+)[_./-]({_SPLIT_NAMES})", re.IGNORECASE)
 _FEATURES = ("x", "images", "image", "features", "embeddings", "embedding", "data")
 # The headings of columns with a meaning, each with the name of its role.
 _ROLES = {name: role for name, role in HEADINGS.items() if role != "path"}
@@ -112,8 +112,8 @@ class Part:
             DataError: a chosen column does not exist.
         """
         names = filter(None, map(str.strip, chosen.split(",")))
-        if found := [self._existing(name, "feature-columns") for name in names]:
-            return found
+        if columns := [self._existing(name, "feature-columns") for name in names]:
+            return columns
         if self.numbers is not None:
             return list(self.numbers)
         folded = {name.casefold(): name for name in self.readers}
@@ -136,7 +136,7 @@ class Part:
             raise DataError(
                 f"{self.place} has several columns that may be the {role}: "
                 f"{one_line(', '.join(usual))}. Choose one with --{role}-column"
-            )
+            ).with_code("data.several_columns")
         return "".join(usual)
 
     def _existing(self, name: str, option: str) -> str:
@@ -147,7 +147,7 @@ class Part:
             raise DataError(
                 f"the column {one_line(name)!r} is missing from {self.place}, which has "
                 f"{self.listed(name)}. Name another column with --{option}"
-            )
+            ).with_code("data.column")
         return name
 
     def listed(self, column: str) -> str:
@@ -248,7 +248,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
         raise DataError(
             f"{part.place} has no column of labels, but {part.listed('label')}. Name it with "
             "--label-column"
-        )
+        ).with_code("data.label_column")
     values = _features(part, columns["feature"], roles, note)
     for name in sorted(part.readers.keys() - set(roles.values())):
         if column_of(name) == "split":
@@ -274,13 +274,13 @@ def _features(
             raise DataError(
                 f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
                 "name the features with --feature-columns"
-            )
+            ).with_code("data.column_values")
     columns = {name: part.read(name) for name in names}
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
             f"{part.place} needs features that are numbers. Name one of its columns "
             f"({part.listed('features')}) with --feature-columns"
-        )
+        ).with_code("data.features")
     if part.numbers is not None:
         uses = {f"features in {part.place}": ", ".join(columns), **roles}
         uses["not used"] = ", ".join(unused)
@@ -294,7 +294,7 @@ def _features(
         raise DataError(
             f"the features of {part.place} must be one array, or columns of the same length, got "
             f"{one_line(shapes)}. Name some of them with --feature-columns"
-        )
+        ).with_code("data.features_shape")
     return np.column_stack(list(columns.values()))
 
 
@@ -307,7 +307,7 @@ def _facts(part: Part, name: str, count: int) -> Names:
     if len(facts) != count:
         raise DataError(
             f"{what} must have a value for each of the {count} records, got {len(facts)}"
-        )
+        ).with_code("data.record_count")
     return facts
 
 
@@ -330,7 +330,7 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
             raise DataError(
                 f"{what} must have the numbers from 0 to {len(stated) - 1} of the names that the "
                 f"file states, got {wrong[0]}. Remove rows without a name"
-            )
+            ).with_code("data.label_numbers")
         return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
         raise DataError(f"{what} must have a number or text in every row, not several values")
@@ -445,7 +445,7 @@ def _optional(module: str, extra: str) -> Any:
     except ImportError:
         raise DataError(
             f"this data needs {module.partition('.')[0]}: pip install 'fedsynth[{extra}]'"
-        ) from None
+        ).with_code("data.package") from None
 
 
 def _parquet_schema(path: Path) -> Any:
@@ -626,7 +626,7 @@ def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
         raise DataError(
             f"{one_line(folder)} has several data sets, in {one_line(', '.join(sorted(places)))}. "
             f"Name one of them, such as {HUB}NAME/{one_line(min(places - {'.'}))}"
-        )
+        ).with_code("data.several_sets")
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
     place = one_line(folder)
@@ -641,7 +641,7 @@ def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
             raise DataError(
                 f"{one_line(paths[0])} and {one_line(path)} state different names of classes. Write "
                 "both files from one data set"
-            )
+            ).with_code("data.class_names")
     return parts[0]
 
 

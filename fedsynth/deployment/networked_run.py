@@ -31,9 +31,10 @@ from fedsynth.files import write_whole
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.figures import Event
 from fedsynth.results.active_run import ActiveRun
+from fedsynth.results.charges import rebuild_plan
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
 from fedsynth.results.file_names import SERVED
-from fedsynth.results.private_run import read_start, rebuild_plan
+from fedsynth.results.private_run import read_start
 from fedsynth.results.report_facts import headline
 from fedsynth.results.run_folder import CHECKPOINT, RunFolder
 from fedsynth.validation import to_toml

@@ -45,7 +45,7 @@ from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.finished import is_unfinished
-from fedsynth.results.verification import OWNER, owner_report
+from fedsynth.results.later_reports import OWNER, owner_report
 
 LOCK = ".answering"
 # The text that a server receives for every error that its own message did not cause.
@@ -145,7 +145,7 @@ class DatasetPart:
 Source = ClassFolders | DatasetPart
 
 
-class RecordsError(FedsynthError):
+class RecordsError(FedsynthError, code="records.unusable"):
     """Raised if the owner's records, or the ledger of these records, cannot be used for a run."""
 
 

@@ -32,7 +32,7 @@ from fedsynth.privacy.ledger.ledger import History
 REFUSAL_SECONDS = 10.0
 
 
-class TooFewClientsError(FedsynthError):
+class TooFewClientsError(FedsynthError, code="clients.few"):
     """Raised if fewer clients have joined than the quorum requires."""
 
 
@@ -146,7 +146,7 @@ class NodeBackend(protocol.Backend):
         if number not in self._numbers:
             raise MessageError(
                 f"the client's number must be below {len(self._numbers)}, got {number!s:.20}"
-            )
+            ).with_code("message.client")
         client_of_node = self.connection.clients
         if client_of_node and client_of_node.get(node) != number:
             raise MessageError(f"the key of the node is not the key of client {number}")
@@ -330,7 +330,7 @@ class NodeBackend(protocol.Backend):
             raise MessageError(
                 f"the answer must be from client {number} to request {self._request}, got "
                 f"(client, request) = {stated!r:.80}"
-            )
+            ).with_code("message.sender")
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
             raise MessageError(f"the client reports an error: {frame.facts.get('text')!s:.200}")
         if "history" in frame.facts:

@@ -19,9 +19,9 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import NAME, write_report
 from fedsynth.privacy.report.figures import RunStart
 from fedsynth.results.file_names import CONFIG
+from fedsynth.results.later_reports import OWNER, owner_report
 from fedsynth.results.report_facts import start_facts
 from fedsynth.results.run_folder import PRIVATE_START
-from fedsynth.results.verification import OWNER, owner_report
 from fedsynth.validation import to_toml
 
 

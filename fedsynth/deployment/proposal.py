@@ -118,7 +118,7 @@ def served_proposal(folder: Path) -> Proposal:
     if not file.is_file():
         raise CheckpointError(
             f"{folder} has no {SERVED}, so no server began it. Name an interrupted run of a server"
-        )
+        ).with_code("checkpoint.server")
     with damage_is_named(file):
         return Proposal.from_json(load_json(file))
 

@@ -317,7 +317,7 @@ class Session:
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
                 f"the round must be between 1 and {rounds}, got {question.round!s:.20}"
-            )
+            ).with_code("request.round")
         if runtime.number not in participants:
             raise RequestRefusedError(f"this client does not take part in round {question.round}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
@@ -326,7 +326,7 @@ class Session:
             raise RequestRefusedError(
                 f"the participants in the server's request for round {question.round} differ from "
                 "those that the run's settings select"
-            )
+            ).with_code("request.participants")
         return replace(
             runtime.context, note=self._place.say, round=question.round, participants=participants
         )
@@ -373,7 +373,7 @@ class Session:
         if limited and (step in self.state.steps or attempts >= self._max_attempts):
             raise RequestRefusedError(
                 f"this client has already answered the {exchange} exchange of round {context.round}"
-            )
+            ).with_code("request.repeated")
 
         def reply() -> Message | Refusal:
             self.state.steps.add(step)

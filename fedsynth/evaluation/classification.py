@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedsynth.evaluation import MEASURES
+
 # The names of the measures, in the order of `classification_measures`.
-MEASURES = ("balanced_accuracy", "auroc", "f1", "calibration_error")
 # The number of bins of the calibration error, as in Guo et al. 2017.
 CALIBRATION_BINS = 15
 

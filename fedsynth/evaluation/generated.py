@@ -28,18 +28,13 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fedsynth.seeding import torch_generator
 
-GENERATOR = "generator"  # the key of these measures in the metrics of a round
-# The type of the dictionary that `describe` returns.
-GeneratorFacts = dict[
-    Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
-]
 # Number of images in a tally. With 256 images, the entropy of 26 equally frequent classes is
 # underestimated by only about 0.05 nats.
 TALLIED = 256

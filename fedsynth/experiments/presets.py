@@ -78,7 +78,7 @@ _PARTITIONS: tuple[tuple[str, Mapping[str, str]], ...] = (
 )
 
 
-class PresetError(FedsynthError):
+class PresetError(FedsynthError, code="preset.invalid"):
     """Raised if a preset or a cell does not exist, is invalid or cannot be run."""
 
 

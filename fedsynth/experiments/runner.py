@@ -269,7 +269,7 @@ def _busy(place: Path) -> OutputError:
     return OutputError(
         f"another sweep, or a run of a killed sweep, is active in {place.parent} (process id "
         f"{active or 'unknown'}). Wait until it ends"
-    )
+    ).with_code("sweep.lock")
 
 
 def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:

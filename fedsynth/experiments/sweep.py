@@ -39,7 +39,7 @@ Values = Mapping[str, Any]
 Sections = Mapping[str, Mapping[str, Any]]
 
 
-class SweepError(FedsynthError):
+class SweepError(FedsynthError, code="sweep.invalid"):
     """Raised for a sweep file that is invalid."""
 
 
@@ -110,7 +110,7 @@ def read_sweep(file: Path) -> Sweep:
     if file.name == CONFIG:
         raise SweepError(
             f"{file} has the name of a run's settings. Copy what you trust to a new file"
-        )
+        ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
     grid = sections.pop("grid", {})

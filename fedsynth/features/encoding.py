@@ -378,7 +378,7 @@ def _require_private(folder: Path) -> None:
         raise OutputError(
             f"the cache {one_line(folder)} must be a folder that only you can open, because vectors "
             "are as private as images. Run chmod 700, or name a new folder"
-        )
+        ).with_code("files.permissions")
 
 
 def clear_cache(folder: str | Path) -> int:

@@ -238,4 +238,4 @@ def _refused(place: tuple[str | None, str], name: str, reason: str) -> SettingEr
 
 
 def _wrong_weights(reason: str) -> SettingError:
-    return SettingError(None, "the file of weights", reason)
+    return SettingError(None, "the file of weights", reason).with_code("files.weights")

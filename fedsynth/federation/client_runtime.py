@@ -281,7 +281,7 @@ class ClientRuntime:
         if type(sigma) is not float or not 0 < sigma < math.inf:
             raise RequestRefusedError(
                 f"the server's noise multiplier must be above 0 and finite, got {sigma!r:.80}"
-            )
+            ).with_code("request.noise")
         plan = PrivacyPlan.checked(self.settings, self.context)
         if self.remote and not self.method.requires_secure_sum:
             check_own_noise(plan.plans)
@@ -290,7 +290,7 @@ class ClientRuntime:
             raise RequestRefusedError(
                 f"the server's noise multiplier must be privacy.noise_multiplier={stated:.6g}, got "
                 f"{sigma:.6g}"
-            )
+            ).with_code("request.stated_noise")
         return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:

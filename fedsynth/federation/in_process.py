@@ -181,6 +181,11 @@ class InProcess:
     def histories(self) -> list[History]:
         return [client.ledger.history() for client in self.clients if client.ledger is not None]
 
+    def note_files(self, sha256: str) -> None:
+        for client in self.clients:
+            if client.ledger is not None:
+                client.ledger.note_files(sha256)
+
     def client_states(self, clients: Iterable[int]) -> Iterator[ClientState]:
         for number in clients:
             yield self.clients[number].client_state  # which may be in a file

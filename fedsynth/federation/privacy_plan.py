@@ -113,7 +113,7 @@ class PrivacyPlan:
                 f"privacy.epsilon={privacy.epsilon:g} cannot be guaranteed, because the ledgers in "
                 f"{privacy.ledger} contain a release without a guarantee: {reasons[0]}. Set only "
                 "privacy.noise_multiplier"
-            )
+            ).with_code("release.ledger")
         if privacy.noise_multiplier is None:
             privacy = replace(privacy, noise_multiplier=plan._calibrated())
         return replace(plan, privacy=privacy)
@@ -180,7 +180,7 @@ class PrivacyPlan:
             raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name} changes a planned release in round {number}. "
                 "Method.round_plans may only omit some of the planned releases"
-            )
+            ).with_code("release.changed_plan")
         return planned
 
     @property
@@ -258,14 +258,14 @@ class PrivacyPlan:
             raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name} must plan {len(planned)} releases for client "
                 f"{client}, got {len(plans)}"
-            )
+            ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)
             if new != allowed or new.steps > plan.steps:
                 raise errors.UnplannedReleaseError(
                     f"method {self.run.method.name} may change only the dimension of release "
                     f"{plan.name!r} for client {client} and reduce its steps, got {new}"
-                )
+                ).with_code("release.changed_plan")
         return plans
 
     def client_rows(
@@ -405,7 +405,7 @@ class PrivacyPlan:
                 f"privacy.epsilon={target:g} is the total ε of all runs on the same records, and "
                 f"earlier runs of a client have spent ε = {spent_epsilon:.4g}, so nothing is left. "
                 "Set a larger total"
-            )
+            ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency
         )

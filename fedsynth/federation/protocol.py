@@ -190,6 +190,10 @@ class Backend(Protocol):
         Clients without a ledger are left out.
         """
 
+    def note_files(self, sha256: str) -> None:
+        """Writes the hash of a finished run's files into the ledgers. Only simulations can do it."""
+        return
+
     def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:
         """Yields what these clients keep between rounds. Only simulations support this."""
         return ()

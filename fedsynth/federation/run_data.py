@@ -69,12 +69,12 @@ def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:
                 raise DataError(
                     "training and test data must have the same specification, got "
                     f"{train.spec.name!r} and {test.spec.name!r}"
-                )
+                ).with_code("data.spec")
             return train, test
     raise DataError(
         "data must be a tuple (train, test) of arrays from fedsynth.from_arrays, or the result of "
         f"fedsynth.load_records, got {type(data).__name__}"
-    )
+    ).with_code("data.type")
 
 
 def note_shared_records(train: ImageData, test: ImageData, note: Note) -> None:
@@ -288,7 +288,7 @@ def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunDa
             raise DataError(
                 "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) "
                 "to from_arrays"
-            )
+            ).with_code("data.spec")
         check_unit(settings.privacy, train.spec, has_users=train.groups is not None)
     kind = test_kind or (PUBLIC if is_published(train.spec) else PRIVATE)
     return RunData(replace(settings, dataset=train.spec.name), train, test, kind)
@@ -312,7 +312,7 @@ def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunDat
         raise PartitionError(
             f"the folder of data set {name} has no sites (SITE/CLASS/files, or a column of a file). "
             "Set partition.kind and partition.clients to divide the images among clients"
-        )
+        ).with_code("partition.sites")
     return replace(run_data, parts=data.sites, names=data.names)
 
 
@@ -369,7 +369,7 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
         raise DataError(
             "a private run on your images needs a declaration. Run fedsynth data describe "
             f"{folder}, then check and sign the file"
-        )
+        ).with_code("declaration.missing")
     require_signed(declaration)
     return declaration
 

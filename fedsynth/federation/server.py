@@ -236,7 +236,7 @@ def negotiate_terms(
         raise LedgerError(
             f"a private run needs the ledgers of all {context.clients} clients, but only "
             f"{len(histories)} clients have sent a ledger"
-        )
+        ).with_code("ledger.clients")
     if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)
         plan.check_cap()

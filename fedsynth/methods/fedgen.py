@@ -36,7 +36,8 @@ from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Array, Rule, check_named, check_tensor, most_examples
 from fedsynth.errors import UploadRejectedError
-from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, tally
+from fedsynth.evaluation import GENERATOR, GeneratorFacts
+from fedsynth.evaluation.generated import describe, tally
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding

@@ -38,8 +38,9 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public
 from fedsynth.core.method import ClientState, Presets
 from fedsynth.core.uploads import check_named
-from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe, generator_tally
+from fedsynth.evaluation import GENERATOR, GeneratorFacts
 from fedsynth.evaluation.generated import average as average_facts
+from fedsynth.evaluation.generated import describe, generator_tally
 from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.methods.shared.local import LocalObjective, TrainsLocally, plain_upload
 from fedsynth.mixed_precision import computed, mixed, widened

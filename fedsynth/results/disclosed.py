@@ -11,14 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedsynth.core.method import Method
-from fedsynth.evaluation.classification import MEASURES
-from fedsynth.evaluation.generated import GENERATOR
-from fedsynth.federation.server import RoundResult
+from fedsynth.evaluation import GENERATOR, MEASURES, GeneratorFacts
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
 from fedsynth.privacy.errors import UnaccountedReleaseError
+
+if TYPE_CHECKING:  # tables of runs, which import no torch, use the declarations
+    from fedsynth.core.method import Method
+    from fedsynth.federation.server import RoundResult
 
 # keys of a round's metrics
 LOCAL = "local"  # the accuracies on the clients' own test splits
@@ -33,6 +34,7 @@ LOST = "lost"  # the clients that did not answer, with the reasons
 REJECTED = "rejected"  # the clients whose uploads could not be used, with the reasons
 NOT_COUNTED = "not_counted"  # the number of usable uploads in a round that had too few
 CONFUSION = "confusion_matrix"  # in a summary: by true class (row) and predicted class
+GUARANTEE = "differential_privacy"  # in a summary: the privacy guarantee
 SOURCES = "sources"  # in a summary: the files with the user's code
 
 Declared = Mapping[str, Disclosure]
@@ -41,7 +43,7 @@ _ACCURACY = released("measured of released models, on public test images", SHARE
 _DOMAINS = released("the same for each domain", dict[str, SHARE])
 _SIZE = released("the size of what was released", COUNT)
 _SIZES = released("the size of what each client released", list[COUNT])
-_AS_PLANNED = public("computed from the settings, the plan and the ledgers' rows", Any)
+_REASON = "computed from the settings, the plan and the ledgers' rows"
 # Keys that a round's metrics may have in addition to those that the method declares.
 ROW: Declared = {
     "round": public("the schedule is fixed before data are read", COUNT),
@@ -60,19 +62,24 @@ ROW: Declared = {
     "upload_floats": _SIZE,
     "upload_bytes": _SIZE,
     "client_upload_bytes": _SIZES,
-    "seconds": simulation_only("how long a step takes depends on the records"),
+    "seconds": simulation_only("how long a step takes depends on the records", float),
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
 }
 # Keys that the metrics of one model variant may have.
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
 
-_PLANNED_KEYS = ("method", "settings", "dataset", "seed", "test_data", "rounds")
-_ROW_KEYS = (COMMON, *MEASURES, "domain_average", MODELS, "upload_bytes", "seconds", LOCAL)
-# Keys that summary.json may have in addition to those that the method declares.
+_ROW_KEYS = (COMMON, *MEASURES, "domain_average", MODELS, "upload_bytes", "seconds")
+# Keys that summary.json may have. `read_summary` checks the types of those that it reads.
 SUMMARY: Declared = {
-    **dict.fromkeys((*_PLANNED_KEYS, "differential_privacy", SOURCES), _AS_PLANNED),
+    **dict.fromkeys(("method", "dataset", "test_data"), public(_REASON, str)),
+    **dict.fromkeys(("rounds", "seed"), public(_REASON, COUNT)),
+    "settings": public(_REASON, dict[str, Any]),
+    GUARANTEE: public(_REASON, dict[str, bool | float | str | None]),
+    SOURCES: public(_REASON, dict[str, dict[str, str]]),
     **{key: ROW[key] for key in _ROW_KEYS},
+    LOCAL: simulation_only(ROW[LOCAL].reason, dict[str, float]),
+    GENERATOR: released("measured of generators that are made from releases", GeneratorFacts),
     "test_accuracy": released(_ACCURACY.reason, SHARE | None),
     CONFUSION: released(_ACCURACY.reason, list[list[COUNT]]),
     "upload_floats_per_round": _SIZE,
@@ -87,16 +94,6 @@ def declared_row(method: type[Method]) -> Declared:
     Each name is mapped to the declaration of its privacy.
     """
     return {**method.metric_privacy, **ROW}
-
-
-def declared_summary(method: type[Method]) -> Declared:
-    """Returns the keys that summary.json may have in a run with this method.
-
-    Each key is mapped to the declaration of its privacy.
-    """
-    if GENERATOR in method.metric_privacy:
-        return {GENERATOR: method.metric_privacy[GENERATOR], **SUMMARY}
-    return SUMMARY
 
 
 def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:

@@ -7,75 +7,28 @@ results into table rows. A run folder is untrusted input, so the types of all va
 from __future__ import annotations
 
 import statistics
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, NamedTuple
 
 from fedsynth.errors import FedsynthError, one_line
-from fedsynth.faults import faults
-from fedsynth.files import decode_json, read_text
-from fedsynth.formatting import format_epsilon, printable
+from fedsynth.files import decode_json, load_json, read_text
+from fedsynth.results import disclosed
 from fedsynth.results.file_names import CONFIG, HIDDEN, INCOMPLETE, METRICS, SUMMARY
 from fedsynth.validation import flattened, read_sections
 
 Rows = Sequence[Mapping[str, Any]]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-# Settings that are left out of comparisons. They do not affect a result, or are shown elsewhere.
-QUIET = (
-    "run.method",
-    "run.device",
-    "data.data_root",
-    "privacy.ledger",
-    "privacy.epsilon",
-    "report.responsible",
-    "report.purpose",
-    "report.sites",
-)
-
-SEEDS = ("run.seed", "partition.seed")
-# Maximum length of a run's name in a legend or heading, in characters. A number after the name is
-# not counted.
-MAX_LABEL = 36
-
 NONE = "–"
 # The text for an AUROC that is undefined (`classification_measures`).
 UNDEFINED = "undefined"
 
+
 _SHARES = ("accuracy", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
 
 
-class RunFolderError(FedsynthError):
+class RunFolderError(FedsynthError, code="files.run"):
     """Raised for a folder that is not the folder of a finished run, or whose files are damaged."""
-
-
-class Summary(BaseModel):
-    """The entries of a run's summary.json that tables and pages show.
-
-    The types and ranges of the entries are checked. The file may lack entries, and unknown entries
-    are ignored.
-    """
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
-
-    method: str | None = None
-    dataset: str | None = None
-    rounds: Count | None = None
-    test_accuracy: float | None = None
-    balanced_accuracy: float | None = None
-    auroc: float | None = None
-    f1: float | None = None
-    calibration_error: float | None = None
-    confusion_matrix: list[list[Count]] | None = None
-    local: dict[str, float] | None = None
-    generator: dict[str, int | float] | None = None
-    differential_privacy: dict[str, bool | float | str | None] | None = None
-    upload_bytes: Count | None = None
-    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +75,7 @@ class Run:
     @property
     def private(self) -> bool:
         """True if the run had differential privacy."""
-        return "differential_privacy" in self.summary
+        return disclosed.GUARANTEE in self.summary
 
 
 class Spread(NamedTuple):
@@ -220,11 +173,15 @@ def read_summary(folder: Path) -> dict[str, Any]:
     """
     path = folder / SUMMARY
     try:
-        return Summary.model_validate_json(read_text(path)).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise RunFolderError(f"{path} is not a run's summary: {faults(error)[0][:300]}") from None
+        summary = load_json(path)
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {one_line(error)}") from None
+    if not isinstance(summary, dict):
+        raise RunFolderError(f"{path} is not a run's summary: the content must be a JSON object")
+    for key, declaration in disclosed.SUMMARY.items():
+        if key in summary and not declaration.fits(summary[key]):
+            raise RunFolderError(f"{path} is not a run's summary: {key} has a wrong type")
+    return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -267,70 +224,6 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-# -------------------------------------------------------------------------------------- comparison
-
-
-def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns the settings in which the given runs differ, with the values that each run has.
-
-    The settings of a method are compared only between runs of the same method. Privacy settings are
-    compared only between private runs. All other settings are compared between all runs, except
-    those in `QUIET`. The keys are as short as on the command line.
-    """
-    differences = []
-    for run in runs:
-        differ = {}
-        for key, value in run.settings.items():
-            comparable = [other for other in runs if _comparable(key, run, other)]
-            # an ε or σ that only one of two private runs sets is a difference, too
-            unset = None if key.startswith("privacy.") else value
-            if key not in QUIET and any(o.settings.get(key, unset) != value for o in comparable):
-                differ[key.removeprefix("method.").removeprefix("run.")] = value
-        differences.append(differ)
-    return differences
-
-
-def _comparable(key: str, run: Run, other: Run) -> bool:
-    if key.startswith("method."):
-        return other.method == run.method
-    return other.private == run.private or not key.startswith("privacy.")
-
-
-def labels(runs: Sequence[Run]) -> list[str]:
-    """Returns a short name for each run, for legends and headings.
-
-    A name consists of the method, the word "private" if only some of the runs are private, and the
-    settings that differ. The name is cut to `MAX_LABEL` characters. Runs that would have the same
-    name are numbered.
-    """
-    mixed = len({run.private for run in runs}) > 1
-    names = []
-    for run, settings in zip(runs, differing(runs), strict=True):
-        parts = [run.method]
-        if mixed and run.private:
-            parts.append("private")
-        parts += [f"{key}={value}" for key, value in settings.items()]
-        text = printable(" ".join(parts))
-        names.append(textwrap.shorten(text, MAX_LABEL, placeholder=" …"))
-    counts = Counter(names)
-    return [
-        f"{name} #{number}" if counts[name] > 1 else name
-        for number, name in enumerate(names, start=1)
-    ]
-
-
-def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups runs that differ only in their seeds. The groups are in the order of their first runs."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        same = {key: value for key, value in run.settings.items() if key not in (*SEEDS, *QUIET)}
-        groups.setdefault(repr((run.method, sorted(same.items()))), []).append(run)
-    return list(groups.values())
-
-
-# ------------------------------------------------------------------------------------------ tables
-
-
 def is_share(metric: str) -> bool:
     """Returns True if a metric is a fraction, which is shown in percent."""
     return metric.endswith(_SHARES)
@@ -346,42 +239,6 @@ def words_of(metric: str) -> str:
 def percent(value: float | None) -> str:
     """Formats a fraction as a percentage. Returns a dash if the fraction is None."""
     return NONE if value is None else f"{100 * value:.2f} %"
-
-
-# The columns of the table of runs. Each heading has the path of the value in the summary, and a
-# function that formats the value.
-_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
-    "accuracy": ("test_accuracy", percent),
-    "balanced": ("balanced_accuracy", percent),
-    "AUROC": ("auroc", percent),
-    "AMP": ("local.amp", percent),
-    "WLP": ("local.wlp", percent),
-    "agreement": ("generator.agreement", percent),
-    "class entropy": ("generator.class_entropy_share", "{:.2f}".format),
-    "ε": ("differential_privacy.epsilon", format_epsilon),
-    "rounds": ("rounds", "{:.0f}".format),
-    "MB up": ("upload_bytes", lambda count: f"{count / 1e6:.2f}"),
-    "s": ("seconds", "{:.1f}".format),
-}
-
-
-def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns a table that compares runs. The first row contains the headings, and each further row
-    describes a run.
-
-    The first column is the method. The other columns are those of `_COLUMNS` in which at least one
-    run has a value.
-    """
-    rows = [["method"], *([run.method] for run in runs)]
-    for heading, (path, show) in _COLUMNS.items():
-        values = [value_at(run.summary, path) for run in runs]
-        if any(value is not None for value in values):
-            cells = [NONE if value is None else show(value) for value in values]
-            if path == "auroc":
-                cells = [auroc_text(run.summary) for run in runs]
-            for row, cell in zip(rows, [heading, *cells], strict=True):
-                row.append(cell)
-    return rows
 
 
 def auroc_text(measures: Mapping[str, Any]) -> str:

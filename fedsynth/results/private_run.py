@@ -1,16 +1,7 @@
-"""Reads the folder of a private run, and recomputes what the run had to charge.
-
-The result is the run's plan, and a comparison of this plan with the clients' ledgers. The
-comparison states which ledger rows belong to the plan, which rows do not, and which rows are
-missing. The plan is made in the same way as the run made it (`PrivacyPlan`): from the contents of
-the ledgers when the run began. A resumed run also takes its plan from here. The folder is untrusted
-input.
-"""
+"""Reads the folder of a private run. The folder is untrusted input."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -27,36 +18,19 @@ from fedsynth.data.registry import DatasetSpec, published_spec, spec_from_json
 from fedsynth.errors import FedsynthError, UnknownNameError, short_repr
 from fedsynth.faults import HOSTILE
 from fedsynth.federation.context import public_context
-from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.federation.run_data import data_set_id
-from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
-from fedsynth.privacy.accounting import epsilon_by_round
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
-from fedsynth.privacy.ledger import read_ledger
-from fedsynth.privacy.ledger.ledger import Histories, History
-from fedsynth.privacy.plans import FIRST, MAIN
-from fedsynth.privacy.releases import Release
-from fedsynth.privacy.report.build import worst_by_round
+from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Event, Start
-from fedsynth.privacy.report.file import LedgerRows, read_json
+from fedsynth.privacy.report.file import read_json
 from fedsynth.privacy.report.verify import differences
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results import disclosed, run_folder
-from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED, Declared
+from fedsynth.results.disclosed import Declared
 from fedsynth.results.file_names import CONFIG, INCOMPLETE, METRICS, SUMMARY
 from fedsynth.results.finished import read_rows
 from fedsynth.results.run_folder import PRIVATE_START, RESUMED
 from fedsynth.validation import read_sections
 
-# The relative tolerance for σ. Calibration finds σ with an accuracy of 0.1 %, so other versions of
-# the libraries may return slightly different values.
-SIGMA_TOLERANCE = 2e-3
-
-Rows = Mapping[str, Sequence[Release]]
 CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, method=TheClass)"
-
-
-# ------------------------------------------------------------------------------------------- files
 
 
 @dataclass(frozen=True)
@@ -114,15 +88,17 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     run = read_start(folder, method)
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
     if clients != started:
-        raise PrivacyError(f"config.toml has {clients} clients, but {PRIVATE_START} has {started}")
+        text = f"config.toml has {clients} clients, but {PRIVATE_START} has {started}"
+        raise PrivacyError(text).with_code(CONFIG)
     rows = _metrics(folder / METRICS, disclosed.declared_row(type(run.settings.method)))
     resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
-        raise PrivacyError(
+        text = (
             f"{RESUMED} states that the run was resumed after round {resumed[-1]}, but the last "
             f"round after which the run can have been resumed is {limit}"
         )
+        raise PrivacyError(text).with_code(RESUMED)
     summary = None
     if (folder / SUMMARY).exists():
         summary = read_json(folder / SUMMARY, "run's summary")
@@ -142,15 +118,16 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if custom else None)
     except UnknownNameError as error:
-        raise PrivacyError(f"config.toml: {error}; {CUSTOM_METHOD}") from None
+        raise PrivacyError(f"config.toml: {error}; {CUSTOM_METHOD}").with_code(CONFIG) from None
     except FedsynthError as error:
-        raise PrivacyError(f"config.toml: {error}") from None
+        raise PrivacyError(f"config.toml: {error}").with_code(CONFIG) from None
     if settings.privacy is None:
-        raise PrivacyError("according to config.toml, the run had no differential privacy")
+        text = "according to config.toml, the run had no differential privacy"
+        raise PrivacyError(text).with_code(CONFIG)
     named = sections.get("data", {}).get("dataset")
     if named != spec.name and not (custom and named is None):
-        other = f"{PRIVATE_START} names {spec.name!r}"
-        raise PrivacyError(f"config.toml names the data set {short_repr(named)}, but {other}")
+        text = f"config.toml names the data set {short_repr(named)}, but {PRIVATE_START} names "
+        raise PrivacyError(f"{text}{spec.name!r}").with_code(CONFIG)
     return PrivateRun(settings, settings.privacy, spec, start)
 
 
@@ -159,14 +136,15 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
-        raise PrivacyError(f"the data set in {PRIVATE_START} is invalid: {error}") from None
+        text = f"the data set in {PRIVATE_START} is invalid: {error}"
+        raise PrivacyError(text).with_code(PRIVATE_START) from None
     try:
         published = published_spec(spec)
     except UnknownNameError:
         return spec, True
     location = f"{PRIVATE_START}: the published data set's"
     for problem in differences(location, asdict(published), asdict(spec)):
-        raise PrivacyError(problem)
+        raise PrivacyError(problem.text).with_code(PRIVATE_START)
     return spec, False
 
 
@@ -175,9 +153,10 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     rows = read_rows(file)
     for number, row in enumerate(rows, start=1):
         if row["round"] != number:
-            raise PrivacyError(f"{file.name}: line {number} does not describe round {number}")
+            text = f"{file.name}: line {number} does not describe round {number}"
+            raise PrivacyError(text).with_code(METRICS)
         for problem in disclosed.undeclared(row, declared):
-            raise PrivacyError(f"{file.name}: round {number} {problem}")
+            raise PrivacyError(f"{file.name}: round {number} {problem}").with_code(METRICS)
     return rows
 
 
@@ -199,271 +178,4 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
         return files, configured is None or files.resolve() == local.resolve()
     if ledger is None and configured is not None:
         return None, False
-    raise PrivacyError(f"the ledger folder {files} does not exist")
-
-
-# ----------------------------------------------------------------------------------------- charges
-
-
-def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
-    """Computes the privacy plan with which a run began, from the run's settings and the clients'
-    ledgers.
-
-    Only the rows that were in the ledgers before the run are used.
-
-    Raises:
-        PrivacyError: the σ that the run states differs from the σ in the plan.
-    """
-    run.settings.method.check_model(run.context.architecture)
-    histories = []
-    for client, start in run.start.ledgers.items():
-        histories.append(History(client, tuple(rows[client][: start.rows])))
-    plan = PrivacyPlan.make(run.settings, run.context, histories)
-    stated = run.start.noise_multiplier
-    sigma = plan.privacy.noise_multiplier
-    tolerance = 0.0 if run.privacy.noise_multiplier else SIGMA_TOLERANCE
-    if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
-        computed = f"config.toml and the ledgers give {sigma}"
-        raise PrivacyError(f"{PRIVATE_START} states σ = {stated}, but {computed}")
-    return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
-
-
-def plan_when_it_began(
-    folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
-) -> PrivacyPlan:
-    """Returns the privacy plan of a run that is now to be resumed, as it was when the run began.
-
-    Args:
-        folder: the run folder.
-        histories: the current contents of the clients' ledgers, in client order.
-        method: the run's method.
-        rows: the metrics of the finished rounds, from the checkpoint.
-
-    Raises:
-        PrivacyError: a file is damaged, a ledger is not the one with which the run began, or a
-            ledger lacks a row that the run has charged. Without this row, the resumed run could
-            exceed its limit on ε.
-    """
-    run = replace(read_run(folder, method), rows=rows)
-    files, _ = ledger_files(folder, run, None)
-    if files is None:
-        raise PrivacyError("the run's ledgers are not in the folder that config.toml states")
-    current = {history.client: history.releases for history in histories}
-    if list(current) != list(run.start.ledgers):
-        raise PrivacyError(f"the run's clients differ from the clients in {PRIVATE_START}")
-    for client, start in run.start.ledgers.items():
-        chains = read_ledger(files / f"{client}.jsonl").lines.chains
-        if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"the ledger of {client} is not the ledger with which the run began")
-    charges = Charges(run, LedgerRows(current))
-    for client, row in charges.missing:
-        raise PrivacyError(f"the ledger of {client} lacks {_text(row)}, which the run has charged")
-    return charges.plan
-
-
-class Charges:
-    """Compares a run's plan with the rows that were added to the clients' ledgers since the run
-    began.
-
-    Args:
-        run: the content of the run folder.
-        ledger_rows: the ledger rows that the report covers.
-
-    Attributes:
-        absent: the indices of clients that are missing from the report. Only a run over a network
-            may have such clients.
-        rounds_done: the number of finished rounds.
-        plan: the plan with which the run began.
-        histories: the current contents of the clients' ledgers.
-        charged: for each client, the ledger rows that this run has added, in round order.
-        foreign: pairs (client, row) for all other ledger rows that were added since the run began.
-        missing: pairs (client, row) for rows that the plan requires and the ledger does not
-            contain.
-
-    Raises:
-        PrivacyError: the clients in the report differ from those of the run, or the σ that the run
-            states differs from the σ in the plan.
-    """
-
-    def __init__(self, run: PrivateRun, ledger_rows: LedgerRows) -> None:
-        self.run = run
-        self.ledger_rows = ledger_rows
-        self.rounds_done = len(run.rows)
-        self.absent: list[int] = []
-        self.charged: dict[str, list[Release]] = {}
-        self.foreign: list[tuple[str, Release]] = []
-        self.missing: list[tuple[str, Release]] = []
-        rows: dict[str, tuple[Release, ...]] = {}
-        for number, client in enumerate(run.start.ledgers):
-            if client not in ledger_rows.rows:
-                self.absent.append(number)
-            rows[client] = ledger_rows.rows.get(client, ())
-        if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            raise PrivacyError(f"the clients in the report differ from those in {PRIVATE_START}")
-        self.plan = rebuild_plan(run, rows)
-        self.histories = [History(client, rows[client]) for client in rows]
-        for number, history in enumerate(self.plan.histories):
-            new_rows = rows[history.client][len(history.releases) :]
-            self._sort_rows(number, history.client, list(new_rows))
-
-    def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the ledger rows of this run from the rows that other runs have charged.
-
-        The method examines only the rows that were added to a client's ledger since the run began.
-
-        The plan also covers a round that was under way when the run stopped. If the run was resumed
-        in a round, the plan covers this round twice.
-        """
-        planned: list[tuple[Release, bool]] = []
-        last = min(self.rounds_done + 1, self.plan.run.rounds)
-        for round_number in self.plan.participation.rounds_of(number, last):
-            planned += self._planned_rows(number, round_number)
-        for round_before in self.run.resumed:  # a round that was cut off is charged again
-            context = self.round_context(round_before + 1)
-            if number in context.active:
-                planned += [(row, False) for row in self.plan.client_rows(number, context)]
-        charged = self.charged[client] = []
-        for row, required in planned:
-            same = next((r for r in remaining if not differences("", asdict(row), asdict(r))), None)
-            if same is not None:
-                remaining.remove(same)
-                charged.append(same)
-            elif required:
-                self.missing.append((client, row))
-        charged.sort(key=lambda row: row.round)
-        self.foreign += [(client, row) for row in remaining]
-
-    def round_context(self, number: int) -> RoundContext:
-        active = self.plan.participation.in_round(number)
-        return replace(self.run.context, round=number, participants=active)
-
-    def row(self, number: int) -> Mapping[str, Any]:
-        """Returns the metrics of a round, or an empty mapping if the round has not finished."""
-        if not 1 <= number <= self.rounds_done:
-            return {}
-        return self.run.rows[number - 1]
-
-    def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
-        """Returns the rows that a round may add to a client's ledger, and whether each row is
-        required.
-
-        A client whose first upload was rejected receives no second request. If the first exchange
-        had too few uploads, no client receives a second request. In a run over a network, it is
-        unknown whether a client that did not answer was charged.
-        """
-        context = self.round_context(number)
-        row = self.row(number)
-        releases = self.plan.client_rows(client, context)
-        rejected = row.get(REJECTED, {})
-        if self.run.networked and str(client) in {**row.get(LOST, {}), **rejected}:
-            return [(release, False) for release in releases]
-        planned = []
-        two = self._has_two_exchanges(number)
-        for plan, release in zip(self.plan.client_plans(client, context), releases, strict=True):
-            if not self.plan.run.failures.released(number, client, plan.exchange, two=two):
-                continue
-            required = number <= self.rounds_done
-            if two and plan.exchange != FIRST:
-                if row.get(NOT_COUNTED, {}).get("exchange") == FIRST:
-                    continue
-                reason = rejected.get(str(client), "")
-                required = required and not reason.startswith(FIRST_EXCHANGE)
-            planned.append((release, required))
-        return planned
-
-    def _has_two_exchanges(self, number: int) -> bool:
-        """Returns True if clients make private releases in both exchanges of a round, and not only
-        in the second.
-        """
-        return any(release.exchange == FIRST for release in self.plan.round_plans(number))
-
-    def problems(self) -> list[str]:
-        """Returns the differences between the ledgers and the plan, as sentences.
-
-        Rows that a ledger lacks are always reported. Rows that the plan does not contain are
-        reported only if the ledger belongs only to this run.
-        """
-        problems = []
-        for client, row in self.missing:
-            problems.append(f"the ledger of {client} lacks {_text(row)}, which config.toml needs")
-        only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
-        for client, start in self.run.start.ledgers.items():
-            if not self.ledger_rows.begins_with(client, start):
-                rows = f"the first {start.rows} rows in the ledger of {client}"
-                problems.append(f"{rows} differ from {PRIVATE_START}")
-            if client not in self.ledger_rows.ledgers:
-                continue
-            ledger = self.ledger_rows.ledgers[client]
-            noted = Counter(n for rows, n in ledger.lines.resumptions if rows >= start.rows)
-            if Counter(self.run.resumed) - noted:
-                problems.append(f"the ledger of {client} lacks a resumption that {RESUMED} states")
-            if only_this_run and ledger.dataset != data_set_id(self.run.settings):
-                problems.append(f"the ledger of {client} belongs to another data set or partition")
-        if only_this_run:
-            for client, row in self.foreign:
-                reason = "which does not follow from config.toml"
-                problems.append(f"the ledger of {client} has {_text(row)}, {reason}")
-        return problems
-
-    def refusal(self) -> Event | None:
-        """Returns the event that ends the run because the limit on ε allows no further round.
-
-        Returns None if the limit allows another round.
-        """
-        try:
-            self.plan.check_round(self.rounds_done + 1, self.histories)
-        except BudgetExceededError as error:
-            return Event.ended(self.rounds_done, error.spent, str(error))
-        return None
-
-    def epsilon_by_round(self) -> dict[int, float]:
-        """Returns, for each round, the ε that was spent until the end of this round.
-
-        The value is that of the client with the largest ε.
-
-        Rows that other runs have charged since this run began are not counted. The entry for round
-        0 is the ε that was spent before this run.
-        """
-        privacy = self.plan.privacy
-        by_client = {}
-        for history in self.plan.histories:
-            rows = [replace(row, round=0) for row in history.releases]
-            rows += self.charged[history.client]
-            by_client[history.client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
-        return worst_by_round(by_client)
-
-    def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns what the metrics of a round must state about the clients whose uploads were not
-        used.
-
-        In a simulation, these entries follow from the run's seed. In a run over a network, and for
-        rejected uploads, the reasons are copied from the round's metrics.
-        """
-        row = self.row(number)
-        active = self.plan.participation.in_round(number)
-        last_exchange = row.get(NOT_COUNTED, {}).get("exchange", MAIN)
-        lost: dict[str, str] = {}
-        rejected: dict[str, str] = {}
-        for index in active:
-            client = str(index)
-            failure = self.plan.run.failures.of(number, index)
-            if client in row.get(REJECTED, {}):
-                rejected[client] = row[REJECTED][client]
-            if self.run.networked or client in rejected:
-                if client in row.get(LOST, {}):
-                    lost[client] = row[LOST][client]
-            elif failure is not None and (last_exchange == MAIN or failure.exchange == FIRST):
-                lost[client] = failure.kind
-        uploads = len(active) - len({*lost, *rejected})
-        needed = needed_uploads(self.plan.run.quorum, len(active))
-        expected: dict[str, Any] = {LOST: lost, REJECTED: rejected}
-        if uploads < needed:
-            exchange = MAIN
-            if self._has_two_exchanges(number) and last_exchange == FIRST:
-                exchange = FIRST
-            expected[NOT_COUNTED] = {"exchange": exchange, "uploads": uploads, "needed": needed}
-        return {key: value for key, value in expected.items() if value}
-
-
-def _text(row: Release) -> str:
-    return f"{row.quantity} in round {row.round} (σ = {row.noise_multiplier:.6g})"
+    raise PrivacyError(f"the ledger folder {files} does not exist").with_code("ledger.folder")

@@ -123,7 +123,9 @@ class RunFolder:
         if not (path / CONFIG).is_file():
             raise OutputError(f"{path} has no {CONFIG}, so it is not a run folder")
         if path.suffix != INCOMPLETE:
-            raise OutputError(f"the run in {path} cannot be resumed, because it has finished")
+            raise OutputError(
+                f"the run in {path} cannot be resumed, because it has finished"
+            ).with_code("files.finished")
         try:
             plain_files(path)  # a pipe, or a link to another file, is neither read nor written
         except OSError as error:
@@ -183,7 +185,9 @@ class RunFolder:
         for name in names:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
-                raise OutputError(f"the ledger {file} is missing, so the run cannot be resumed")
+                raise OutputError(
+                    f"the ledger {file} is missing, so the run cannot be resumed"
+                ).with_code("files.finished")
 
     @property
     def has_rounds(self) -> bool:
@@ -298,13 +302,12 @@ class RunFolder:
             with writing(self.path):
                 save_tensors(matrices, self.path / ARTEFACTS, {})
 
-    def finish(self, summary: Disclosed) -> Path:
-        """Writes the summary of a run that has ended, and renames the run folder.
-
-        Returns the new path of the folder.
-        """
+    def write_summary(self, summary: Disclosed) -> None:
         public = {**summary.public, "folder": str(self.final)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
+
+    def finish(self) -> Path:
+        """Renames the folder of a run that has ended, and returns the new path of the folder."""
         with writing(self.path):
             _sync_all(self.path)
             self.path.rename(self.final)

@@ -12,7 +12,8 @@ from typing import Any
 from fedsynth.config.resolve import model_is_set
 from fedsynth.config.settings import RunSettings
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.evaluation.generated import GENERATOR, format_facts
+from fedsynth.evaluation import GENERATOR
+from fedsynth.evaluation.generated import format_facts
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.formatting import format_epsilon

@@ -18,8 +18,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import FedsynthError, one_line
-from fedsynth.evaluation.classification import MEASURES
-from fedsynth.evaluation.generated import GENERATOR
+from fedsynth.evaluation import GENERATOR, MEASURES
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import NO_TEST, PRIVATE
@@ -30,6 +29,7 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import Histories
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start
+from fedsynth.privacy.report.file import hash_of_files
 from fedsynth.privacy.report.pages import event_text
 from fedsynth.results import disclosed
 from fedsynth.results.file_names import MODEL
@@ -144,7 +144,7 @@ def summarise(
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
     summary |= _last_measures(metrics)
     if privacy is not None:
-        summary["differential_privacy"] = privacy
+        summary[disclosed.GUARANTEE] = privacy
     if sources := own_sources(settings):
         summary[disclosed.SOURCES] = {
             key: {"file": entry.file, "name": entry.name, "sha256": entry.sha256}
@@ -377,7 +377,7 @@ class RunRecord:
         if self.plan is not None:
             report = self._report(self.plan, histories, secret=secret)
             privacy = privacy_section(self.plan, histories, simulated=self.simulated).to_json()
-            declared = disclosed.declared_summary(type(self.settings.method))
+            declared = disclosed.SUMMARY
         device = str(context.device)
         summary = summarise(
             self.settings, self.rows, final, device=device, test=self.test, privacy=privacy
@@ -387,8 +387,8 @@ class RunRecord:
         accuracy = final.get(self.measure.accuracy_name)
         folder = None
         if self.folder is not None:
-            report = self._write_results(self.folder, server, context, uploads, report)
-            folder = self.folder.finish(allowed)
+            report = self._write_results(self.folder, server, context, uploads, report, allowed)
+            folder = self.folder.finish()
             public["folder"] = str(folder)
         return RunResult(
             self.settings,
@@ -410,13 +410,14 @@ class RunRecord:
         context: RoundContext,
         uploads: Mapping[int, Message],
         report: dict[str, Any] | None,
+        summary: disclosed.Disclosed,
     ) -> dict[str, Any] | None:
         """Writes the results of a run into the run folder.
 
         Returns the privacy report, which contains the hashes of the result files.
 
         The report is written first and the pictures last, so that a failed picture never costs a
-        result.
+        result. The ledgers receive a hash of the result files before the report states them.
         """
         method = self.settings.method
         if report is not None:
@@ -431,8 +432,11 @@ class RunRecord:
         if sets:
             folder.write_synthetic(sets, context.spec)
         folder.write_artefacts(method.artefacts(server.state))
+        folder.write_summary(summary)
         if report is not None:
-            report = {**report, "files": exported_files(folder.path)}
+            files = exported_files(folder.path)
+            self.measure.backend.note_files(hash_of_files(files))
+            report = {**report, "files": files}
             write_report(report, folder.path)
         self.draw(sets, context.spec, "synthetic.png")
         return report

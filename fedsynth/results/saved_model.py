@@ -237,7 +237,7 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
         raise OutputError(
             f"{file} cannot be used: the outputs of the network for public images differ from "
             f"those in the file. Probably {parts} had other weights when the file was written"
-        )
+        ).with_code("files.model")
     return network.eval(), architecture
 
 
@@ -327,7 +327,7 @@ def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Modul
         raise OutputError(
             f"{source} must be a model file, the folder of a finished run, or a folder that was "
             "exported with the run's model (--with-model)"
-        )
+        ).with_code("files.model")
     if (source / SUMS).is_file():
         check_hashes(source)
     return read_model(source / MODEL, method)

@@ -228,7 +228,7 @@ class AuditedSums(GaussianSumMechanism):
             raise PrivacyError(
                 f"the method must sample from all {len(self._records)} records of the audited "
                 f"client, but sampled from {records} records"
-            )
+            ).with_code("audit.sample")
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
         self._position = 0
@@ -297,7 +297,7 @@ class AuditedSums(GaussianSumMechanism):
             raise PrivacyError(
                 f"the method must add all {len(self._canary_of_sampled)} sampled records, but "
                 f"added {self._position}"
-            )
+            ).with_code("audit.added")
         released = super().release()
         directions = self._directions
         row = self._release

@@ -42,8 +42,8 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.results import run_messages
 from fedsynth.results.active_run import ActiveRun
+from fedsynth.results.charges import plan_when_it_began
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
-from fedsynth.results.private_run import plan_when_it_began
 from fedsynth.results.run_folder import ROUNDS, RunFolder
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
 from fedsynth.synthesizer.condensation.sets import synthetic_sets

@@ -30,11 +30,11 @@ from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_model
 from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger.folder import check_names
-from fedsynth.results.export import UNPROTECTED, export_run, require_new
 from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
+from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
 from fedsynth.simulation.run import Simulation
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 

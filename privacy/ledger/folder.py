@@ -139,7 +139,7 @@ class LedgerFolder:
                 raise LedgerError(
                     f"another run has opened ledger {self._file(name)} with different records after "
                     "this run opened the ledger. Start this run again"
-                )
+                ).with_code("ledger.lock")
             self._check(name, index, records_by_client)
             yield
 
@@ -158,7 +158,9 @@ class LedgerFolder:
             LedgerError: a ledger is missing. The message names the file with the hashes.
         """
         for orphan in sorted(_orphaned_lists(self.path / PRIVATE, self.ledgers())):
-            raise LedgerError(f"a ledger is missing in folder {self.path}. {_restore_hint(orphan)}")
+            raise LedgerError(
+                f"a ledger is missing in folder {self.path}. {_restore_hint(orphan)}"
+            ).with_code("ledger.missing")
 
     def carry_over(self, client: str) -> int:
         """Declares that the data set of a client has changed.
@@ -177,7 +179,7 @@ class LedgerFolder:
             raise LedgerError(
                 f"folder {self.path} has no ledger of client {client!r}. Clients with a ledger: "
                 f"{', '.join(ledgers) or 'none'}"
-            )
+            ).with_code("ledger.client")
         ledgers[client].carry_over()
         return len(ledgers[client].releases)
 
@@ -190,7 +192,7 @@ class LedgerFolder:
                 f"the records of ledger {self._file(name)} are unknown, because the ledger was copied "
                 f"from a run folder. To assign it to the records of client {name!r}, run "
                 f"{self._command(name)}"
-            )
+            ).with_code("ledger.rows")
 
     def _command(self, name: str) -> str:
         return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
@@ -218,7 +220,7 @@ class LedgerFolder:
             raise LedgerError(
                 f"the ledger for records of client {name!r} is missing in folder {self.path}. "
                 f"{_restore_hint(index.orphans[record])}"
-            )
+            ).with_code("ledger.missing")
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
@@ -226,7 +228,7 @@ class LedgerFolder:
                 f"{self._file(name)}, and {gone} records of the ledger are missing. Use the records "
                 "of the ledger, or give the client a name without a ledger. If the data set has "
                 f"changed, run {self._command(name)}"
-            )
+            ).with_code("ledger.new_records")
 
     def _refuse_moved(
         self, name: str, new: Records, index: _RecordIndex, records_by_client: Mapping[str, Records]
@@ -256,7 +258,7 @@ class LedgerFolder:
                     f"{self._file(other)}. Remove these records, or divide them as the earlier run "
                     "did, such as by site (train) or as one owner (synthesize). In Python, pass "
                     "the names of the ledgers to simulate(names=...)"
-                )
+                ).with_code("ledger.moved_records")
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
         fingerprint = index.fingerprint(name, present)
@@ -288,7 +290,7 @@ class LedgerFolder:
             raise LedgerError(
                 f"folder {self.path} is part of a run folder, so it cannot keep ledgers for later "
                 "runs. Copy the ledgers to a separate folder, and use that folder"
-            )
+            ).with_code("ledger.run_folder")
         try:
             if not path.exists():
                 self._refuse_a_second_key(path)
@@ -301,10 +303,12 @@ class LedgerFolder:
                     raise LedgerError(
                         f"key {path} must have {KEY_BYTES} bytes, got {len(key)}. Restore the key "
                         "from a backup"
-                    )
+                    ).with_code("ledger.key")
                 yield _RecordIndex(self.path / PRIVATE, key, self.ledgers())
         except OSError as error:
-            raise LedgerError(f"cannot use ledger folder {self.path}: {error}") from error
+            raise LedgerError(f"cannot use ledger folder {self.path}: {error}").with_code(
+                "ledger.folder"
+            ) from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
         """Checks that no ledger in the folder was charged, before a new key is created.
@@ -320,7 +324,7 @@ class LedgerFolder:
                 raise LedgerError(
                     f"key {path} is missing. Restore the key from a backup, or run "
                     f"{self._command(name)} to confirm that the records of the client are the same"
-                )
+                ).with_code("ledger.key")
 
 
 class _RecordIndex:
@@ -380,7 +384,7 @@ class _RecordIndex:
                 raise LedgerError(
                     f"the list of the records of client {name!r} is missing or damaged. Restore "
                     f"{self.folder / ledger.lines.records[-1]} from a backup"
-                )
+                ).with_code("ledger.missing")
             self._current[name] = records or Counter()
         return self._current[name]
 

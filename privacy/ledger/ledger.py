@@ -49,7 +49,8 @@ from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2
-RECORDS, MAY_CHANGE, RESUMED = "records", "carry-over", "resumed"  # entries that are not releases
+# entries that are not releases
+RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class Lines:
         may_change: True if the owner has declared that the client's records may change.
         resumptions: a pair for each time that a run was resumed. It states the number of rows that
             the ledger had then, and the number of finished rounds.
+        files: a pair for each run that has finished. It states the number of rows that the ledger
+            had then, and the hash of the run's files (`Ledger.note_files`).
         size: the number of bytes that have been read.
         chain: the chain hash over all lines that have been read.
         chains: the chain hashes after the header and after each release. Entry n, counted from 0,
@@ -79,6 +82,7 @@ class Lines:
     charged: tuple[str, ...] = ()
     may_change: bool = False
     resumptions: tuple[tuple[int, int], ...] = ()
+    files: tuple[tuple[int, str], ...] = ()
     size: int = 0
     chain: str = ""
     chains: tuple[str, ...] = ()
@@ -120,7 +124,7 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
         raise LedgerError(
             f"the last line of ledger {path} is incomplete, because a charge was interrupted. Run "
             f"fedsynth privacy repair {shlex.quote(str(path))}"
-        )
+        ).with_code("ledger.incomplete")
     releases = list(lines.releases)
     chains = list(lines.chains)
     for number, line in enumerate(data.splitlines()):
@@ -153,7 +157,9 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     stated = entry.pop("chain", None)
     expected = encode(entry, chain)[1]
     if stated != expected:
-        raise LedgerError(f"ledger {path} was edited: a hash is wrong. Restore it from a backup")
+        raise LedgerError(
+            f"ledger {path} was edited: a hash is wrong. Restore it from a backup"
+        ).with_code("ledger.edited")
     entry.pop("random", None)
     return entry, expected
 
@@ -181,6 +187,8 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
     """
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
         return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
+    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str):
+        return replace(lines, files=(*lines.files, (rows, entry["sha256"])))
     if entry["entry"] == MAY_CHANGE:
         return replace(lines, may_change=True)
     if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
@@ -275,7 +283,7 @@ class Ledger:
                 f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but this "
                 f"run uses {dataset!r}. Use the data set and partition of the ledger, or another "
                 "ledger folder"
-            )
+            ).with_code("ledger.dataset")
 
     @property
     def bound(self) -> bool:
@@ -325,7 +333,7 @@ class Ledger:
                 raise LedgerError(
                     f"the ledger of client {self.client!r} is in the memory of another process. "
                     "Set privacy.ledger to keep the ledger in a folder"
-                )
+                ).with_code("ledger.process")
             with self._in_memory:
                 check(self.lines.releases, [release])
                 self.lines = replace(self.lines, releases=(*self.lines.releases, release))
@@ -350,7 +358,9 @@ class Ledger:
         try:
             open_regular(self.path, writing=True).close()
         except OSError as error:
-            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}").with_code(
+                "ledger.write"
+            ) from error
 
     def carry_over(self) -> None:
         """Declares that the client's records may change for the next run.
@@ -366,6 +376,17 @@ class Ledger:
         not happen.
         """
         self._note({"entry": RESUMED, "after": finished_rounds})
+
+    def note_files(self, sha256: str) -> None:
+        """Writes into the ledger which files a finished run has written.
+
+        The files of the run are checked against this line, so a file cannot be replaced together
+        with its hash in the report.
+
+        Args:
+            sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
+        """
+        self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:
         """Writes into the ledger that the client's records have changed.
@@ -402,7 +423,9 @@ class Ledger:
                 with suppress(OSError):  # then `privacy repair` removes it
                     os.ftruncate(file.fileno(), self.lines.size)
                     os.fsync(file.fileno())
-            raise LedgerError(f"cannot write to ledger {self.path}: {error}") from error
+            raise LedgerError(f"cannot write to ledger {self.path}: {error}").with_code(
+                "ledger.write"
+            ) from error
         self._catch_up(file, self.client)
 
     def _start(self, path: Path, records: str | None) -> None:

@@ -5,11 +5,13 @@ All of these files are untrusted input.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 
@@ -22,6 +24,22 @@ from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import LedgerStart, Part, schema_problems
 
 P = TypeVar("P", bound=Part)
+
+
+class Problem(NamedTuple):
+    """A contradiction that the verification of a report has found.
+
+    Attributes:
+        code: the place in the report or in the run folder, such as `guarantee.epsilon`,
+            `ledger.rows` or `files.model.safetensors`. It is stable, unlike the text.
+        text: the contradiction, as a sentence.
+    """
+
+    code: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -116,7 +134,7 @@ class LedgerRows:
 
     rows: dict[str, tuple[Release, ...]]
     ledgers: Mapping[str, Ledger] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
     note: str = ""
 
     def begins_with(self, client: str, start: LedgerStart) -> bool:
@@ -151,27 +169,31 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
     if files is None:
         for client, head in heads.items():
             if len(rows[client]) != head["rows"]:
-                problems.append(
+                text = (
                     f"client {client}: the ledger section has {len(rows[client])} rows, but "
                     f"ledger_heads states {head['rows']}"
                 )
+                problems.append(Problem("ledger.rows", text))
         return LedgerRows(rows, problems=problems)
     ledgers, damaged = _read_ledgers(files)
     if exact or not heads.keys() <= ledgers.keys():
         problems += damaged
     for client in heads:
         if client not in ledgers:
-            problems.append(f"{files} has no ledger of client {client}")
+            problems.append(Problem("ledger.clients", f"{files} has no ledger of client {client}"))
     for client, ledger in ledgers.items():
         if client in heads:
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                problems.append(f"the ledger of {client} has {count_in_file} rows, not {count}")
+                text = f"the ledger of {client} has {count_in_file} rows, not {count}"
+                problems.append(Problem("ledger.rows", text))
             elif ledger.lines.chains[count] != heads[client]["chain"]:
-                problems.append(f"the ledger of {client} has another chain hash at row {count}")
+                text = f"the ledger of {client} has another chain hash at row {count}"
+                problems.append(Problem("ledger.chain", text))
         elif exact:
-            problems.append(f"{files} has a ledger of {client}, but the report has none")
+            text = f"{files} has a ledger of {client}, but the report has none"
+            problems.append(Problem("ledger.clients", text))
     note = f"the report's rows were compared with the ledger files in {files}"
     return LedgerRows(rows, ledgers, problems, note)
 
@@ -195,25 +217,31 @@ def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
     return rows
 
 
-def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[str]]:
+def hash_of_files(files: Mapping[str, str]) -> str:
+    """Returns one hash of the names and the SHA-256 hashes of several files."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[Problem]]:
     """Reads all ledgers in a folder.
 
     Returns:
-        The ledgers by client, and one line for each file that is damaged or has the wrong name.
+        The ledgers by client, and a problem for each file that is damaged or has the wrong name.
     """
     ledgers: dict[str, Ledger] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     for path in sorted(folder.glob("*.jsonl")):
         try:
             ledger = read_ledger(path)
         except LedgerError as error:
-            problems.append(str(error))
+            problems.append(Problem("ledger.file", str(error)))
             continue
         if path.stem == ledger.client:
             ledgers[ledger.client] = ledger
         else:
-            problems.append(
+            text = (
                 f"{path} contains the ledger of client {short_repr(ledger.client)}, but the file "
                 "name must be the client's name"
             )
+            problems.append(Problem("ledger.file", text))
     return ledgers, problems

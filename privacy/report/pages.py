@@ -32,6 +32,7 @@ FILES = {
     "synthetic.safetensors": "the synthetic examples of the last round",
     "artefacts.safetensors": "the server's measurements of the uploads",
     "metrics.jsonl": "metrics of each round",
+    "summary.json": "the results of the run",
     "config.toml": "the settings",
     "README.md": "how to use these files",
     "values.csv": "the synthetic examples as a table",

@@ -26,10 +26,11 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import LedgerStart, ReportFacts
-from fedsynth.privacy.report.file import LedgerRows
+from fedsynth.privacy.report.file import LedgerRows, Problem
 from fedsynth.privacy.report.pages import render_html, render_markdown, renderer_versions
 
 TOLERANCE = 1e-6  # for figures that other versions of the libraries may round differently
+UNBUILDABLE = "no report can be built from these facts and ledger rows"
 AUDIT_TOLERANCE = 2e-4  # twice the precision to which an audit's bound is computed
 
 
@@ -43,7 +44,7 @@ class Verification:
             could not be checked.
     """
 
-    problems: list[str]
+    problems: list[Problem]
     notes: list[str] = field(default_factory=list)
 
 
@@ -52,7 +53,7 @@ def report_problems(
     facts: ReportFacts,
     ledger_rows: LedgerRows,
     initial: Mapping[str, LedgerStart],
-) -> list[str]:
+) -> list[Problem]:
     """Builds a report from the facts and the ledger rows, and compares it with the given report.
 
     Args:
@@ -62,7 +63,7 @@ def report_problems(
         initial: a mapping from each client to the state of its ledger when the run began.
 
     Returns:
-        All differences, one line each.
+        All differences.
     """
     histories = []
     for client, rows in ledger_rows.rows.items():  # their chain hashes have been compared
@@ -70,10 +71,9 @@ def report_problems(
     try:
         expected = build_report(facts, histories, initial)
     except (PrivacyError, ArithmeticError) as error:  # ArithmeticError: absurdly large figures
-        return [f"no report can be built from these facts and ledger rows: {error}"]
+        return [Problem("report", f"{UNBUILDABLE}: {error}")]
     except ValidationError as error:  # the same, if they become infinite
-        message = "no report can be built from these facts and ledger rows"
-        return [f"{message}: {line}" for line in faults(error)]
+        return [Problem("report", f"{UNBUILDABLE}: {line}") for line in faults(error)]
     stated = report["provenance"]
     if stated.keys() == expected["provenance"].keys():  # versions are taken as stated
         expected["provenance"] = {**stated, "config": expected["provenance"]["config"]}
@@ -84,10 +84,11 @@ def report_problems(
         try:
             expected["audit"] = _expected_audit(report["audit"], report)
         except (*HOSTILE, PrivacyError) as error:
-            return [f"the audit section is damaged: {error}"]
+            return [Problem("audit", f"the audit section is damaged: {error}")]
         bound = expected["audit"]["epsilon_lower_bound"]
         if report["guarantee"] is not None and bound > report["guarantee"]["epsilon"]:
-            problems.append(f"the audit's lower bound on ε is {bound:.6g}, above the stated ε")
+            text = f"the audit's lower bound on ε is {bound:.6g}, above the stated ε"
+            problems.append(Problem("audit", text))
     return [*problems, *differences("", expected, report)]
 
 
@@ -101,7 +102,7 @@ def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dic
     return {**stated, **same, "epsilon_lower_bound": bound}
 
 
-def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], list[str]]:
+def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[Problem], list[str]]:
     """Compares the Markdown and HTML pages in a folder with the report.
 
     The pages are not compared if other versions of jinja2 or markdown-it-py rendered them.
@@ -111,7 +112,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
         folder: the folder of the pages. Missing pages are ignored.
 
     Returns:
-        The differences, one line each, and a note if the pages were not compared.
+        The differences, and a note if the pages were not compared.
     """
     for name, installed in renderer_versions().items():
         version = report["provenance"].get(name)
@@ -123,26 +124,26 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[str], l
         file = folder / f"{NAME}.{ending}"
         try:
             if file.exists() and read_regular(file) != render(report).encode():
-                problems.append(f"{file.name} differs from the JSON report")
+                problems.append(Problem(file.name, f"{file.name} differs from the JSON report"))
         except OSError as error:
-            problems.append(f"{file.name} cannot be read: {error.strerror}")
+            problems.append(Problem(file.name, f"{file.name} cannot be read: {error.strerror}"))
         except PrivacyError as error:
-            problems.append(f"{file.name}: {error}")
+            problems.append(Problem(file.name, f"{file.name}: {error}"))
     return problems, []
 
 
 _MISSING = object()
 
 
-def differences(location: str, expected: Any, stated: Any) -> list[str]:
+def differences(location: str, expected: Any, stated: Any) -> list[Problem]:
     """Lists all differences between two JSON values.
 
     Args:
-        location: the path of the values within the report, for the messages.
+        location: the path of the values within the report, which is the code of the problem.
         expected: the recomputed value.
         stated: the value in the report. A figure may differ by the relative error `TOLERANCE`.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     if isinstance(expected, Mapping) and isinstance(stated, Mapping):
         for key in {**expected, **stated}:
             path = ".".join(filter(None, (location, short_key(str(key)))))
@@ -150,14 +151,16 @@ def differences(location: str, expected: Any, stated: Any) -> list[str]:
         return problems
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
-            return [f"{location} has {len(stated)} entries, but should have {len(expected)}"]
+            text = f"{location} has {len(stated)} entries, but should have {len(expected)}"
+            return [Problem(location, text)]
         for number, (entry, other) in enumerate(zip(expected, stated, strict=True)):
             problems += differences(f"{location}[{number}]", entry, other)
         return problems
     small = 0.0 if location.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
     if _same(expected, stated, small):
         return []
-    return [f"{location} is {_text(stated)}, but should be {_text(expected)}"]
+    text = f"{location} is {_text(stated)}, but should be {_text(expected)}"
+    return [Problem(location, text)]
 
 
 def _same(expected: Any, stated: Any, small: float) -> bool:

@@ -26,11 +26,13 @@ def private_run(output: Path, seed: int, **privacy: object) -> Path:
     return folder_of(simulate(resolve(sections), output=output, quiet=True))
 
 
-@pytest.mark.parametrize("lines", [1, 2, 3, 4])
+@pytest.mark.parametrize("lines", [1, 2, 3, 4, 5, 6])
 def test_spent_budget_of_cut_ledger_is_missing_from_earlier_reports(
     tmp_path: Path, lines: int
 ) -> None:
-    """Two runs of two rounds charge four rows. A cut ledger opens, and has less spent."""
+    """Two runs of two rounds charge four rows, and each notes its files. A cut ledger opens, and
+    has less spent.
+    """
     kept = tmp_path / "kept"
     first, second = (private_run(tmp_path, seed, ledger=str(kept)) for seed in (0, 1))
     assert verify_run(first).problems == verify_run(second).problems == []
@@ -39,8 +41,9 @@ def test_spent_budget_of_cut_ledger_is_missing_from_earlier_reports(
     rows = len(read_ledger(file).releases)
     assert rows == 4
     file.write_text("".join(whole[:-lines]))
-    assert len(read_ledger(file).releases) == max(0, rows - lines)  # this is not detected
-    assert any("client-000 has" in problem for problem in verify_run(second).problems)
-    assert bool(verify_run(first).problems) == (lines > 2)
+    assert len(read_ledger(file).releases) == [4, 3, 2, 2, 1, 0][lines - 1]  # not detected
+    codes = [problem.code for problem in verify_run(second).problems]
+    assert ("ledger.files" if lines == 1 else "ledger.rows") in codes
+    assert bool(verify_run(first).problems) == (lines > 3)
     private_run(tmp_path, 2, ledger=str(kept))  # nor here: the same rows are charged again
-    assert any("client-000" in problem for problem in verify_run(second).problems)
+    assert any("client-000" in problem.text for problem in verify_run(second).problems)

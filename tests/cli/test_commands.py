@@ -71,6 +71,12 @@ def test_runs_command_compares_runs(train: Call, fedsynth: Call) -> None:
     train("fedprox --model linear --set mu=0.5 --local-test 0.2")
     train("fedavg --model linear --dp-epsilon 8 --set weight_decay=0.1")
     (output / "20990101-000000-fedavg-digits.incomplete").mkdir()
+    absent = fedsynth(f"runs {output}/absent --json")
+    code_and_message = {
+        "code": "files.run",
+        "message": absent.stderr[len("fedsynth: error: ") : -1],
+    }
+    assert json.loads(absent.stdout) == {"error": code_and_message}
     rows = json.loads(fedsynth(f"runs {output} --json").stdout)
     assert [row["method"] for row in rows] == ["fedprox", "fedprox", "fedavg"]
     assert [row["settings"].get("mu") for row in rows] == [0.1, 0.5, None]

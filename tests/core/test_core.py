@@ -30,6 +30,7 @@ from fedsynth.models.on_features import Embedding
 from fedsynth.models.registry import ModelSettings, build_model
 from tests.digits import CPU, SPEC, convnet, digits
 from tests.message_examples import message_types, random_message
+from tests.raising import raises
 
 
 def assert_same(a: Packed, b: Packed) -> None:
@@ -91,7 +92,7 @@ class Text(Message):
 
 def test_unsupported_field_values_are_rejected() -> None:
     for value in ("words", float("nan"), float("inf"), [torch.ones(1)]):
-        with pytest.raises(MessageError, match=r"Text\.text must be"):
+        with raises(MessageError, "message.value"):
             Text(value).to_bytes()
 
 
@@ -224,14 +225,14 @@ def test_frames_survive_serialisation() -> None:
     ],
 )
 def test_malformed_frames_are_rejected(sent: bytes) -> None:
-    with pytest.raises(MessageError, match=r"header of the frame|text as kind"):
+    with raises(MessageError, "message.invalid"):
         Frame.from_bytes(sent)
 
 
 def test_frames_are_short_and_finite() -> None:
     """Parsed JSON takes many times the memory of its text."""
     frame = json.dumps({"kind": "x" * LONGEST_HEADER, "facts": {}}).encode()
-    with pytest.raises(MessageError, match="truncated"):
+    with raises(MessageError, "message.invalid"):
         Frame.from_bytes(frame_bytes(frame))
     with pytest.raises(ValueError, match="JSON"):
         Frame("answer", {"accuracy": float("nan")}).to_bytes()

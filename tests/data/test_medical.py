@@ -33,7 +33,7 @@ from fedsynth.data.pixels import read_headers, read_pixels
 from fedsynth.data.registry import spec_from_json
 from fedsynth.data.shared_set import BYTES, set_facts, shared_set
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError
-from fedsynth.simulation.student import real_images
+from fedsynth.sharing.student import real_images
 from tests.user_files import write_declaration
 
 Array = npt.NDArray[Any]

@@ -25,7 +25,8 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import Ledger, Release, epsilon
 from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Event
-from fedsynth.results.verification import unfinished_report, verify_run
+from fedsynth.results.later_reports import unfinished_report
+from fedsynth.results.verification import verify_run
 from tests.deployment import local_setup
 from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, kill, sections
 from tests.quick_runs import NoteRecorder, by_family

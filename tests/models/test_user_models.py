@@ -33,6 +33,7 @@ from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
 from tests.digits import SPEC, digits
 from tests.quick_runs import by_family, quick_settings
+from tests.raising import raises
 
 
 class Net(nn.Module):
@@ -187,7 +188,7 @@ def test_unregistered_and_taken_names_are_errors() -> None:
     fs.register_model("mynet.py:Net@5678", Net)
     with pytest.raises(SettingError, match="not loaded, or has changed"):
         fs.ModelSettings("mynet.py:Net@1234")
-    with pytest.raises(UnknownNameError, match="nett"):
+    with raises(UnknownNameError, "model.name"):
         fs.ModelSettings("nett")
     for name in ("convnet", ""):
         with pytest.raises(SettingError, match="built-in"):
@@ -226,7 +227,7 @@ def test_logits_equal_timm_network(tmp_path: Path) -> None:
 def test_group_norm_replaces_all_batch_norms() -> None:
     privacy, model = fs.PrivacySettings(epsilon=8.0), fs.ModelSettings("timm:test_resnet")
     settings: Any = fs.RunSettings(fs.FedAvg(), rounds=1, model=model, privacy=privacy)
-    with pytest.raises(ForbiddenLayerError, match=r"Set model\.norm=group"):
+    with raises(ForbiddenLayerError, "model.mixes_examples"):
         fs.simulate(settings, quiet=True)
     settings = fs.ModelSettings("timm:test_resnet", norm="group")
     assert not has_batch_norm(build_model(settings, (1, 20, 20), classes=3, seed=0))
@@ -310,11 +311,11 @@ def test_methods_train_on_features_or_refuse_them(method: str) -> None:
     few = train.subset(np.arange(200)), test.subset(np.arange(50))
     cls: Any = method_class(method)
     if not issubclass(cls, fs.TrainsLocally) or cls.features_refusal:
-        with pytest.raises(SettingError, match=r"model\.features"):
+        with raises(SettingError, "model.features"):
             settings_of(method)
         return
     name = "mlp" if method in NEED_LEARNED_EMBEDDING else "linear"
     if method in NEED_LEARNED_EMBEDDING:
-        with pytest.raises(SettingError, match=r"model\.name must be 'mlp'"):
+        with raises(SettingError, "model.name"):
             fs.simulate(settings_of(method), data=few)
     assert fs.simulate(settings_of(method, name=name), data=few).accuracy is not None

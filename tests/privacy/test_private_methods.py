@@ -34,7 +34,7 @@ from fedsynth.core.uploads import check_numbers
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
-from fedsynth.evaluation.classification import MEASURES
+from fedsynth.evaluation import MEASURES
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, register_features
 from fedsynth.federation import in_process

@@ -389,7 +389,8 @@ def problems(report: Any) -> list[str]:
     if shape := figures.schema_problems(report):
         return shape
     ledger_rows = read_ledger_rows(report, None, exact=False)
-    return ledger_rows.problems + report_problems(report, facts(**FACTS), ledger_rows, STARTS)
+    differing = report_problems(report, facts(**FACTS), ledger_rows, STARTS)
+    return [problem.text for problem in ledger_rows.problems + differing]
 
 
 @pytest.mark.parametrize(

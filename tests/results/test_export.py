@@ -29,9 +29,9 @@ from fedsynth.data.shared_set import SharedSet, write_hashes
 from fedsynth.files import file_hash, plain_files
 from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
-from fedsynth.results.export import Share, _write
-from fedsynth.results.onnx_export import _checked_program
 from fedsynth.results.verification import verify_run
+from fedsynth.sharing.export import Share, _write
+from fedsynth.sharing.onnx_export import _checked_program
 from tests.quick_runs import folder_of, quick_sections
 from tests.results.test_tampering import changed
 from tests.user_files import CLASSES, make_image_folder, write_declaration

@@ -63,9 +63,10 @@ def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> N
     """Runs may start in the same second."""
     folders = [RunFolder(tmp_path, "feddm-digits") for _ in range(3)]
     assert folders[0].path.name.endswith("-feddm-digits.incomplete")
-    finished = [folders[0].finish(Disclosed({"rounds": 1}))]
+    folders[0].write_summary(Disclosed({"rounds": 1}))
+    finished = [folders[0].finish()]
     folders += [RunFolder(tmp_path, "feddm-digits") for _ in range(2)]
-    finished += [folder.finish(Disclosed({})) for folder in folders[1:]]
+    finished += [folder.finish() for folder in folders[1:]]
     assert len({folder.path for folder in folders}) == 5
     assert {*os.listdir(tmp_path)} == {folder.name for folder in finished}
     assert len(set(finished)) == 5
@@ -78,7 +79,7 @@ def test_folders_are_separate_and_incomplete_until_finished(tmp_path: Path) -> N
         ("feddm-x.incomplete", "feddm-x"),
         ("feddm-synthetic(1,0.5)", "feddm-synthetic(1,0.5)"),
     ):
-        path = RunFolder(tmp_path, name).finish(Disclosed({}))
+        path = RunFolder(tmp_path, name).finish()
         assert (path.parent, path.name[16:], path.is_dir()) == (tmp_path, ending, True)
     assert len(os.listdir(tmp_path)) == 9
 
@@ -92,7 +93,8 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
         (folder.append_metrics, Disclosed({"round": 1})),
         (folder.write_partition, np.ones((2, 3), dtype=np.int64)),
         (folder.write_synthetic, images, SPEC),
-        (folder.finish, Disclosed({})),
+        (folder.write_summary, Disclosed({})),
+        (folder.finish,),
     ):
         with pytest.raises(OutputError, match="cannot write"):
             write(*values)
@@ -109,7 +111,7 @@ def test_report_describes_run_and_files(tmp_path: Path) -> None:
     assert description["date"].replace("-", "") == folder.name[:8]
     assert list(description["sites"].items())[1:] == [("client-001", "Nord"), ("client-002", "Süd")]
     files = ("model.safetensors", "synthetic.safetensors", "metrics.jsonl", "config.toml")
-    assert report["files"] == {name: file_hash(folder / name) for name in files}
+    assert report["files"] == {name: file_hash(folder / name) for name in (*files, "summary.json")}
     verification = verify_run(folder)
     assert verification.problems == []
     assert "cannot be verified" in verification.notes[-1]

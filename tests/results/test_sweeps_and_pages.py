@@ -27,19 +27,19 @@ from fedsynth import resolve, simulate
 from fedsynth.cli.app import app
 from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.experiments import runner
+from fedsynth.experiments.overview import by_seed, differing, labels
+from fedsynth.experiments.page import (
+    NEEDS_MATPLOTLIB,
+    curve,
+    curves,
+    curves_svg,
+    runs_page,
+    write_png,
+)
 from fedsynth.experiments.runner import run_sweep
 from fedsynth.experiments.sweep import FORMATS, Sweep, read_sweep, render, sweep_rows
 from fedsynth.results.file_names import LOCK
-from fedsynth.results.finished import (
-    Run,
-    RunFolderError,
-    by_seed,
-    differing,
-    finished_run,
-    finished_runs,
-    labels,
-)
-from fedsynth.results.page import NEEDS_MATPLOTLIB, curve, curves, curves_svg, runs_page, write_png
+from fedsynth.results.finished import Run, RunFolderError, finished_run, finished_runs
 from fedsynth.validation import to_toml
 from tests.html_page import Page
 from tests.quick_runs import folder_of, quick_sections

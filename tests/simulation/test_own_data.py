@@ -33,6 +33,7 @@ from fedsynth.simulation.audit import audit_run
 from fedsynth.validation import read_sections, to_toml
 from tests.data.test_medical import NAME, write_ct
 from tests.quick_runs import NoteRecorder, folder_of, interrupt_in_round, quick_sections, verified
+from tests.raising import raises
 from tests.simulation.test_recorded_numbers import user_data
 from tests.user_files import make_image_folder, write_declaration
 
@@ -108,16 +109,16 @@ def test_ledgers_of_named_clients_reject_other_data(tmp_path: Path) -> None:
     changed = scans()
     changed.images[5, 0, 3, 3] ^= 1
     for data, parts, text in (
-        (scans(), PARTS[::-1], "80 records of client .* belong to ledger .*St.Mary.jsonl"),
-        (changed, PARTS, r"client 'north' has 1 records .* 1 records of the ledger"),
-        (scans(seed=1), PARTS, "and 120 records of the ledger are missing"),
+        (scans(), PARTS[::-1], "ledger.moved_records"),
+        (changed, PARTS, "ledger.new_records"),
+        (scans(seed=1), PARTS, "ledger.new_records"),
     ):
-        with pytest.raises(LedgerError, match=text):
+        with raises(LedgerError, text):
             run(settings, data=(data, None), parts=parts, names=names)
     LedgerFolder(tmp_path / "ledgers").carry_over("north")
     third: Any = run(settings, data=(changed, None), names=names).privacy
     assert third["guarantee"]["epsilon"] > second["guarantee"]["epsilon"]
-    with pytest.raises(PrivacySettingError, match="list of 2 names"):
+    with raises(PrivacySettingError, "names"):
         run(settings, names=["north"])
 
 
@@ -142,7 +143,7 @@ def test_open_runs_void_later_guarantees(tmp_path: Path, monkeypatch: pytest.Mon
         assert all("without differential privacy" in reason for reason in reasons)
     for target in ({"noise_multiplier": 3.0}, {}):
         capped = {"epsilon": 8.0, "max_records": 1000, "ledger": str(ledgers), **target}
-        with pytest.raises(UnaccountedReleaseError, match=r"epsilon=8 cannot .*a round of real"):
+        with raises(UnaccountedReleaseError, "release.ledger"):
             run(tiny(privacy=capped))
     later = run(tiny(privacy=private(ledger=ledgers)), output=tmp_path / "runs")
     assert verify_run(folder_of(later), ledger=ledgers).problems == []
@@ -176,9 +177,9 @@ def test_ledger_settings_survive_a_config_file(tmp_path: Path) -> None:
     for settings in (public, ledger_only):
         assert fs.resolve(tomllib.loads(to_toml(settings.to_mapping()))) == settings
     assert tiny("real", privacy={"ledger": NO_LEDGER}).ledger is None
-    with pytest.raises(SettingError, match=r"Set PrivacySettings\.ledger instead"):
+    with raises(SettingError, "RunSettings.ledger"):
         replace(tiny(privacy=private()), ledger=tmp_path)
-    with pytest.raises(PrivacySettingError, match="noise_multiplier"):
+    with raises(PrivacySettingError, "privacy.noise_multiplier"):
         tiny(privacy={"ledger": str(tmp_path), "delta": 1e-6})
 
 
@@ -224,19 +225,19 @@ def test_methods_with_variants_and_own_models_run_without_test_images(method: st
 
 def test_invalid_data_and_test_statuses_are_rejected() -> None:
     cases: list[tuple[Any, str]] = [
-        ((scans(), "public"), r"tuple \(train, test\)"),
-        ((None, scans()), "fedsynth.from_arrays"),
-        ("digits", r"data must be a tuple \(train, test\)"),
-        ((scans(), scans(name="other")), "same specification"),
+        ((scans(), "public"), "data.type"),
+        ((None, scans()), "data.type"),
+        ("digits", "data.type"),
+        ((scans(), scans(name="other")), "data.spec"),
     ]
     for data, text in cases:
-        with pytest.raises(DataError, match=text):
+        with raises(DataError, text):
             fs.simulate(tiny(), data=data)
-    with pytest.raises(SettingError, match=r"settings must be RunSettings.*got 'feddm'"):
+    with raises(SettingError, "settings"):
         fs.simulate("feddm")
-    with pytest.raises(SettingError, match=r"method must be a mapping, as in .*got 'feddm'"):
+    with raises(SettingError, "method"):
         fs.owner_settings({"method": "feddm"})
-    with pytest.raises(UnknownNameError, match="secret"):
+    with raises(UnknownNameError, "test"):
         fs.simulate(tiny(), data=(scans(), scans()), test="secret")
 
 
@@ -265,7 +266,7 @@ def test_runs_on_records_of_users_need_a_unit(
     run(tiny("fedavg", privacy=public), data=scans())
     for unit in ({"unit": "user", "nominal_size": 10}, {"unit": "record"}):
         run(tiny("fedavg", privacy={**public, **unit}), data=(by_user, None))
-    with pytest.raises(PrivacySettingError, match=r"unit must be set, .*'user' protects all"):
+    with raises(PrivacySettingError, "privacy.unit"):
         run(tiny("fedavg", privacy=kept), data=(by_user, None))
     assert not (tmp_path / "kept").exists()
     folder = make_image_folder(tmp_path / "scans")
@@ -276,9 +277,9 @@ def test_runs_on_records_of_users_need_a_unit(
         write_declaration(folder, users=users)
         settings = on_folder(folder, privacy=BUDGET)
         if users:
-            with pytest.raises(PrivacySettingError, match="unit must be set"):
+            with raises(PrivacySettingError, "privacy.unit"):
                 plan_of(settings)
-            with pytest.raises(PrivacySettingError, match="unit must be set"):
+            with raises(PrivacySettingError, "privacy.unit"):
                 fs.simulate(settings)
             assert not (folder / "fedsynth-ledger").exists()
     capsys.readouterr()
@@ -348,12 +349,12 @@ def test_invalid_user_settings_are_refused() -> None:
         fs.resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
     with pytest.raises(PrivacySettingError, match="one of record, user"):
         user_settings(unit="household")
-    with pytest.raises(PrivacySettingError, match="user_records"):
+    with raises(PrivacySettingError, "privacy.user_records"):
         user_settings(unit="record", user_records=3)
     data, test = user_data()
-    with pytest.raises(DataError, match="must state the user of each record"):
+    with raises(DataError, "data.users"):
         run(user_settings(), data=(test, test), parts=np.split(np.arange(100), 2))
-    with pytest.raises(PartitionError, match="records of the same user"):
+    with raises(PartitionError, "partition.users"):
         run(user_settings(), data=(data, test), parts=[np.arange(95), np.arange(95, 320)])
 
 
@@ -384,7 +385,7 @@ def test_sites_are_clients_and_pooled_folders_need_a_partition(tmp_path: Path) -
     assert len(fs.simulate(linear, data=folder_data, quiet=True).uploads) == 3
     assert len(fs.simulate(linear, data=(folder_data.train, None), quiet=True).uploads) == 5
     pooled = make_image_folder(tmp_path / "pooled", sites=())
-    with pytest.raises(PartitionError, match=r"has no sites .*Set partition\.kind"):
+    with raises(PartitionError, "partition.sites"):
         fs.simulate(on_folder(pooled), quiet=True)
 
 
@@ -408,16 +409,16 @@ def test_no_run_file_has_dicom_headers(tmp_path: Path, capsys: pytest.CaptureFix
 def test_private_runs_need_a_signed_declaration(tmp_path: Path) -> None:
     """Otherwise sizes, classes or the shape of private images would become public."""
     folder = make_image_folder(tmp_path)
-    with pytest.raises(DataError, match=f"Run fedsynth data describe {folder}, then"):
+    with raises(DataError, "declaration.missing"):
         fs.simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
-    with pytest.raises(DataError, match="needs a declaration"):
+    with raises(DataError, "declaration.missing"):
         fs.simulate(on_folder(folder, privacy=BUDGET), data=fs.load_records(folder), quiet=True)
     write_declaration(folder, by="")
-    with pytest.raises(DataError, match=r"is not signed. "):
+    with raises(DataError, "declaration.signature"):
         fs.simulate(on_folder(folder, privacy=BUDGET), output=tmp_path / "runs", quiet=True)
     assert not (tmp_path / "runs").exists()
     write_declaration(folder, ledger="")
-    with pytest.raises(PrivacySettingError, match="ledger must be the folder"):
+    with raises(PrivacySettingError, "privacy.ledger"):
         fs.simulate(on_folder(folder, privacy=BUDGET), quiet=True)
 
 
@@ -446,7 +447,7 @@ def test_private_runs_use_the_declaration(clinic: Path, tmp_path: Path) -> None:
     assert second.summary["test_accuracy"] is not None
     # a new ledger would start at ε = 0 for images whose budget is spent
     elsewhere = {**BUDGET, "ledger": str(tmp_path / "elsewhere")}
-    with pytest.raises(SettingError, match=r"ledger.* must be the ledger folder of the decl"):
+    with raises(SettingError, "privacy.ledger"):
         fs.simulate(on_folder(clinic, privacy=elsewhere), quiet=True)
 
 
@@ -504,7 +505,7 @@ def test_incomplete_published_data_sets_are_reported(
 
 def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
     folder = make_image_folder(tmp_path / "mnist")
-    with pytest.raises(SettingError, match=r"data.dataset cannot be mnist, which is a published"):
+    with raises(SettingError, "data.dataset"):
         on_folder(folder, data={"dataset": "mnist"})
     assert on_folder(folder).dataset == "own mnist"
 
@@ -512,9 +513,9 @@ def test_user_images_cannot_have_published_names(tmp_path: Path) -> None:
 def test_ledgers_recognise_files_of_other_clients_and_sizes(clinic: Path) -> None:
     """Regression: the same images get two budgets, pooled and by site, or at another size."""
     fs.simulate(on_folder(clinic, partition={"kind": "iid", "clients": 1}, privacy=BUDGET))
-    with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
+    with raises(LedgerError, "ledger.moved_records"):
         fs.simulate(on_folder(clinic, privacy=BUDGET), quiet=True)
     declaration = clinic / "fedsynth.toml"
     declaration.write_text(declaration.read_text().replace("height = 16", "height = 24"))
-    with pytest.raises(LedgerError, match=r"belong to ledger .*client-000.jsonl"):
+    with raises(LedgerError, "ledger.moved_records"):
         fs.simulate(on_folder(clinic, privacy=BUDGET), quiet=True)

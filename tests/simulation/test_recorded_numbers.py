@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedsynth import ImageData, Message, RunResult, from_arrays, resolve, simulate
 from fedsynth.data.registry import dataset_spec
-from fedsynth.evaluation.classification import MEASURES
+from fedsynth.evaluation import MEASURES
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import randomness
 from tests.quick_runs import by_family

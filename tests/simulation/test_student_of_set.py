@@ -20,8 +20,9 @@ from fedsynth.data.images import normalise
 from fedsynth.features import register_features, register_file, registry
 from fedsynth.own_code import load_own
 from fedsynth.results.saved_model import Architecture, write_model
-from fedsynth.simulation.student import Student, real_images
+from fedsynth.sharing.student import Student, real_images
 from tests.quick_runs import folder_of, quick_sections
+from tests.raising import raises
 
 BRIEF = fs.StudentSettings(steps=3, views=1)
 LINEAR = fs.ModelSettings("linear")
@@ -68,14 +69,14 @@ def test_exported_models_give_the_logits_of_the_run(
     stated |= {"run": {**stated["run"], "rounds": 10**9}, "data": {"folder": "/x"}}
     text = json.dumps({**stated, "privacy": {"epsilon": -1}})
     fs.load_model(changed(share / "model.safetensors", tmp_path / "m", settings=text))
-    with pytest.raises(errors.OutputError, match="must be a model file"):
+    with raises(errors.OutputError, "files.model"):
         fs.load_model(bare)
     save_file({"weight": torch.zeros(1)}, tmp_path / "plain")
-    with pytest.raises(errors.OutputError, match="does not state the architecture"):
+    with raises(errors.OutputError, "files.output"):
         fs.load_model(tmp_path / "plain")
     shutil.copytree(share, tmp_path / "copy")
     changed(share / "model.safetensors", tmp_path / "copy" / "model.safetensors", shift=1)
-    with pytest.raises(errors.DataFilesCorruptError, match="was changed"):
+    with raises(errors.DataFilesCorruptError, "data.damaged"):
         fs.load_model(tmp_path / "copy")
 
 
@@ -122,10 +123,10 @@ def test_changed_encoders_are_detected(tmp_path: Path, monkeypatch: pytest.Monke
     file.write_text(ENCODER.format(seed=1))
     other, _ = load_own("method", "features", f"{file}:encoder")
     register_features(name, other)  # like a file that loads changed weights
-    with pytest.raises(errors.OutputError, match=r"outputs .* for public .*enc.py:encoder@"):
+    with raises(errors.OutputError, "files.model"):
         fs.load_model(share)
     del registry._CUSTOM[name]
-    with pytest.raises(errors.OutputError, match="which is not loaded, or has changed"):
+    with raises(errors.OutputError, "files.output"):
         fs.load_model(share)
 
 
@@ -222,5 +223,5 @@ def test_sets_without_soft_labels_give_hard_label_students(tmp_path: Path) -> No
     fs.synthesize(fs.owner_settings(sections), out, runs=tmp_path / "runs", with_model=True)
     trained = fs.student_of_set(out, LINEAR, BRIEF)
     assert (trained.labels, trained.taught) == ("hard", False)  # its model has seen these images
-    with pytest.raises(errors.SettingError, match="no soft labels"):
+    with raises(errors.SettingError, "labels"):
         fs.student_of_set(out, LINEAR, BRIEF, labels="soft")

@@ -38,6 +38,7 @@ from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeat
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from tests.digits import CPU, digits
 from tests.quick_runs import quick_sections
+from tests.raising import raises
 from tests.synthesizer.test_matchers import WIDTH, features_of, network, synthetic
 
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 2, 0, 1])
@@ -141,7 +142,7 @@ def test_distribution_losses_run_only_without_privacy() -> None:
         sections = quick_sections(method, method={"matching": kind}, model={"norm": norm})
         assert simulate(resolve(sections)).accuracy > 0
         private = {"model": {"norm": "instance"}, "privacy": {"epsilon": 10.0}}
-        with pytest.raises(SettingError, match="matching"):
+        with raises(SettingError, "method.matching"):
             simulate(resolve({**sections, **private}))
 
 
@@ -298,7 +299,7 @@ def test_only_the_loop_charges_whatever_the_number_of_records() -> None:
     condense(objective)
     with pytest.raises(BudgetExceededError):
         condense(objective)
-    with pytest.raises(PrivacyError, match="mixes the examples"):
+    with raises(PrivacyError, "privacy.refused"):
         condense(residual(other_owner, Mixing, steps=2))
     assert other_owner.spent() == 0
 
@@ -334,10 +335,10 @@ def test_condensation_is_reproducible_and_bounded() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert 0 <= first.x.min() <= first.x.max() <= 1
     assert first.y.tolist() == [0, 0, 1, 1, 2, 2]
-    with pytest.raises(DataError, match="class 3 has none"):
+    with raises(DataError, "data.invalid"):
         matching(fixed_network, classes=4, steps=1)
     unbounded = matching(fixed_network, classes=CLASSES, steps=20)
-    with pytest.raises(DivergedError, match="lr"):
+    with raises(DivergedError, "training.diverged"):
         condense(unbounded, lr=1e30)
 
 

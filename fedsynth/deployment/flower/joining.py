@@ -72,7 +72,8 @@ class ServerConnection:
             raise SettingError(None, "--ca", "must be set if the server is remote or --key is set")
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
-                raise SettingError(None, f"the file {path}", "does not exist")
+                error = SettingError(None, f"the file {path}", "does not exist")
+                raise error.with_code("files.key")
 
     def unreachable(self) -> str:
         """Tries to connect to the server, and returns the reason if the connection fails.

@@ -46,7 +46,7 @@ GRACE_SECONDS = 10.0
 START_SECONDS = 60.0
 
 
-class FlowerError(FedsynthError):
+class FlowerError(FedsynthError, code="flower.process"):
     """Raised if Flower is missing, or if a Flower process did not start, failed or ended early."""
 
 

@@ -116,7 +116,7 @@ class SuperLinkSettings:
         for path in [*map(self.keys.joinpath, TLS_FILES.values()), *self.public_keys]:
             if not path.is_file():
                 reason = "is missing. Create keys with `fedsynth deploy keys`"
-                raise SettingError(None, f"the file {path}", reason)
+                raise SettingError(None, f"the file {path}", reason).with_code("files.key")
 
     @property
     def public_keys(self) -> list[Path]:

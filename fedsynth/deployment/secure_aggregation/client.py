@@ -82,7 +82,7 @@ class SumTerms:
         if not count // 2 < self.threshold <= count:
             raise SecureSumError(
                 f"the threshold must be above half of {count} clients, got {self.threshold}"
-            )
+            ).with_code("sums.threshold")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class SumClient(Parcel):
             raise SecureSumError(
                 f"the server must send the keys of at least {self.terms.threshold} of "
                 f"{len(clients)} clients, got {len(keys)}"
-            )
+            ).with_code("sums.keys")
         if self.number not in keys or keys[self.number].mask != primitives.public(self.mask_key):
             raise SecureSumError("the server has changed or omitted the keys of this client")
         public: set[bytes] = set()
@@ -257,7 +257,7 @@ class SumClient(Parcel):
             raise SecureSumError(
                 f"the sum needs secret shares of {self.terms.threshold} clients, got "
                 f"{len(senders) + 1}"
-            )
+            ).with_code("sums.shares")
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self.shares[k] = primitives.unseal(key, received.of[k], about)
@@ -302,7 +302,7 @@ class SumClient(Parcel):
             raise SecureSumError(
                 f"the server must list at least {self.terms.threshold} clients with secret shares, "
                 f"got {len(clients)}"
-            )
+            ).with_code("sums.survivors")
         if self.number not in clients:
             raise SecureSumError("the server claims that the vector of this client is missing")
         shares = self.shares

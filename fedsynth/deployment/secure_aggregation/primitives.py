@@ -40,7 +40,7 @@ from fedsynth.faults import faults_as
 from fedsynth.privacy.randomness import Grid
 
 
-class SecureSumError(FedsynthError):
+class SecureSumError(FedsynthError, code="sums.secure"):
     """Raised if a message does not follow the protocol, or if too few clients are left."""
 
 
@@ -118,7 +118,7 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
         raise SecureSumError(
             f"cannot split {len(secret)} bytes among {len(set(holders))} holders with the "
             f"threshold {threshold}"
-        )
+        ).with_code("sums.split")
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
     shares: dict[int, bytes] = {}

@@ -83,7 +83,7 @@ class SumServer:
         if len(usable) < self.terms.threshold:
             raise primitives.SecureSumError(
                 f"the sum needs {name} of {self.terms.threshold} clients, got {len(usable)}"
-            )
+            ).with_code("sums.clients")
         return usable
 
     def roster(self, keys: Mapping[int, primitives.Keys]) -> primitives.Roster:
@@ -146,7 +146,7 @@ class SumServer:
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
                 raise primitives.SecureSumError(
                     f"the shares of the self mask of client {client} were changed"
-                )
+                ).with_code("sums.self_mask")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
         for client in self._sealed.keys() - self.masked.keys():
@@ -154,7 +154,7 @@ class SumServer:
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
                     f"the shares of the mask key of client {client} were changed"
-                )
+                ).with_code("sums.mask_key")
             for other in self.masked:
                 # the mask that the other one has added
                 total = total - primitives.signed_mask(

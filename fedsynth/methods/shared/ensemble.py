@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Presets
-from fedsynth.evaluation.generated import GENERATOR, GeneratorFacts, describe
+from fedsynth.evaluation import GENERATOR, GeneratorFacts
 from fedsynth.evaluation.generated import average as average_facts
+from fedsynth.evaluation.generated import describe
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import TrainsLocally
 from fedsynth.privacy.disclosure import Disclosure, released

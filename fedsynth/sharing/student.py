@@ -21,9 +21,10 @@ from fedsynth.data.own_data import read_as
 from fedsynth.data.registry import DatasetSpec, is_known
 from fedsynth.data.shared_set import SUMS, SharedSet, load_synthetic
 from fedsynth.errors import FedsynthError, OutputError, SettingError, short_repr
+from fedsynth.evaluation import GENERATOR
 from fedsynth.evaluation.accuracy import accuracy, predict
 from fedsynth.evaluation.classification import classification_measures
-from fedsynth.evaluation.generated import GENERATOR, format_facts
+from fedsynth.evaluation.generated import format_facts
 from fedsynth.features.encoding import EncoderSettings, encode, encoder_map, image_spec
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState

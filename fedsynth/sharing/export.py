@@ -36,10 +36,10 @@ from fedsynth.privacy.report.pages import report_sentences
 from fedsynth.privacy.report.plots import templates
 from fedsynth.results.file_names import MODEL
 from fedsynth.results.finished import read_summary
-from fedsynth.results.hub_files import PICTURES, VALUES, write_croissant, write_values
 from fedsynth.results.run_folder import PRIVATE_START, private_start
 from fedsynth.results.saved_model import Architecture, model_in, write_model
 from fedsynth.results.verification import verify_run
+from fedsynth.sharing.hub_files import PICTURES, VALUES, write_croissant, write_values
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
@@ -183,14 +183,14 @@ def verified_report(
         if problems:
             raise PrivacyError(
                 f"the privacy report of {folder} does not follow from its settings and ledgers: "
-                f"{one_line(problems[0])}. To see all problems, run fedsynth privacy verify {folder}"
-            )
+                f"{one_line(str(problems[0]))}. To see all problems, run fedsynth privacy verify {folder}"
+            ).with_code("export.report")
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):
         raise OutputError(
             f"the run in {folder} has no privacy guarantee, so its images and its model may reveal "
             f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
-        )
+        ).with_code("export.no_guarantee")
     return report
 
 

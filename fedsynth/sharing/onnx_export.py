@@ -15,9 +15,9 @@ from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import OutputError, writing
 from fedsynth.files import write_output
-from fedsynth.results.export import verified_report
 from fedsynth.results.saved_model import model_in
 from fedsynth.seeding import torch_generator
+from fedsynth.sharing.export import verified_report
 from fedsynth.version import __version__
 
 TOLERANCE = 1e-3
@@ -136,7 +136,7 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
             "the model cannot be written as ONNX, because ONNX has no form of one of its "
             "operations, or the code fixes the number of images. Feature maps with scattering have "
             "such operations: use another map"
-        ) from error
+        ).with_code("onnx.operation") from error
     # one image instead of three, because code such as `len(images)` may fix the number
     _check_logits(program.model_proto, images[:1], logits[:1])
     return program

@@ -25,6 +25,7 @@ import numpy as np
 from markupsafe import Markup, escape
 
 from fedsynth.errors import OutputError
+from fedsynth.experiments import overview
 from fedsynth.faults import HOSTILE
 from fedsynth.files import read_regular, write_output
 from fedsynth.formatting import band, format_epsilon, format_odds, printable
@@ -32,9 +33,18 @@ from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.pages import STYLE, report_sentences
 from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, templates
-from fedsynth.results import finished
 from fedsynth.results.disclosed import DOMAIN_MEASURES, LOCAL, PRIVATE_TEST
-from fedsynth.results.finished import NONE, Run, RunFolderError, percent, value_at, words_of
+from fedsynth.results.finished import (
+    NONE,
+    UNDEFINED,
+    Run,
+    RunFolderError,
+    auroc_text,
+    is_share,
+    percent,
+    value_at,
+    words_of,
+)
 from fedsynth.results.run_folder import PARTITION, ROUNDS
 
 
@@ -115,16 +125,16 @@ def curves(
     if not drawn:
         raise RunFolderError(f"none of these runs has both {metric} and {axis}")
     if not mean:
-        named = zip(finished.labels(drawn), drawn, strict=True)
+        named = zip(overview.labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]
-    groups = finished.by_seed(drawn)
+    groups = overview.by_seed(drawn)
     seedless = []
     for run, *_ in groups:
-        settings = {key: value for key, value in run.settings.items() if key not in finished.SEEDS}
+        settings = {key: value for key, value in run.settings.items() if key not in overview.SEEDS}
         seedless.append(replace(run, settings=settings))
     return [
         _mean_line(name, [curve(run, metric, axis) for run in group])
-        for name, group in zip(finished.labels(seedless), groups, strict=True)
+        for name, group in zip(overview.labels(seedless), groups, strict=True)
     ]
 
 
@@ -146,7 +156,7 @@ def _mean_line(name: str, lines: Sequence[Points]) -> Line:
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
     """Returns a plot of learning curves as SVG text, for an HTML page."""
-    share = finished.is_share(metric)
+    share = is_share(metric)
     return line_plot(lines, x=AXES[axis].label, y=words_of(metric), from_zero=False, percent=share)
 
 
@@ -172,7 +182,7 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
             x, low, high = zip(*line.band, strict=True)
             axes.fill_between(x, low, high, color=colour, alpha=0.18)
     axes.grid(alpha=0.3)
-    if finished.is_share(metric):
+    if is_share(metric):
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if axis == "rounds":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -217,7 +227,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
             show.
     """
     labelled = []
-    for run, label in zip(runs, finished.labels(runs), strict=True):
+    for run, label in zip(runs, overview.labels(runs), strict=True):
         rows = _with_hidden(run) if simulation_only else run.rows
         labelled.append(replace(run, label=label, rows=rows))
     builders: dict[str, Section] = {
@@ -260,7 +270,7 @@ def _with_hidden(run: Run) -> list[dict[str, Any]]:
 
 
 def _runs(runs: Sequence[Run]) -> Iterator[Markup]:
-    head, *figures = finished.overview(runs)
+    head, *figures = overview.overview(runs)
     rows = []
     for run, row in zip(runs, figures, strict=True):
         rows.append([run.label, *row, str(run.summary.get("dataset", NONE)), run.name])
@@ -338,7 +348,7 @@ def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
     """Returns the cells of a table for the columns in `_MEASURES`."""
     shares = [percent(value_at(values, key)) for key in ("f1", "calibration_error")]
     balanced = percent(value_at(values, "balanced_accuracy"))
-    return [percent(_number(accuracy)), balanced, finished.auroc_text(values), *shares]
+    return [percent(_number(accuracy)), balanced, auroc_text(values), *shares]
 
 
 def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
@@ -361,7 +371,7 @@ def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
             clients.append([f"{run.label}, client {number}", percent(_number(share))])
     if any(cell != NONE for _, *cells in rows for cell in cells):
         yield _table("measures on the test set", ("run", *_MEASURES), rows)
-    if any(finished.UNDEFINED in row for row in rows):
+    if any(UNDEFINED in row for row in rows):
         text = "AUROC is undefined if all test examples have one class, or an output is not finite."
         yield _PARTS.text(text)
     if 0 < len(clients) <= MAX_CLIENTS:

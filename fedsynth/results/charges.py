@@ -1,0 +1,309 @@
+"""Recomputes what a private run had to charge, and compares this plan with the clients' ledgers.
+
+The comparison states which ledger rows belong to the plan, which rows do not, and which rows are
+missing. The plan is made in the same way as the run made it (`PrivacyPlan`): from the contents of
+the ledgers when the run began. A resumed run also takes its plan from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from fedsynth.core.context import RoundContext
+from fedsynth.core.method import Method
+from fedsynth.federation.privacy_plan import PrivacyPlan
+from fedsynth.federation.run_data import data_set_id
+from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
+from fedsynth.privacy.accounting import epsilon_by_round
+from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
+from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.ledger.ledger import Histories, History
+from fedsynth.privacy.plans import FIRST, MAIN
+from fedsynth.privacy.releases import Release
+from fedsynth.privacy.report.build import worst_by_round
+from fedsynth.privacy.report.figures import Event
+from fedsynth.privacy.report.file import LedgerRows, Problem
+from fedsynth.privacy.report.verify import differences
+from fedsynth.results.disclosed import LOST, NOT_COUNTED, REJECTED
+from fedsynth.results.private_run import PrivateRun, ledger_files, read_run
+from fedsynth.results.run_folder import PRIVATE_START, RESUMED
+
+# The relative tolerance for σ. Calibration finds σ with an accuracy of 0.1 %, so other versions of
+# the libraries may return slightly different values.
+SIGMA_TOLERANCE = 2e-3
+
+Rows = Mapping[str, Sequence[Release]]
+
+
+def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
+    """Computes the privacy plan with which a run began, from the run's settings and the clients'
+    ledgers.
+
+    Only the rows that were in the ledgers before the run are used.
+
+    Raises:
+        PrivacyError: the σ that the run states differs from the σ in the plan.
+    """
+    run.settings.method.check_model(run.context.architecture)
+    histories = []
+    for client, start in run.start.ledgers.items():
+        histories.append(History(client, tuple(rows[client][: start.rows])))
+    plan = PrivacyPlan.make(run.settings, run.context, histories)
+    stated = run.start.noise_multiplier
+    sigma = plan.privacy.noise_multiplier
+    tolerance = 0.0 if run.privacy.noise_multiplier else SIGMA_TOLERANCE
+    if stated is None or sigma is None or not math.isclose(stated, sigma, rel_tol=tolerance):
+        computed = f"config.toml and the ledgers give {sigma}"
+        text = f"{PRIVATE_START} states σ = {stated}, but {computed}"
+        raise PrivacyError(text).with_code("noise_multiplier")
+    return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))
+
+
+def plan_when_it_began(
+    folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
+) -> PrivacyPlan:
+    """Returns the privacy plan of a run that is now to be resumed, as it was when the run began.
+
+    Args:
+        folder: the run folder.
+        histories: the current contents of the clients' ledgers, in client order.
+        method: the run's method.
+        rows: the metrics of the finished rounds, from the checkpoint.
+
+    Raises:
+        PrivacyError: a file is damaged, a ledger is not the one with which the run began, or a
+            ledger lacks a row that the run has charged. Without this row, the resumed run could
+            exceed its limit on ε.
+    """
+    run = replace(read_run(folder, method), rows=rows)
+    files, _ = ledger_files(folder, run, None)
+    if files is None:
+        raise PrivacyError("the run's ledgers are not in the folder that config.toml states")
+    current = {history.client: history.releases for history in histories}
+    if list(current) != list(run.start.ledgers):
+        raise PrivacyError(f"the run's clients differ from the clients in {PRIVATE_START}")
+    for client, start in run.start.ledgers.items():
+        chains = read_ledger(files / f"{client}.jsonl").lines.chains
+        if len(chains) <= start.rows or chains[start.rows] != start.chain:
+            raise PrivacyError(f"the ledger of {client} is not the ledger with which the run began")
+    charges = Charges(run, LedgerRows(current))
+    for client, row in charges.missing:
+        raise PrivacyError(f"the ledger of {client} lacks {_text(row)}, which the run has charged")
+    return charges.plan
+
+
+class Charges:
+    """Compares a run's plan with the rows that were added to the clients' ledgers since the run
+    began.
+
+    Args:
+        run: the content of the run folder.
+        ledger_rows: the ledger rows that the report covers.
+
+    Attributes:
+        absent: the indices of clients that are missing from the report. Only a run over a network
+            may have such clients.
+        rounds_done: the number of finished rounds.
+        plan: the plan with which the run began.
+        histories: the current contents of the clients' ledgers.
+        charged: for each client, the ledger rows that this run has added, in round order.
+        foreign: pairs (client, row) for all other ledger rows that were added since the run began.
+        missing: pairs (client, row) for rows that the plan requires and the ledger does not
+            contain.
+
+    Raises:
+        PrivacyError: the clients in the report differ from those of the run, or the σ that the run
+            states differs from the σ in the plan.
+    """
+
+    def __init__(self, run: PrivateRun, ledger_rows: LedgerRows) -> None:
+        self.run = run
+        self.ledger_rows = ledger_rows
+        self.rounds_done = len(run.rows)
+        self.absent: list[int] = []
+        self.charged: dict[str, list[Release]] = {}
+        self.foreign: list[tuple[str, Release]] = []
+        self.missing: list[tuple[str, Release]] = []
+        rows: dict[str, tuple[Release, ...]] = {}
+        for number, client in enumerate(run.start.ledgers):
+            if client not in ledger_rows.rows:
+                self.absent.append(number)
+            rows[client] = ledger_rows.rows.get(client, ())
+        if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
+            text = f"the clients in the report differ from those in {PRIVATE_START}"
+            raise PrivacyError(text).with_code("ledger.clients")
+        self.plan = rebuild_plan(run, rows)
+        self.histories = [History(client, rows[client]) for client in rows]
+        for number, history in enumerate(self.plan.histories):
+            new_rows = rows[history.client][len(history.releases) :]
+            self._sort_rows(number, history.client, list(new_rows))
+
+    def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
+        """Separates the ledger rows of this run from the rows that other runs have charged.
+
+        The method examines only the rows that were added to a client's ledger since the run began.
+
+        The plan also covers a round that was under way when the run stopped. If the run was resumed
+        in a round, the plan covers this round twice.
+        """
+        planned: list[tuple[Release, bool]] = []
+        last = min(self.rounds_done + 1, self.plan.run.rounds)
+        for round_number in self.plan.participation.rounds_of(number, last):
+            planned += self._planned_rows(number, round_number)
+        for round_before in self.run.resumed:  # a round that was cut off is charged again
+            context = self.round_context(round_before + 1)
+            if number in context.active:
+                planned += [(row, False) for row in self.plan.client_rows(number, context)]
+        charged = self.charged[client] = []
+        for row, required in planned:
+            same = next((r for r in remaining if not differences("", asdict(row), asdict(r))), None)
+            if same is not None:
+                remaining.remove(same)
+                charged.append(same)
+            elif required:
+                self.missing.append((client, row))
+        charged.sort(key=lambda row: row.round)
+        self.foreign += [(client, row) for row in remaining]
+
+    def round_context(self, number: int) -> RoundContext:
+        active = self.plan.participation.in_round(number)
+        return replace(self.run.context, round=number, participants=active)
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        """Returns the metrics of a round, or an empty mapping if the round has not finished."""
+        if not 1 <= number <= self.rounds_done:
+            return {}
+        return self.run.rows[number - 1]
+
+    def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
+        """Returns the rows that a round may add to a client's ledger, and whether each row is
+        required.
+
+        A client whose first upload was rejected receives no second request. If the first exchange
+        had too few uploads, no client receives a second request. In a run over a network, it is
+        unknown whether a client that did not answer was charged.
+        """
+        context = self.round_context(number)
+        row = self.row(number)
+        releases = self.plan.client_rows(client, context)
+        rejected = row.get(REJECTED, {})
+        if self.run.networked and str(client) in {**row.get(LOST, {}), **rejected}:
+            return [(release, False) for release in releases]
+        planned = []
+        two = self._has_two_exchanges(number)
+        for plan, release in zip(self.plan.client_plans(client, context), releases, strict=True):
+            if not self.plan.run.failures.released(number, client, plan.exchange, two=two):
+                continue
+            required = number <= self.rounds_done
+            if two and plan.exchange != FIRST:
+                if row.get(NOT_COUNTED, {}).get("exchange") == FIRST:
+                    continue
+                reason = rejected.get(str(client), "")
+                required = required and not reason.startswith(FIRST_EXCHANGE)
+            planned.append((release, required))
+        return planned
+
+    def _has_two_exchanges(self, number: int) -> bool:
+        """Returns True if clients make private releases in both exchanges of a round, and not only
+        in the second.
+        """
+        return any(release.exchange == FIRST for release in self.plan.round_plans(number))
+
+    def problems(self) -> list[Problem]:
+        """Returns the differences between the ledgers and the plan.
+
+        Rows that a ledger lacks are always reported. Rows that the plan does not contain are
+        reported only if the ledger belongs only to this run.
+        """
+        problems = []
+        for client, row in self.missing:
+            text = f"the ledger of {client} lacks {_text(row)}, which config.toml needs"
+            problems.append(Problem("ledger.missing", text))
+        only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
+        for client, start in self.run.start.ledgers.items():
+            if not self.ledger_rows.begins_with(client, start):
+                rows = f"the first {start.rows} rows in the ledger of {client}"
+                problems.append(Problem("ledger.chain", f"{rows} differ from {PRIVATE_START}"))
+            if client not in self.ledger_rows.ledgers:
+                continue
+            ledger = self.ledger_rows.ledgers[client]
+            noted = Counter(n for rows, n in ledger.lines.resumptions if rows >= start.rows)
+            if Counter(self.run.resumed) - noted:
+                text = f"the ledger of {client} lacks a resumption that {RESUMED} states"
+                problems.append(Problem("ledger.resumptions", text))
+            if only_this_run and ledger.dataset != data_set_id(self.run.settings):
+                text = f"the ledger of {client} belongs to another data set or partition"
+                problems.append(Problem("ledger.data_set", text))
+        if only_this_run:
+            for client, row in self.foreign:
+                text = f"the ledger of {client} has {_text(row)}, which does not follow from "
+                problems.append(Problem("ledger.foreign", f"{text}config.toml"))
+        return problems
+
+    def refusal(self) -> Event | None:
+        """Returns the event that ends the run because the limit on ε allows no further round.
+
+        Returns None if the limit allows another round.
+        """
+        try:
+            self.plan.check_round(self.rounds_done + 1, self.histories)
+        except BudgetExceededError as error:
+            return Event.ended(self.rounds_done, error.spent, str(error))
+        return None
+
+    def epsilon_by_round(self) -> dict[int, float]:
+        """Returns, for each round, the ε that was spent until the end of this round.
+
+        The value is that of the client with the largest ε.
+
+        Rows that other runs have charged since this run began are not counted. The entry for round
+        0 is the ε that was spent before this run.
+        """
+        privacy = self.plan.privacy
+        by_client = {}
+        for history in self.plan.histories:
+            rows = [replace(row, round=0) for row in history.releases]
+            rows += self.charged[history.client]
+            by_client[history.client] = epsilon_by_round(rows, privacy.delta, privacy.adjacency)
+        return worst_by_round(by_client)
+
+    def expected_losses(self, number: int) -> dict[str, Any]:
+        """Returns what the metrics of a round must state about the clients whose uploads were not
+        used.
+
+        In a simulation, these entries follow from the run's seed. In a run over a network, and for
+        rejected uploads, the reasons are copied from the round's metrics.
+        """
+        row = self.row(number)
+        active = self.plan.participation.in_round(number)
+        last_exchange = row.get(NOT_COUNTED, {}).get("exchange", MAIN)
+        lost: dict[str, str] = {}
+        rejected: dict[str, str] = {}
+        for index in active:
+            client = str(index)
+            failure = self.plan.run.failures.of(number, index)
+            if client in row.get(REJECTED, {}):
+                rejected[client] = row[REJECTED][client]
+            if self.run.networked or client in rejected:
+                if client in row.get(LOST, {}):
+                    lost[client] = row[LOST][client]
+            elif failure is not None and (last_exchange == MAIN or failure.exchange == FIRST):
+                lost[client] = failure.kind
+        uploads = len(active) - len({*lost, *rejected})
+        needed = needed_uploads(self.plan.run.quorum, len(active))
+        expected: dict[str, Any] = {LOST: lost, REJECTED: rejected}
+        if uploads < needed:
+            exchange = MAIN
+            if self._has_two_exchanges(number) and last_exchange == FIRST:
+                exchange = FIRST
+            expected[NOT_COUNTED] = {"exchange": exchange, "uploads": uploads, "needed": needed}
+        return {key: value for key, value in expected.items() if value}
+
+
+def _text(row: Release) -> str:
+    return f"{row.quantity} in round {row.round} (σ = {row.noise_multiplier:.6g})"
