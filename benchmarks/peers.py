@@ -41,6 +41,7 @@ from fedsynth.models.registry import ModelSettings, build_model, parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
+from fedsynth.privacy.passes import Units
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 from fedsynth.training.sgd import MomentumSgd
@@ -80,7 +81,7 @@ def ours(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:
     budget = BudgetEnforcer(Ledger("0"))
     mechanism = GaussianSumMechanism(release, 1, budget, SecretGenerator())
     settings = DpSgdSettings(MomentumSgd(LR), len(x))
-    dp_sgd(model, lambda indices: x[indices], y, mechanism, settings)
+    dp_sgd(model, lambda i: (x[i], y[i]), mechanism, settings, Units(len(y)))
 
 
 def opacus_hooks(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> None:

@@ -8,17 +8,19 @@ fault, but it cannot prove that there is none.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -141,6 +143,8 @@ class StepInputs:
         classes: the number of classes. Labels are 0, ..., classes - 1.
         padding: the label of padding.
         finite: False if records may contain NaN, and infinity if the bounds are infinite.
+        precision: the type of the numbers in a network.
+        seed: the seed of the random records.
     """
 
     shape: tuple[int, ...]
@@ -150,6 +154,8 @@ class StepInputs:
     classes: int = 1
     padding: int = 0
     finite: bool = True
+    precision: torch.dtype = torch.float32
+    seed: int = 0
 
     def draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         """Draws public random records [count, ...] and labels [count].
@@ -157,7 +163,7 @@ class StepInputs:
         Values are uniform within the bounds. If a bound is infinite, every other record is uniform
         in [0, 1], and the others are normal, because some functions need positive values.
         """
-        draws = np.random.default_rng(seed)  # not torch's: another watch may be active
+        draws = np.random.default_rng(self.seed + seed)  # not torch's: another watch may be active
         values = draws.random((count, *self.shape), dtype=np.float32)
         low, high = self.bounds
         if math.isfinite(high - low):
@@ -190,13 +196,16 @@ class Dependence:
         fault: a description of the fault, which completes the sentence "the function …". An empty
             string if the trial found no fault.
         moved: the largest L2 norm of a change of a record's value, divided by the norm of the value,
-            if the record is moved or others are replaced. Rounding alone is about 1e-7.
+            if the record is moved or others are replaced. Rounding alone is about 1e-7. It is above
+            0 if one bit changes.
         opaque: the types of objects whose state the trial could not compare.
+        values: the values of the first records of the trial, [length, D].
     """
 
     fault: str = ""
     moved: float = 0.0
     opaque: frozenset[str] = frozenset()
+    values: Tensor = field(default_factory=lambda: torch.empty(0), repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return bool(self.fault)
@@ -241,6 +250,52 @@ def dependence_on_batch(
         return _Passes(function, generators, inputs).result(holders)
 
 
+def network_dependence(network: nn.Module, inputs: StepInputs, *, trains: bool) -> Dependence:
+    """Tests whether a network's outputs, and its features, depend only on their own image.
+
+    Args:
+        network: the network, which is not changed.
+        inputs: the images.
+        trains: whether the network is also tested in training mode.
+    """
+    for mode in sorted({False, trains}):
+        twin = copy.deepcopy(network).train(mode)
+        for function in filter(None, (twin, getattr(twin, "embed", None))):
+            result = dependence_on_batch(partial(_of_images, function), inputs)
+            if result:
+                return result
+    return Dependence()
+
+
+def _of_images(network: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    return network(x)
+
+
+def dependence_in_step(
+    values: RecordFunction,
+    inputs: StepInputs,
+    expected: Tensor | None = None,
+    *,
+    thorough: bool,
+) -> Dependence:
+    """Tests whether a step computes each record's value from that record only.
+
+    State is not compared, because a step may reach what the trial itself changes.
+
+    Args:
+        values: computes the values of records as the step does.
+        inputs: the records.
+        expected: the values of the first records in an earlier run of the step, among other
+            records. If they are passed, only these values are compared.
+        thorough: True for user code. Otherwise, only two other passes are compared with the first.
+    """
+    with GlobalGenerators(inputs.device) as generators:
+        passes = _Passes(values, generators, inputs)
+        if expected is not None:
+            return passes.compared_with(expected)
+        return passes.of_step(thorough=thorough)
+
+
 class _Passes:
     """Compares passes of a step's length, in which some records keep their values.
 
@@ -258,17 +313,25 @@ class _Passes:
         self._fault = ""
         self._moved = 0.0
         self._finite = False
+        self._watches = False
+        self._fill = 0.0
 
-    def _begin(self, x: Tensor, y: Tensor) -> None:
+    def _begin(self, x: Tensor, y: Tensor, values: Tensor | None = None) -> Tensor:
         """Computes the values with which all later ones are compared."""
         self._x, self._y = x, y
-        self._first = self._values(x, y)
+        self._first = self._values(x, y) if values is None else values
         self._sizes = torch.linalg.vector_norm(self._first, math.inf, dim=1).cpu()
+        return self._first
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
         """Computes values as a step does. Values that are not finite become 0, as in the mechanism."""
         self._generators.rewind()
-        values = values_of_each(self._function, (x, y), lambda text: None).detach()
+        position = self._generators.position()
+        watch = OperationWatch(self._fill)
+        with watch if self._watches else nullcontext():
+            values = values_of_each(self._function, (x, y), lambda text: None).detach()
+        if self._watches and (watch.draws or self._generators.position() != position):
+            self._fault = DRAWS
         self._finite = self._finite or bool(torch.isfinite(values).any())
         values = values.to(torch.promote_types(values.dtype, torch.float32))
         return values.nan_to_num(0.0, 0.0, 0.0).reshape(len(values), -1)
@@ -289,6 +352,34 @@ class _Passes:
         if change and not self._fault:
             self._fault = f"{STATE} ({change} changes)"
         return Dependence(self._fault, self._moved, frozenset(before_trial.opaque))
+
+    def of_step(self, *, thorough: bool) -> Dependence:
+        """Moves records and replaces others, and watches the operations of user code."""
+        self._watches = thorough
+        values = self._begin(*self._inputs.draw(0, self._inputs.length))
+        even = self._positions % 2 == 0
+        extremes = self._inputs.extremes()
+        mixed = torch.stack(extremes)[self._positions % len(extremes)]
+        self._compare(self._positions >= 0, POSITION, order=self._positions.roll(1))
+        fewer = self._positions.roll(3)[:-1]  # padding takes the last place
+        self._compare(even, MIXES, records=mixed, order=fewer)
+        if thorough:
+            few = self._positions % 8 == 0
+            for record in extremes[:2]:  # so that every mean or extreme of a batch occurs
+                self._compare(few, MIXES, records=record[None])
+            replacements, labels = self._inputs.draw(3, self._inputs.length)
+            for unchanged in (even, ~even):
+                self._compare(unchanged, MIXES, records=replacements, labels=labels)
+            self._fill = 1.0
+            self._compare(self._positions >= 0, KEEPS_STATE)
+        return Dependence(self._fault, self._moved, values=values)
+
+    def compared_with(self, values: Tensor) -> Dependence:
+        """Compares the values of the first records with those of an earlier run."""
+        self._watches = True
+        self._begin(*self._inputs.draw(0, self._inputs.length), values)
+        self._compare(self._positions >= 0, KEEPS_STATE)
+        return Dependence(self._fault, self._moved)
 
     def _move(self) -> None:
         """Moves all records to other positions of the pass."""
@@ -350,10 +441,10 @@ class _Passes:
         if labels is not None:
             y = torch.where(unchanged, y, labels)
         moved = self._values(x[order.to(x.device)], y[order])
-        if moved.shape != self._first.shape:
+        if moved.shape != (len(order), *self._first.shape[1:]):
             self._fault = LENGTH
             return
-        changes = torch.zeros(len(order))
+        changes = torch.zeros(len(self._positions))
         for position, number in enumerate(order.tolist()):  # as all rows at once need much memory
             expected, actual = self._first[number], moved[position]
             if unchanged[number] and not torch.equal(expected, actual):
@@ -361,13 +452,13 @@ class _Passes:
                 changes[number] = torch.linalg.vector_norm(change, math.inf)
                 shorter = torch.minimum(expected.norm(), actual.norm())
                 relative_change = float(change.norm() / shorter.clamp_min(SHORTEST))
-                self._moved = max(self._moved, relative_change)
+                self._moved = max(self._moved, relative_change, SHORTEST)
         sizes = self._sizes[unchanged]
         usual = sizes[sizes > 0].median() if bool(sizes.any()) else sizes.max()
         relative = changes[unchanged] / torch.maximum(sizes, usual)
         largest = float(relative.nan_to_num(0.0, math.inf).max())
-        if largest > rounding(moved.device):
-            self._fault = fault
+        if largest > rounding(moved.device, self._inputs.precision):
+            self._fault = self._fault or fault
 
 
 class _FewRecords:

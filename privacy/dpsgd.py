@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -41,8 +41,18 @@ from fedsynth.privacy.batch_independence import (
     rounding,
 )
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
-from fedsynth.privacy.passes import Note, Units, padded, pass_size, public_like, values_of_each
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.privacy.passes import (
+    Note,
+    Parts,
+    Units,
+    Values,
+    noisy_sums,
+    padded,
+    pass_size,
+    public_like,
+    values_of_each,
+)
 from fedsynth.privacy.products import LayerGradients, outer_products
 from fedsynth.privacy.reachable_state import ReachableState
 from fedsynth.privacy.row_products import PaddedLinear
@@ -173,12 +183,12 @@ def check_model(model: nn.Module) -> None:
 
 def dp_sgd(
     model: nn.Module,
-    images: Callable[[Tensor], Tensor],
-    labels_N: Tensor,
+    records: Callable[[Tensor], tuple[Tensor, Tensor]],
     mechanism: GaussianSumMechanism,
     settings: DpSgdSettings,
-    units: Units | None = None,
+    units: Units,
     note: Note = lambda text: None,
+    sums: Callable[..., list[Released]] = noisy_sums,
     *,
     isolated: bool = False,
 ) -> None:
@@ -188,41 +198,40 @@ def dp_sgd(
 
     Args:
         model: the network.
-        images: a function that returns the normalised images [M, C, H, W] of the records with the
-            given indices [M].
-        labels_N: the labels of all records of the client.
+        records: a function that returns the normalised images [M, C, H, W] and the labels [M] of
+            the records with the given indices [M] on the CPU.
         mechanism: a mechanism of one group, with one coordinate per model parameter. The training
-            takes
-            all steps for which the mechanism was charged.
+            takes all steps for which the mechanism was charged.
         settings: the optimiser, the expected batch size and the objective.
-        units: the privacy units of the client's records. None makes each record a unit. If users
-            are the units, each user's mean gradient is clipped, and `expected_batch_size` counts
-            users.
+        units: the privacy units of the client's records. If users are the units, each user's mean
+            gradient is clipped, and `expected_batch_size` counts users.
         note: a function that receives an explanation if the model or the loss raises on some
             records. These records then contribute nothing.
+        sums: the function that releases the sums, which a trial replaces.
         isolated: whether each pass has only one record (`fedsynth.privacy.passes`).
     """
     check_model(model)
     parameters = list(model.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
     state = settings.optimiser.init(flat)
-    if units is None:
-        units = Units(len(labels_N))
     gradients = ExampleGradients(model, settings.loss or cross_entropies)
     length, count = pass_of(model, settings.expected_batch_size, isolated=isolated)
+
+    def compute(parts: Parts) -> Sequence[Values]:
+        ((_, sample),) = parts
+        x, y = records(sample.records)
+        inputs = padded(x, length), padded(y, length)
+        values = values_of_each(gradients, inputs, note)[: len(sample)]
+        rows = LayerGradients(values, gradients.blocks, mechanism.sensitivity)
+        if units.grouped:  # the mean of a user's gradients is clipped, not each gradient
+            return [(rows.gradients(), torch.zeros_like(y))]
+        return [rows]
+
     for _ in range(mechanism.steps_left):
         if settings.before_step is not None:
             settings.before_step(model)
-        for sample in units.sample(mechanism).split(count):
-            part = sample.records.to(labels_N.device, non_blocking=True)
-            inputs = padded(images(part), length), padded(labels_N[part], length)
-            values = values_of_each(gradients, inputs, note)[: len(part)]
-            rows = LayerGradients(values, gradients.blocks, mechanism.sensitivity)
-            if units.grouped:  # the mean of a user's gradients is clipped, not each gradient
-                mechanism.add(rows.gradients(), torch.zeros_like(part), sample)
-            else:
-                mechanism.add_products(rows, sample)
-        gradient = (mechanism.release()[0] / settings.expected_batch_size).to(flat)
+        (released,) = sums([mechanism], [units], count, lambda samples: compute)
+        gradient = (released[0] / settings.expected_batch_size).to(flat)
         if settings.penalty is not None:
             gradient += _public_gradient(model, settings.penalty)
         settings.optimiser.update(flat, gradient, state)
@@ -233,7 +242,7 @@ def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
     """Returns the length of a pass of DP-SGD, and how many records it has (see `pass_size`)."""
-    start = PASS_START / sum(map(Tensor.numel, model.parameters()))
+    start = PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
 
@@ -285,18 +294,16 @@ def example_gradients(
 def check_example_gradients(
     model: nn.Module,
     x_NCHW: Tensor,
+    labels_N: Tensor,
     loss: ExampleLoss | None = None,
-    labels_N: Tensor | None = None,
 ) -> None:
     """Refuses a model if its per-example gradients cannot be computed or differ from autograd's.
-
-    Call this before any budget is charged.
 
     Args:
         model: the model, for example a custom one.
         x_NCHW: public images.
+        labels_N: public labels.
         loss: a function that returns the loss of each example. None uses cross-entropy.
-        labels_N: public labels. None gives all images label 0.
 
     Raises:
         ForbiddenLayerError: the model has frozen or unused parameters, layers that are not
@@ -310,8 +317,7 @@ def check_example_gradients(
                 "requires_grad=True"
             ).with_code("model.frozen")
     try:
-        labels = torch.zeros(len(x_NCHW), dtype=torch.int64) if labels_N is None else labels_N
-        labels = labels.to(x_NCHW.device)
+        labels = labels_N.to(x_NCHW.device)
         rows, expected = _gradients_and_expected(model, x_NCHW, labels, loss or cross_entropies)
     except PrivacyError:
         raise
@@ -382,14 +388,21 @@ def gradient_dependence(
 ) -> Dependence:
     """Tests whether each example's loss and gradient depend only on that example.
 
-    Gradients are those of DP-SGD. Code in the backward pass may act only on loud gradients, so the
-    test is repeated with losses whose scales differ by eight orders of magnitude.
+    Call this before any budget is charged. Gradients are those of DP-SGD. Code in the backward pass
+    may act only on loud gradients, so the test is repeated with losses whose scales differ by eight
+    orders of magnitude.
 
     Args:
         model: the network, which is not changed.
         inputs: the inputs of a step.
         loss: a function that returns the loss of each example. None uses cross-entropy.
+
+    Raises:
+        ForbiddenLayerError: DP-SGD cannot train the model.
+        PrivacyError: the loss does not return one value for each example.
     """
+    check_model(model)
+    check_example_gradients(model, *inputs.draw(0, 4), loss)
     used = loss or cross_entropies  # the names of variables appear in messages about state
     model = _with_moved_weights(model)
 

@@ -47,7 +47,7 @@ from fedsynth.privacy.mechanisms import (
     GaussianSumMechanism,
     Released,
 )
-from fedsynth.privacy.passes import Units, padded, pass_size, values_of_each
+from fedsynth.privacy.passes import Parts, Units, class_values, noisy_sums, padded, pass_size
 from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
@@ -237,14 +237,14 @@ class DataOwner:
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
         )
-        sample = self._units.sample(only)
-        for part in sample.split(count):
-            records = part.records.to(self.device)
-            classes = self._y[part.records]
-            inputs = padded(self._x[records], length), padded(classes, length, fill=-1)
-            vectors = values_of_each(values, inputs, _LOGGER.warning)[: len(part)]
-            only.add(vectors, classes.to(vectors.device), part)
-        return only.release()
+
+        def inputs(parts: Parts) -> tuple[Tensor, Tensor]:
+            ((_, part),) = parts
+            return padded(self._x[part.records.to(self.device)], length), self._y[part.records]
+
+        of_class = class_values(inputs, values, self.classes, length, _LOGGER.warning)
+        (released,) = noisy_sums([only], [self._units], count, of_class)
+        return released
 
     def noisy_mean(
         self,
@@ -315,13 +315,13 @@ class DataOwner:
         expected = self.nominal_size * sample_rate
         length, _ = pass_size(expected, start_over_row, RECORDS_AT_ONCE)
         key = frozenset(ReachableState.of(values).code), length
-        found = dependence_on_batch(
+        dependence = dependence_on_batch(
             torch.enable_grad()(values),  # as a step calls it
             self._inputs(length, -1),
             passes=key not in self._moved,
         )
-        self._refuse("function", found)
-        isolated = self._isolates(self._moved.setdefault(key, found.moved))
+        self._refuse("function", dependence)
+        isolated = self._isolates(self._moved.setdefault(key, dependence.moved))
         return pass_size(expected, start_over_row, RECORDS_AT_ONCE, isolated=isolated)
 
     def _inputs(self, length: int, padding: int) -> StepInputs:
@@ -335,10 +335,10 @@ class DataOwner:
             finite=False,
         )
 
-    def _refuse(self, code: str, found: Dependence) -> None:
-        if found.fault:
-            raise PrivacyError(f"the {code} {found.fault}. {ADVICE}")
-        self._opaque |= found.opaque
+    def _refuse(self, code: str, dependence: Dependence) -> None:
+        if dependence.fault:
+            raise PrivacyError(f"the {code} {dependence.fault}. {ADVICE}")
+        self._opaque |= dependence.opaque
 
     def _isolates(self, moved: float) -> bool:
         """Returns True if each pass must have one record.
@@ -396,12 +396,9 @@ class DataOwner:
         rate = batch_size / self.nominal_size
         rule = "must be above 0 and at most nominal_size"
         require(0 < rate <= 1, "batch_size", rule, batch_size)
-        dpsgd.check_model(model)
-        labels = torch.arange(4) % self.classes
-        dpsgd.check_example_gradients(model, self.public_records(4), loss, labels)
         length, _ = dpsgd.pass_of(model, batch_size)
-        found = dpsgd.gradient_dependence(model, self._inputs(length, 0), loss)
-        self._refuse("loss or its gradient", found)
+        dependence = dpsgd.gradient_dependence(model, self._inputs(length, 0), loss)
+        self._refuse("loss or its gradient", dependence)
         plan = ReleasePlan(
             name="model",
             quantity="model",
@@ -418,11 +415,10 @@ class DataOwner:
         mechanism = self.charge(plan, total_epsilon)
         dpsgd.dp_sgd(
             model,
-            lambda indices: self._x[indices],
-            self._y.to(self.device),
+            lambda indices: (self._x[indices.to(self.device)], self._y[indices].to(self.device)),
             mechanism,
             dpsgd.DpSgdSettings(optimiser, batch_size, loss=loss),
-            units=self._units,
+            self._units,
             note=_LOGGER.warning,
             isolated=self._isolates(found.moved),
         )

@@ -34,14 +34,15 @@ only on that user's records.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
+from fedsynth.privacy.products import Products
 
 
 @dataclass(frozen=True)
@@ -269,3 +270,92 @@ def public_like(tensor: Tensor) -> Tensor:
     if not tensor.is_floating_point():
         images *= 255
     return images.to(tensor, non_blocking=True)
+
+
+# Parts of samples that are computed in one pass, each with the position of its owner.
+Parts = list[tuple[int, Sample]]
+# The values of the records of a part: vectors [n, D] with the group of each, or products.
+Values = tuple[Tensor, Tensor] | Products
+# A function that is called with the samples of a step, and returns a function that computes the
+# values of each part of a pass.
+Prepare = Callable[[list[Sample]], Callable[[Parts], Sequence[Values]]]
+
+
+def passes_of(samples: Sequence[Sample], count: int) -> Iterator[Parts]:
+    """Splits samples, one after the other, into passes of `count` records.
+
+    >>> [len(parts) for parts in passes_of([Sample(torch.arange(3)), Sample(torch.arange(2))], 4)]
+    [2, 1]
+    """
+    parts: Parts = []
+    free = count
+    for position, sample in enumerate(samples):
+        start = 0
+        while start < len(sample):
+            part = sample.select(slice(start, start + free))
+            parts.append((position, part))
+            start += len(part)
+            free -= len(part)
+            if free == 0:
+                yield parts
+                parts, free = [], count
+    if parts:
+        yield parts
+
+
+def noisy_sums(
+    mechanisms: Sequence[GaussianSumMechanism],
+    units: Sequence[Units],
+    count: int,
+    prepare: Prepare,
+) -> list[Released]:
+    """Samples units of each owner, and releases the noisy sums of the values of their records.
+
+    Every private release of a method, of a training and of a `DataOwner` is made here.
+
+    Args:
+        mechanisms: one charged mechanism for each owner.
+        units: the privacy units of each owner.
+        count: the number of records in a pass, which may belong to several owners.
+        prepare: computes the values of the sampled records.
+    """
+    samples = [unit.sample(mechanism) for unit, mechanism in zip(units, mechanisms, strict=True)]
+    compute = prepare(samples)
+    for parts in passes_of(samples, count):
+        for (position, part), values in zip(parts, compute(parts), strict=True):
+            if isinstance(values, Products):
+                mechanisms[position].add_products(values, part)
+            else:
+                mechanisms[position].add(*values, part)
+    return [mechanism.release() for mechanism in mechanisms]
+
+
+def class_values(
+    inputs: Callable[[Parts], tuple[Tensor, Tensor]],
+    rows: Callable[[Tensor, Tensor], Tensor],
+    classes: int,
+    length: int,
+    note: Note,
+) -> Prepare:
+    """Returns the values whose sums are released for each owner and class (see `noisy_sums`).
+
+    Args:
+        inputs: returns the records of a pass, padded to `length`, and the labels [n] on the CPU.
+        rows: computes the vector of each record from the padded records, and from the indices of
+            their pairs, which are the position of the owner times `classes` plus the label. The
+            index of padding is −1.
+        classes: the number of classes.
+        length: the length of a pass.
+        note: see `values_of_each`.
+    """
+
+    def compute(parts: Parts) -> Sequence[Values]:
+        sizes = [len(part) for _, part in parts]
+        x, labels = inputs(parts)
+        owners = torch.tensor([position for position, _ in parts])
+        pairs = classes * owners.repeat_interleave(torch.tensor(sizes)) + labels
+        vectors = values_of_each(rows, (x, padded(pairs, length, fill=-1)), note)[: len(labels)]
+        groups = labels.to(vectors.device, non_blocking=True)
+        return list(zip(vectors.split(sizes), groups.split(sizes), strict=True))
+
+    return lambda samples: compute

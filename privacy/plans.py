@@ -223,6 +223,11 @@ class ReleaseBudget(Generic[S]):
         return self._plans[name]
 
     @property
+    def plans(self) -> list[ReleasePlan]:
+        """The plans of the exchange."""
+        return list(self._plans.values())
+
+    @property
     def unused(self) -> bool:
         """True if no mechanism was taken yet.
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
 from fedsynth.config.participation import active_clients
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import PublicImages, VaryingReleases, upload_types
-from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.data.registry import DatasetSpec, is_published
 from fedsynth.errors import SettingError, unknown_value
-from fedsynth.models.own import refuse_dependence
-from fedsynth.privacy.dpsgd import check_example_gradients
 from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
-from fedsynth.seeding import torch_generator
 
 UNIT_IS_UNSET = (
     "must be set, because the data name the person of each record: 'user' protects all records of "
@@ -138,22 +132,6 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
             "method.aggregation=own"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
-
-
-def check_custom_model(
-    settings: RunSettings, context: RoundContext, plans: Sequence[ReleasePlan]
-) -> None:
-    """Refuses a custom model that cannot be trained with DP-SGD, which needs a gradient for each
-    example.
-    """
-    if not settings.runs_own_model:
-        return
-    if any(plan.mechanism == "dp-sgd" for plan in plans):
-        generator = torch_generator(0, "images for a custom model")
-        images = torch.rand(2, *context.spec.image_shape, generator=generator).to(context.device)
-        shape, device = context.spec.image_shape, context.device
-        refuse_dependence(settings.model.name, context.architecture, shape, device, training=True)
-        check_example_gradients(context.architecture, images)
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:

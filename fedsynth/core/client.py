@@ -25,7 +25,16 @@ from fedsynth.models.on_features import Embedding, OnFeatures
 from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
 from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
-from fedsynth.privacy.passes import Note, Units, padded, pass_size, values_of_each
+from fedsynth.privacy.passes import (
+    Note,
+    Parts,
+    Sample,
+    Units,
+    class_values,
+    noisy_sums,
+    padded,
+    pass_size,
+)
 from fedsynth.privacy.plans import ReleaseBudget, ReleasePlan, UnaccountedNoise
 from fedsynth.privacy.products import Products
 
@@ -272,6 +281,8 @@ class PrivateClientView(_ClientView):
     """
 
     _per_client = ("ids", "_budgets", "_parts", "_records", "_units")
+    # makes the releases. A trial replaces it to compare the values of records.
+    _sums = staticmethod(noisy_sums)
 
     def __init__(
         self,
@@ -384,31 +395,14 @@ class PrivateClientView(_ClientView):
             [clients · classes, D]
         """
         self._check_owners(mechanisms)
-        samples = [units.sample(s) for units, s in zip(self._units, mechanisms, strict=True)]
-        sampled = zip(self._records, samples, strict=True)
-        records = torch.cat([records[sample.records] for records, sample in sampled])
-        counts = torch.tensor([len(sample) for sample in samples])
-        offsets = (counts.cumsum(0) - counts).tolist()
-        owner = torch.arange(len(samples)).repeat_interleave(counts)
-        device = self._data.labels.device
-        size, count = self._pass_size(mechanisms, start_over_row, chunk(device))
-        for start in range(0, len(records), count):
-            chunk_records = records[start : start + count]
-            stop = start + len(chunk_records)
-            labels = self._labels[chunk_records]
-            pairs = self.spec.classes * owner[start:stop] + labels
-            inputs = self._images(chunk_records, size), padded(pairs, size, fill=-1)
-            vectors = values_of_each(rows, inputs, self._note)
-            for position in owner[start:stop].unique().tolist():
-                offset = offsets[position]
-                first = max(start, offset)
-                last = min(stop, offset + len(samples[position]))
-                client_slice = slice(first - start, last - start)
-                part = samples[position].select(slice(first - offset, last - offset))
-                mechanisms[position].add(
-                    vectors[client_slice], labels[client_slice].to(device, non_blocking=True), part
-                )
-        return Released(torch.cat([s.release().to(device) for s in mechanisms]))
+        length, count = self._pass_size(mechanisms, start_over_row, chunk(self._device))
+
+        def inputs(parts: Parts) -> tuple[Tensor, Tensor]:
+            records = torch.cat([self._records[position][part.records] for position, part in parts])
+            return self._images(records, length), self._labels[records]
+
+        values = class_values(inputs, rows, self.spec.classes, length, self._note)
+        return self._released(self._sums(mechanisms, self._units, count, values))
 
     def feature_sums(
         self,
@@ -436,27 +430,37 @@ class PrivateClientView(_ClientView):
             [clients, D]
         """
         self._check_owners(mechanisms)
-        size, count = self._pass_size(mechanisms, FEATURE_START, FEATURE_PASS)
-        device = self._data.labels.device
-        released = []
-        for client_records, units, mechanism in zip(
-            self._records, self._units, mechanisms, strict=True
-        ):
-            sample = units.sample(mechanism)
+        length, count = self._pass_size(mechanisms, FEATURE_START, FEATURE_PASS)
+
+        def prepare(client_records: Tensor, samples: list[Sample]) -> Callable[[Parts], Any]:
+            (sample,) = samples
             records = client_records[sample.records]
+            isolated = self._isolated
             look_up = feature_table(
-                self._data, features, records, embedding, self._note, isolated=self._isolated
+                self._data, features, records, embedding, self._note, isolated=isolated
             )
-            for start in range(0, len(records), count):
-                chunk_records = records[start : start + count].to(device, non_blocking=True)
-                products = rows(
-                    padded(look_up(chunk_records), size),
-                    padded(self._data.labels[chunk_records], size),
-                )
-                chunk_sample = sample.select(slice(start, start + len(chunk_records)))
-                mechanism.add_products(products.part(slice(len(chunk_records))), chunk_sample)
-            released.append(mechanism.release().to(device))
-        return Released(torch.cat(released))
+
+            def compute(parts: Parts) -> list[Products]:
+                ((_, part),) = parts
+                indices = client_records[part.records].to(self._device, non_blocking=True)
+                labels = padded(self._data.labels[indices], length)
+                products = rows(padded(look_up(indices), length), labels)
+                return [products.part(slice(len(indices)))]
+
+            return compute
+
+        released = []
+        for records, units, mechanism in zip(self._records, self._units, mechanisms, strict=True):
+            of_client = functools.partial(prepare, records)
+            released += self._sums([mechanism], [units], count, of_client)
+        return self._released(released)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._data.labels.device
+
+    def _released(self, sums: Sequence[Released]) -> Released:
+        return Released(torch.cat([released.to(self._device) for released in sums]))
 
     def _pass_size(
         self, mechanisms: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
@@ -478,7 +482,7 @@ class PrivateClientView(_ClientView):
         If the network uses a feature map, returns its input vectors z [length, d] instead, padded
         with zeros.
         """
-        indices = records.to(self._data.labels.device, non_blocking=True)
+        indices = records.to(self._device, non_blocking=True)
         if self._inputs is not None:
             return self._inputs(indices, length)
         images = self._data.images.index_select(0, indices)
@@ -493,13 +497,15 @@ class PrivateClientView(_ClientView):
         """
         self._check_owners(mechanisms)
         (mechanism,), (part,), (units,) = mechanisms, self._parts, self._units
-        labels = self._data.labels[part]
 
-        def images(indices: Tensor) -> Tensor:
-            return self._images(part[indices], len(indices))
+        def records(indices: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = part[indices.to(part.device, non_blocking=True)]
+            return self._images(chosen, len(chosen)), self._data.labels[chosen]
 
         isolated = self._isolated
-        dp_sgd(model, images, labels, mechanism, settings, units, self._note, isolated=isolated)
+        dp_sgd(
+            model, records, mechanism, settings, units, self._note, self._sums, isolated=isolated
+        )
 
 
 Group = ExactClientView | PrivateClientView

@@ -35,7 +35,7 @@ from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
 from fedsynth.deployment.policy import ANY, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.session import Place, Session
-from fedsynth.errors import DataError, FedsynthError, MessageError, SettingError
+from fedsynth.errors import DataError, FedsynthError, MessageError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
@@ -248,7 +248,7 @@ class Node(Place):
             context = public_context(run_settings, proposal.spec, resolve_device(self.device))
             try:  # a trial of the client's step on public images
                 check = check_private_steps(run_settings, context, self.number)
-            except SettingError as error:  # of public settings and code, so the server may know
+            except FedsynthError as error:  # of public settings and code, so the server may know
                 objections.append(str(error))
         declines = f"declines: {'; '.join(objections)}"
         if state is None or objections:

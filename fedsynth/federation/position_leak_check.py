@@ -7,21 +7,21 @@ CPU, and cause a warning on a GPU.
 The check is a trial on public random images, with the initial weights of the run. It can find a
 fault, but it cannot prove that there is none.
 
-The trial computes a client's step several times. First it uses some records. Then it uses the same
-records at different positions, among additional records, and unchanged. The contribution of a
-record must be the same each time. The step uses the batch lengths of the run (the "pass lengths" of
-`fedsynth.privacy.passes`). No client's ledger is charged and no noise is added.
+The trial runs a client's step with a client view of random images (`TrialClientView`). Whenever the
+step releases a sum, the view computes the values of the images as the step does, with the batch
+lengths of the run (the "pass lengths" of `fedsynth.privacy.passes`). It computes them again at
+other positions and among other images (`dependence_in_step`). The step of user code then runs a
+second time, among other images. Its values of the same images must be those of the first time. No
+client's ledger is charged, and the step receives seeded noise.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,36 +33,35 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState
 from fedsynth.data.images import ImageData, to_stored
-from fedsynth.errors import SettingError
+from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.server import Server
 from fedsynth.methods import is_own_method
-from fedsynth.models.own import refuse_dependence
 from fedsynth.privacy.batch_independence import (
     ADVICE,
     AMONG_OTHERS,
-    DRAWS,
-    KEEPS_STATE,
     STATE,
+    Dependence,
     GlobalGenerators,
-    OperationWatch,
     StepInputs,
-    rounding,
+    dependence_in_step,
+    network_dependence,
 )
 from fedsynth.privacy.dpsgd import gradient_dependence
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
-from fedsynth.privacy.passes import Sample
-from fedsynth.privacy.plans import EXCHANGES, FIRST, ReleasePlan, charge_round
+from fedsynth.privacy.passes import Prepare, Sample, Units, Values, passes_of
+from fedsynth.privacy.plans import EXCHANGES, FIRST, ReleaseBudget, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
-from fedsynth.privacy.releases import RECORD, USER
 from fedsynth.seeding import numpy_generator, torch_generator
 
 # The number of records in a trial of this package's code. Its tests examine the code further.
 RECORDS = 32
 
+# The seed of the records in the second run of a step.
+OTHER_SEED = 10
 MIN_RECORDS = 8
 INSERTED = 3
 # The maximum number of coordinates of all records' vectors in one release of a trial.
@@ -72,43 +71,125 @@ MAX_NUMBERS = 2**27
 WEIGHT_NOISE = 0.01
 
 
+ADDS = "adds vectors to a mechanism without a function of its client view"
+
+
 class _LastReleaseError(Exception):
     """Raised during a trial to end the step after the last release that the trial needs."""
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The input of one of the runs of a step that a trial compares.
+class _TriedMechanism(GaussianSumMechanism):
+    """A mechanism of a trial, which finds a step that adds vectors without its client view."""
+
+    trial: StepTrial
+
+    def _open_sums(self, sample: Sample | None) -> NoReturn:
+        self.trial.finding = ADDS
+        raise _LastReleaseError
+
+
+class TrialClientView(PrivateClientView):
+    """One client of public random images, whose releases try the values that a step computes.
 
     Args:
-        order: the positions of the client's records among the trial's images.
-        same: True for each record of the first run whose image is the same in this run.
-        finding: the fault that is reported if the vectors of these records differ.
-        fill: the value to which uninitialised memory is set.
+        trial: the trial.
+        budget: the charged releases of an exchange.
+        ends: whether the trial ends the step after the last release.
     """
 
-    order: Tensor
-    same: Tensor
-    finding: str
-    fill: float = 0.0
+    def __init__(
+        self, trial: StepTrial, budget: ReleaseBudget[GaussianSumMechanism], *, ends: bool
+    ) -> None:
+        self._trial = trial
+        self._budget = budget
+        self._ends = ends
+        trial.releases_left = sum(plan.steps for plan in budget.plans)
+        self._show(*trial.inputs.draw(0, trial.inputs.length))
+
+    def _show(self, x: Tensor, labels: Tensor) -> None:
+        """Replaces the client's images."""
+        context = self._trial.context
+        key = x.cpu().numpy().tobytes(), labels.numpy().tobytes()
+        data = self._trial.image_cache.get(key)
+        if data is None:
+            data = ImageData(to_stored(x, context.spec), labels, context.spec)
+        if not self._trial.thorough:  # whose features are then computed once
+            self._trial.image_cache[key] = data
+        super().__init__(
+            [self._trial.client],
+            data,
+            [torch.arange(len(labels))],
+            [self._budget],
+            nominal_size=context.nominal_size,
+            network=context.architecture,
+            isolated=context.isolated,
+        )
+
+    def _sums(
+        self,
+        mechanisms: Sequence[GaussianSumMechanism],
+        units: Sequence[Units],
+        count: int,
+        prepare: Prepare,
+    ) -> list[Released]:
+        """Lets the trial compare values, and releases noise that is the same in each run.
+
+        Raises:
+            _LastReleaseError: this was the last release of the main exchange. A trial omits the
+                computations on the releases, because they are slow and can fail on random images.
+        """
+        if not mechanisms[0].steps_left:
+            raise _LastReleaseError
+        grad_mode = torch.is_grad_enabled()
+
+        def values(x: Tensor, labels: Tensor) -> Tensor:
+            self._show(x, labels)
+            sample = Sample(torch.arange(len(x)))
+            vectors: list[Tensor] = []
+            with torch.set_grad_enabled(grad_mode):
+                compute = prepare([sample])
+                for parts in passes_of([sample], count):
+                    vectors += map(_vectors, compute(parts))
+            return torch.cat(vectors)
+
+        self._trial.compare(values)
+        self._trial.releases_left -= 1
+        if self._ends and not self._trial.releases_left:
+            raise _LastReleaseError
+        if self._trial.thorough:  # other calls than in the other run, so that their state differs
+            values(*self._trial.inputs.draw(4, self._trial.inputs.length))
+        mechanisms[0].sample(0)
+        return [mechanisms[0].release()]
+
+
+def _vectors(values: Values) -> Tensor:
+    """Returns the vectors of records, or the factors of which the vectors are products."""
+    if isinstance(values, Products):
+        factors = [value for value in vars(values).values() if isinstance(value, Tensor)]
+        return torch.cat(factors, dim=1)
+    return values[0]
 
 
 class StepTrial:
-    """Computes one client's step several times, and compares the contributions of each record.
+    """Runs one client's step, and compares the values of each record.
 
     Args:
         plan: the privacy plan of the run, which may be without σ.
         context: the context of the round. The trial uses its device.
         client: the index of the client.
         thorough: True for user code. The trial then has as many records as a step of the run, makes
-            two releases, and checks for random draws. Otherwise, it has few records and one
-            release.
+            two releases in each of two runs, and checks for random draws and state. Otherwise, it
+            has few records, one release and one run.
 
     Attributes:
-        finding: a description of the fault, if contributions differ by more than rounding.
-            Otherwise an empty string.
-        moved: True if a contribution differs at all, even by one bit.
+        finding: a description of the fault, if values differ by more than rounding. Otherwise an
+            empty string.
+        moved: True if a value differs at all, even by one bit.
         opaque: the types of objects whose state could not be compared, in a trial of user code.
+        inputs: the random records.
+        repeats: True in the second run of the step.
+        releases_left: the number of releases until the step of the exchange ends.
+        image_cache: the images of a trial of this package's code, by their content.
     """
 
     def __init__(
@@ -117,254 +198,96 @@ class StepTrial:
         self.finding = ""
         self.moved = False
         self.opaque: set[str] = set()
+        self.client = client
+        self.repeats = False
+        self.releases_left = 0
+        self.image_cache: dict[tuple[bytes, bytes], ImageData] = {}
         self.thorough = thorough
-        self._sigma = plan.privacy.noise_multiplier or 1.0
-        self._privacy = replace(plan.privacy, noise_multiplier=self._sigma)
-        noise = replace(plan, privacy=self._privacy).noise
-        self._context = replace(context, privacy=self._privacy, noise=noise)
+        privacy = replace(plan.privacy, noise_multiplier=plan.privacy.noise_multiplier or 1.0)
+        noise = replace(plan, privacy=privacy).noise
+        self.context = replace(context, privacy=privacy, noise=noise)
         self._method = plan.run.method
-        self._client = client
         self._plans = []
-        releases = 2 if thorough else 1
-        for release in plan.client_plans(client, self._context):
-            steps = min(release.steps, releases)
+        for release in plan.client_plans(client, self.context):
+            steps = min(release.steps, 2 if thorough else 1)
             self._plans.append(replace(release, steps=steps, shares=1, addends=None))
-        self.records = records_of_step(self._plans, context)
-        if not thorough:
-            self.records = min(RECORDS, self.records)
-        self._rows: dict[tuple[int, int], Tensor] = {}
-        self._released: dict[tuple[int, int], Released] = {}
-        self._watch: OperationWatch | None = None
-        self._active = ExitStack()
-        with GlobalGenerators(context.device) as self._generators:
-            states = []
-            for run in self._runs():
-                self._take_step(run, self._images(run.order).to(context.device))
-                if thorough:
-                    states.append(ReachableState.of(self._method, context.architecture))
-        self._rows.clear()
-        if thorough:
-            self.opaque = states[0].opaque
-            change = states[-1].change_since(states[0])
-            if change and not self.finding:
-                self.finding = f"{STATE} ({change} changes)"
+        records = records_of_step(self._plans, context)
+        self.inputs = StepInputs(
+            context.spec.image_shape,
+            context.device,
+            length=records if thorough else min(RECORDS, records),
+            classes=context.spec.classes,
+            precision=context.precision,
+        )
+        self._values: list[Tensor] = []
+        self._expected: list[Tensor] = []
+        with GlobalGenerators(context.device) as generators:
+            self._take_step()
+            if thorough and not self.finding:
+                state = ReachableState.of(self._method, context.architecture)
+                self.opaque = state.opaque
+                generators.rewind()
+                self.repeats = True
+                self._expected, self._values = self._values, []
+                self._take_step()
+                change = ReachableState.of(self._method, context.architecture).change_since(state)
+                if change:
+                    self.finding = self.finding or f"{STATE} ({change} changes)"
+        self._values.clear()
 
-    def _runs(self) -> list[_Run]:
-        records = torch.arange(self.records)
-        inserted = self.records + torch.arange(INSERTED)
-        even = records % 2 == 0
-        replaced = torch.where(even, records, self.records + INSERTED + records)
-        every = torch.ones_like(even)
-        runs = [
-            _Run(records, every, ""),
-            _Run(torch.cat([inserted[:1], records]), every, AMONG_OTHERS),
-            _Run(torch.cat([inserted, replaced]), even, AMONG_OTHERS),
-        ]
-        if not self.thorough:
-            return runs
-        few = records % 8 == 0
-        for image in inserted[:2]:  # white, black: so that every mean or extreme of a batch occurs
-            runs.append(_Run(torch.where(few, records, image), few, AMONG_OTHERS))
-        runs.append(_Run(records, every, KEEPS_STATE, fill=1.0))
-        return runs
-
-    def _images(self, order: Tensor) -> ImageData:
-        """Returns the random images of a trial.
-
-        The images that replace records or are inserted among the records are white, black, or a mix
-        of both.
-        """
-        spec = self._context.spec
-        draws = torch_generator(0, "images of a trial")
-        count = 2 * self.records + INSERTED
-        images = torch.randint(0, 256, (count, *spec.image_shape), generator=draws)
-        extreme = images[self.records :]
-        extreme[0::3] = 255
-        extreme[1::3] = 0
-        extreme[2::3] = 255 * (extreme[2::3] > 127)
-        labels = torch.randint(0, spec.classes, (count,), generator=draws)
-        users = torch.zeros(count, dtype=torch.int64)
-        users[order] = torch.arange(len(order))  # users are summed in the order of their indices
-        return ImageData(to_stored(images / 255, spec), labels, spec, groups=users)
-
-    def _take_step(self, run: _Run, data: ImageData) -> None:
-        self._run = run
-        context = self._context
-        self._generators.rewind()
+    def _take_step(self) -> None:
+        context = self.context
         server = Server.begun(self._method, context)
         client_state: ClientState = {}
-        self._num_mechanisms = 0
-        users = data.groups if self._privacy.unit == USER else None
         for exchange in EXCHANGES:
             message = server.request(exchange, context)
             if message is None:
                 continue
-            self._exchange = exchange
-            self._releases_left = 0
             budget = charge_round(
                 self._plans,
                 context.round,
-                self._sigma,
-                BudgetEnforcer(Ledger("public images"), unit=self._privacy.unit or RECORD),
-                _NoDraws(test_only=numpy_generator(0, "no noise of a trial")),
+                1.0,  # more noise could hide the values in later releases
+                BudgetEnforcer(Ledger("public images")),
+                SecretGenerator(test_only=numpy_generator(0, "noise of a trial")),
                 exchange=exchange,
-                make_mechanism=partial(TriedSums, self),
+                make_mechanism=self._mechanism,
             )
-            clients = PrivateClientView(
-                [self._client],
-                data,
-                [run.order],
-                [budget],
-                nominal_size=context.nominal_size,
-                users=users,
-                network=context.architecture,
-                isolated=context.isolated,
-            )
+            clients = TrialClientView(self, budget, ends=exchange != FIRST)
             step = exchange_of(self._method, exchange).client_step
             try:
                 [(_, client_state)] = step(_disturbed(message), clients, [client_state], context)
             except _LastReleaseError:
-                pass
-            finally:
-                self._unwatch()
+                if self.finding:
+                    return
+            except Exception:
+                if self.finding:  # which must not be lost
+                    return
+                raise
 
-    # ------------------------------------------------------------------ called by the mechanisms
+    def _mechanism(self, *charged: Any) -> GaussianSumMechanism:
+        mechanism = _TriedMechanism(*charged)
+        mechanism.trial = self
+        return mechanism
 
-    def next_number(self, releases: int) -> int:
-        """Registers a new mechanism with this number of releases, and returns its number."""
-        self._num_mechanisms += 1
-        self._releases_left += releases
-        return self._num_mechanisms
+    def compare(self, values: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Compares the values of records in one release, or with those of the first run."""
+        expected = None
+        if self.repeats:
+            if not self._expected:
+                self._report(Dependence(AMONG_OTHERS))  # it makes other releases
+            expected = self._expected.pop(0)
+        inputs = replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
+        result = dependence_in_step(values, inputs, thorough=self.thorough)
+        self._values.append(result.values)
+        self._report(result)
+        if expected is not None:
+            self._report(dependence_in_step(values, self.inputs, expected, thorough=True))
 
-    def watch(self) -> None:
-        """Begins to watch for random draws, in a trial of user code.
-
-        Between `sample` and `release`, a step computes only the vectors of records. A draw at that
-        time therefore influences these vectors.
-        """
-        if self.thorough:
-            self._position = self._generators.position()
-            self._watch = self._active.enter_context(OperationWatch(self._run.fill))
-
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._active.close()
-            if self._watch.draws or self._generators.position() != self._position:
-                self.finding = DRAWS
-            self._watch = None
-
-    def compare(self, key: tuple[int, int], records: Tensor, rows: Tensor) -> None:
-        """Stores the vectors of records in the first run, and compares later runs with the first.
-
-        Args:
-            key: the number of the mechanisms, and the number of releases that it has left.
-            records: the positions of the records among the client's records.
-            rows: the vectors of these records, [N, D].
-        """
-        rows = rows.detach().nan_to_num(0.0, 0.0, 0.0)  # as in the mechanism
-        numbers = self._run.order[records]
-        if not self._run.finding:
-            if key not in self._rows:
-                self._rows[key] = rows.new_zeros(self.records, rows.shape[1])
-            self._rows[key][numbers.to(rows.device)] = rows
-            return
-        compared = numbers < self.records
-        compared[compared.clone()] = self._run.same[numbers[compared]]
-        first = self._rows.get(key)
-        if first is None or first.shape[1:] != rows.shape[1:]:
-            self.finding = self._run.finding  # its releases have another shape
-            return
-        expected = first[numbers[compared].to(rows.device)]
-        vectors = rows[compared.to(rows.device)]
-        if torch.equal(expected, vectors):
-            return
-        self.moved = True
-        difference = float((expected - vectors).abs().max())
-        if difference > rounding(rows.device, self._context.precision) * float(first.abs().max()):
-            self.finding = self.finding or self._run.finding
-
-    def released(self, key: tuple[int, int], sums: Released) -> Released:
-        """Returns the sums that the first run released, in every run.
-
-        The weights in the later releases of a step are then the same in every run.
-
-        Raises:
-            _LastReleaseError: this was the last release of the main exchange. A trial omits the
-                computations on the releases, because they are slow and can fail on random images.
-        """
-        self._unwatch()
-        self._releases_left -= 1
-        if self._exchange != FIRST and not self._releases_left:
+    def _report(self, result: Dependence) -> None:
+        self.moved = self.moved or result.moved > 0
+        self.finding = self.finding or result.fault
+        if self.finding:
             raise _LastReleaseError
-        return Released(self._released.setdefault(key, sums).clone())
-
-
-class _NoDraws(SecretGenerator):
-    """A generator of a trial, which samples all records and whose noise is zero."""
-
-    def normal(
-        self, shape: tuple[int, ...], standard_deviation: float, device: torch.device | str = "cpu"
-    ) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=device)
-
-    def poisson_sample(self, records: int, sample_rate: float) -> Tensor:
-        return torch.arange(records)
-
-
-class TriedSums(GaussianSumMechanism):
-    """A mechanism whose sums are compared by a trial.
-
-    The trial compares the vectors of the records before they are added.
-
-    Args:
-        trial: the trial.
-        charged: the arguments of `GaussianSumMechanism`.
-    """
-
-    def __init__(self, trial: StepTrial, *charged: Any) -> None:
-        super().__init__(*charged)
-        self._trial = trial
-        self._number = trial.next_number(self.steps_left)
-
-    @property
-    def _key(self) -> tuple[int, int]:
-        return self._number, self.steps_left
-
-    def sample(self, units: int) -> Tensor:
-        """Starts a step, and returns the indices of all privacy units instead of a sample."""
-        if not self.steps_left:
-            raise _LastReleaseError
-        sampled = super().sample(units)
-        self._at = 0
-        self._trial.watch()
-        return sampled
-
-    def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Lets the trial compare the vectors, and then adds the vectors to the sums."""
-        self._trial.compare(self._key, self._records(len(rows_ND), sample), rows_ND)
-        super().add(rows_ND, groups_N, sample)
-
-    def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Lets the trial compare the factors of the records' vectors, and then adds the vectors.
-
-        The vectors are added as in `GaussianSumMechanism.add_products`.
-        """
-        factors = [value.double() for value in vars(products).values() if isinstance(value, Tensor)]
-        records = self._records(len(products), sample)
-        self._trial.compare(self._key, records, torch.cat(factors, dim=1))
-        super().add_products(products, sample)
-
-    def _records(self, count: int, sample: Sample | None) -> Tensor:
-        first = self._at
-        self._at += count
-        if sample is None:
-            return torch.arange(first, self._at)
-        return sample.records
-
-    def release(self) -> Released:
-        """Ends the step, and returns the sums that the first run of the trial released."""
-        key = self._key
-        return self._trial.released(key, super().release())
 
 
 def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
@@ -434,16 +357,12 @@ def check_private_steps(
     if settings.privacy is None:
         return StepCheck()
     plan = PrivacyPlan.checked(settings, context)
+    own_model = settings.runs_own_model
+    trains = any(item.mechanism == "dp-sgd" for item in plan.plans)
+    if own_model and (trains or plan.facts.guaranteed):
+        _refuse_dependent_model(settings, context, trains=trains)
     if not plan.facts.guaranteed:
         return StepCheck()
-    own_model = settings.runs_own_model
-    if own_model:
-        if any(item.mechanism == "dp-sgd" for item in plan.plans):
-            _check_gradients(settings, context)  # the plan has tried its forward passes
-        else:
-            shape, device = context.spec.image_shape, context.device
-            name = settings.model.name
-            refuse_dependence(name, context.architecture, shape, device, training=False)
     clients = _clients_of_each_architecture(context) if client is None else [client]
     try:
         trials = _trials(plan, context, clients)
@@ -465,20 +384,33 @@ def check_private_steps(
     return _isolated(settings, context, isolated, warnings)
 
 
-def _check_gradients(settings: RunSettings, context: RoundContext) -> None:
-    """Refuses a custom model whose backward pass mixes the examples of a batch."""
+def _refuse_dependent_model(settings: RunSettings, context: RoundContext, *, trains: bool) -> None:
+    """Refuses a custom model whose outputs, or gradients if DP-SGD trains it, mix examples."""
     inputs = StepInputs(
         context.spec.image_shape,
         context.device,
-        length=RECORDS,
         bounds=(-3.0, 3.0),  # of normalised images
         classes=context.spec.classes,
     )
-    for network in context.client_architectures or (context.architecture,):
-        on_device = copy.deepcopy(network).to(context.device)
-        if dependence := gradient_dependence(on_device, inputs):
-            reason = f"cannot be private, because in training it {dependence}. {ADVICE}"
-            raise SettingError("model", "name", reason, value=settings.model.name)
+    for architecture in context.client_architectures or (context.architecture,):
+        network = copy.deepcopy(architecture).to(context.device)
+        try:
+            dependence = network_dependence(network, inputs, trains=trains)
+            if trains and not dependence:
+                dependence = gradient_dependence(network, inputs)
+        except FedsynthError:
+            raise
+        except Exception as error:
+            raise _refused_model(
+                settings, f"cannot take random images: {one_line(error)}"
+            ) from error
+        if dependence:
+            reason = f"{dependence}, so the influence of one example is not bounded. {ADVICE}"
+            raise _refused_model(settings, reason)
+
+
+def _refused_model(settings: RunSettings, reason: str) -> SettingError:
+    return SettingError("model", "name", reason, value=settings.model.name)
 
 
 def _isolated(

@@ -83,7 +83,6 @@ class PrivacyPlan:
         privacy = replace(stated, mechanism=mechanism)
         plans = tuple(method.release_plans(privacy, context))
         check_plans(plans)
-        checks.check_custom_model(settings, context, plans)
         checks.check_participation(settings, plans)
         return cls(settings, spec, context.nominal_size, privacy, plans, limit)
 

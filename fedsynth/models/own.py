@@ -15,12 +15,6 @@ from torch import Tensor, nn
 
 from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.features.feature_map import Shape
-from fedsynth.privacy.batch_independence import (
-    ADVICE,
-    RecordFunction,
-    StepInputs,
-    dependence_on_batch,
-)
 
 # The settings of the section `model` that are passed to a builder that has parameters of these
 # names.
@@ -165,43 +159,6 @@ def _fault(value: Any) -> str:
     if not torch.isfinite(value).all():
         return "is not finite"
     return ""
-
-
-def refuse_dependence(
-    name: str, network: nn.Module, shape: Shape, device: torch.device, *, training: bool
-) -> None:
-    """Raises an error if a network's output for an image depends on other images.
-
-    Differential privacy requires a bound on the influence of one example. There is no bound if one
-    image changes the outputs for other images. The test uses public random images.
-
-    Args:
-        name: the name of the model.
-        network: the network, which is not changed.
-        shape: the shape of the images.
-        device: the device on which the test runs.
-        training: whether the network is also tested in training mode.
-
-    Raises:
-        SettingError: the output for an image depends on other images of the batch.
-    """
-    inputs = StepInputs(shape, device, bounds=(-3.0, 3.0))  # normalised images
-    for mode in sorted({False, training}):
-        twin = copy.deepcopy(network).to(device).train(mode)
-        functions: list[Any] = [twin]
-        if hasattr(twin, "embed"):
-            functions.append(twin.embed)
-        for function in functions:
-            with _refusing(name, "cannot take random images"):
-                finding = dependence_on_batch(_of_images(function), inputs)
-            if finding:
-                reason = f"{finding}, so the influence of one example is not bounded. {ADVICE}"
-                raise _refused(name, reason)
-
-
-def _of_images(network: Callable[[Tensor], Tensor]) -> RecordFunction:
-    """Returns a function of images and labels that does not use the labels."""
-    return lambda x, y: network(x)
 
 
 @contextmanager

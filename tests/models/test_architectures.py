@@ -23,6 +23,7 @@ from fedsynth.models.layers import SharedStatistics, batch_statistics, with_grou
 from fedsynth.models.registry import ModelSettings, build_model, model_names, parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
 from fedsynth.privacy.errors import ForbiddenLayerError
+from fedsynth.privacy.passes import Units
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import BatchIndices
 from fedsynth.training.sgd import MomentumSgd
@@ -151,7 +152,8 @@ def test_architectures_support_private_steps(name: str) -> None:
     start = flatten(model)
     noiseless = mechanism(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(start))
     x = random_tensor(3, 1, side, side)
-    dp_sgd(model, lambda i: x[i], torch.arange(3), noiseless, DpSgdSettings(MomentumSgd(0.1), 3.0))
+    settings = DpSgdSettings(MomentumSgd(0.1), 3.0)
+    dp_sgd(model, lambda i: (x[i], i), noiseless, settings, Units(3))
     # three clipped gradients of norm 1, over 3, times the rate
     assert 0 < float((flatten(model) - start).norm()) <= 0.1 * 1.01
 

@@ -17,6 +17,7 @@ from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
+from fedsynth.privacy.passes import Units
 from fedsynth.seeding import forked_rng
 from fedsynth.training.sgd import MomentumSgd
 from tests.digits import convnet
@@ -37,7 +38,7 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: A
     options = {name: values.pop(name) for name in ("penalty", "loss") if name in values}
     charged = mechanism(**{**defaults, **values})
     settings = dpsgd.DpSgdSettings(MomentumSgd(lr), 8.0, **options)
-    dpsgd.dp_sgd(model, lambda i: x[i], y, charged, settings)
+    dpsgd.dp_sgd(model, lambda i: (x[i], y[i]), charged, settings, Units(len(y)))
     assert charged.steps_left == 0
     assert not any(layer._forward_hooks or layer._backward_hooks for layer in model.modules())
     return (flatten(model) - start).detach()
@@ -45,6 +46,7 @@ def trained(model: nn.Module, x: Tensor, y: Tensor, lr: float = 0.5, **values: A
 
 X8 = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 X4 = torch.rand(4, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+Y4 = torch.zeros(4, dtype=torch.int64)
 
 
 def test_single_step_equals_numpy() -> None:
@@ -239,11 +241,11 @@ SCALE = Uses(lambda layer, x: x.mul_(layer.factor), factor=nn.Parameter(torch.li
 def test_models_with_wrong_gradients_are_refused(layer: nn.Module, use: Any, message: str) -> None:
     """Covers layers with constant inputs, whose rows are no examples."""
     with pytest.raises(ForbiddenLayerError, match=message):
-        dpsgd.check_example_gradients(faulty(layer, use), X4)
+        dpsgd.check_example_gradients(faulty(layer, use), X4, Y4)
     plain = faulty(nn.Linear(4, 4), lambda layer, x: layer(x.flatten(1)))
-    dpsgd.check_example_gradients(plain, X4)
+    dpsgd.check_example_gradients(plain, X4, Y4)
     with torch.autocast("cpu", torch.bfloat16):
-        dpsgd.check_example_gradients(plain, X4)
+        dpsgd.check_example_gradients(plain, X4, Y4)
 
 
 def test_other_layers_than_for_public_images_are_refused() -> None:

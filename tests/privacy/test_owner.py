@@ -412,6 +412,7 @@ METHODS: dict[str, Any] = {
     "mixup": lambda n, x, y: losses(n, (x + x.flip(0)) / 2, y),
     "class sizes": lambda n, x, y: losses(n, x, y) / torch.bincount(y, minlength=10)[y],
     "a list": lambda n, x, y: (SEEN.append(x.detach()), losses(n, x, y))[1],
+    "padding": lambda n, x, y: losses(n, x, y) / (x.flatten(1).abs().sum(1) > 0).sum(),
     "from index 40": lambda n, x, y: losses(n, x, y) * (1 + (torch.arange(len(x)) > 40)),
 }
 
@@ -435,6 +436,44 @@ def run_with_task(task: LocalObjective) -> Any:
 def test_dependent_method_losses_are_rejected(name: str) -> None:
     with pytest.raises(SettingError, match=r"run\.method cannot be private.*the method own-task"):
         run_with_task(LocalObjective(loss=METHODS[name]))
+
+
+def test_values_that_depend_on_the_previous_step_are_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a trial tried the steps apart, and its first and last calls had the same records.
+    A library's attribute is not compared."""
+    monkeypatch.setattr(torch, "means", [], raising=False)
+
+    def task(index: int) -> LocalObjective:
+        torch.means = [0.0]  # type: ignore[attr-defined]
+        before: list[Any] = [0.0]
+
+        def loss(n: Any, x: Tensor, y: Tensor) -> Tensor:
+            torch.means.append(x.detach().mean())  # type: ignore[attr-defined]
+            return losses(n, x, y) * (2 + before[0])
+
+        def keep(n: Any) -> None:
+            before[0] = torch.means[min(index, len(torch.means) - 1)]  # type: ignore[attr-defined]
+
+        return LocalObjective(loss=loss, before_step=keep)
+
+    for index in (1, 2, 3, 10**6):
+        with pytest.raises(SettingError, match="cannot be private"):
+            run_with_task(task(index))
+
+
+def test_vectors_that_a_step_adds_itself_are_rejected() -> None:
+    class Adding(TrainsLocally):
+        def client_step(self, message: Any, clients: Any, states: Any, context: Any) -> Any:
+            (charged,) = clients.mechanisms("model")
+            charged.sample(1)
+            charged.add(torch.ones(1, 650), torch.zeros(1, dtype=torch.int64))
+
+    settings = resolve({**TWO_CLIENTS, "run": {"rounds": 1}, "model": {"name": "linear"}})
+    method = type("own-adding", (Adding,), {"name": "own-adding"})(local_steps=1, batch=128)
+    with pytest.raises(SettingError, match="adds vectors to a mechanism"):
+        simulate(replace(settings, method=method), quiet=True)
 
 
 def test_random_penalties_without_data_are_accepted() -> None:

@@ -19,6 +19,7 @@ from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
+from fedsynth.privacy.passes import Units
 from fedsynth.seeding import forked_rng
 from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, learner_bytes, train_together
@@ -223,7 +224,8 @@ def test_optimisers_train_with_dp_sgd(rule: Optimiser) -> None:
     """With σ → 0, a huge clip and full batches, steps follow the mean gradient."""
     model = dense(16, 3)
     noiseless = mechanism(noise_multiplier=1e-12, sensitivity=1e6, steps=3, dimension=51)
-    dp_sgd(model, lambda i: IMAGES[i], LABELS[:24], noiseless, DpSgdSettings(rule, 24.0))
+    settings = DpSgdSettings(rule, 24.0)
+    dp_sgd(model, lambda i: (IMAGES[i], LABELS[i]), noiseless, settings, Units(24))
     expected = numpy_training(rule, [np.arange(24)] * 3)
     np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
 
