@@ -15,9 +15,9 @@ from rich.table import Table
 from fedsynth.cli.application import say
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import PersonalModels
+from fedsynth.errors import BudgetExceededError
 from fedsynth.evaluation import GENERATOR, MEASURES
 from fedsynth.evaluation.generated import format_facts
-from fedsynth.privacy.errors import BudgetExceededError
 from fedsynth.privacy.report.pages import summary_rows
 from fedsynth.results import run_messages
 from fedsynth.results.finished import auroc_text, percent, words_of

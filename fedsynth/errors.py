@@ -1,8 +1,7 @@
 """The errors that fedsynth raises.
 
 Each error has a message of one line, which states what is wrong and what is allowed. The command
-line prints the message and exits with code 2. `fedsynth.privacy.errors` has the errors about
-privacy.
+line prints the message and exits with code 2.
 
 Each error also has a stable `code` for programs, and the message may change. The code of a setting
 is its name, such as "method.ipc", or the name of an argument that is not in config files. The code
@@ -15,11 +14,22 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+MAX_SHOWN_FAULTS = 10
+MAX_SHOWN_KEY = 80
+_REASONS = {"missing": "is missing", "extra_forbidden": "is an unknown key"}
+# The exceptions that code may raise if a damaged file gives it unexpected values.
+HOSTILE = (
+    *(LookupError, TypeError, AttributeError, ValueError),
+    *(ArithmeticError, RecursionError, MemoryError),
+)
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200
 
@@ -208,6 +218,80 @@ class DeviceMemoryError(FedsynthError, code="device.memory"):
     """Raised if the memory of the device is too small for the step of one client."""
 
 
+# ---------------------------------------------------------------------------------------- privacy
+
+
+class PrivacyError(FedsynthError, code="privacy.refused"):
+    """Base class of errors about privacy.
+
+    A setting, a request or a file would break a privacy guarantee, or would lead to a report with a
+    wrong guarantee.
+    """
+
+
+class PrivacySettingError(SettingError, PrivacyError):
+    """Raised if a privacy parameter is out of range, such as a negative σ or a clip of 0.
+
+    The arguments are section, key and reason, as for `SettingError`.
+    """
+
+
+class BudgetExceededError(PrivacyError, code="budget.exceeded"):
+    """Raised if a release would bring a client's ε above the cap. The release is not made.
+
+    Args:
+        reason: the message.
+        spent: the client's name, its current ε, and its ε if the release were made. None if these
+            are unknown.
+    """
+
+    def __init__(self, reason: str, spent: tuple[str, float, float] | None = None) -> None:
+        super().__init__(reason)
+        self.spent = spent
+
+
+class UnaccountedReleaseError(PrivacyError, code="release.unaccounted"):
+    """Raised in a private run if an unprotected value would be sent to the server or shown.
+
+    A value is unprotected if it depends on private data and no mechanism has added noise.
+    """
+
+
+class UnplannedReleaseError(PrivacyError, code="release.unplanned"):
+    """Raised if a step of a method asks for a release that the step may not make.
+
+    Either the method did not plan this release for the current exchange with the server, or the
+    step has already made the release.
+    """
+
+
+class ForbiddenLayerError(PrivacyError, code="model.layer"):
+    """Raised if DP-SGD cannot train the model, for example because it has batch norm.
+
+    Batch norm mixes the examples of a batch, so clipping each example's gradient would not bound
+    the influence of one example.
+    """
+
+
+class SigningError(PrivacyError, code="signing.key"):
+    """Raised if a run folder cannot be signed or a key cannot be used."""
+
+
+class LedgerError(PrivacyError, code="ledger.unusable"):
+    """Raised if a ledger cannot be read or written, or if it belongs to another data set."""
+
+
+class RequestRefusedError(PrivacyError, code="request.refused"):
+    """Raised if a private client refuses to answer a message from the server.
+
+    For example, the message contains numbers that are not finite, has a norm above
+    `max_request_norm`, or has tensors of the wrong shape.
+    """
+
+
+# ----------------------------------------------------------------------------- text of messages
+
+
 def unknown_name(
     kind: str, name: str, names: Iterable[str], section: str | None = None, key: str | None = None
 ) -> UnknownNameError:
@@ -262,3 +346,41 @@ def one_line(value: object, limit: int = 200) -> str:
     reason = value.strerror if isinstance(value, OSError) else None
     text = " ".join(str(reason or value).split()) or type(value).__name__
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
+def faults(error: ValidationError) -> list[str]:
+    """Converts a pydantic error to short lines, one for each fault of the value.
+
+    If there are more than `MAX_SHOWN_FAULTS`, the last line states how many were left out.
+    """
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = []
+    for fault in errors[:MAX_SHOWN_FAULTS]:
+        path = ".".join(short_key(str(part)) for part in fault["loc"]) or "the content"
+        lines.append(f"{path} {_REASONS.get(fault['type'], 'is wrong: ' + fault['msg'])}")
+    if len(errors) > MAX_SHOWN_FAULTS:
+        lines.append(f"and {len(errors) - MAX_SHOWN_FAULTS} more")
+    return lines
+
+
+@contextmanager
+def faults_as(make_error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
+    """Converts a pydantic error in the `with` block to another error, which names the first fault.
+
+    Args:
+        make_error: makes the other error from its message.
+        complaint: the beginning of the message.
+    """
+    from pydantic import ValidationError  # slow to import
+
+    try:
+        yield
+    except ValidationError as error:
+        raise make_error(f"{complaint}: {faults(error)[0]:.300}") from None
+
+
+def short_key(name: str) -> str:
+    """Shortens and escapes an untrusted key for error messages."""
+    if len(name) <= MAX_SHOWN_KEY and name.isprintable():
+        return name
+    return reprlib.repr(name)

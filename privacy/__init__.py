@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from fedsynth._lazy_import import lazy_exports
 
 if TYPE_CHECKING:
+    from fedsynth.errors import BudgetExceededError as BudgetExceededError
+    from fedsynth.errors import PrivacyError as PrivacyError
     from fedsynth.privacy.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
     from fedsynth.privacy.accounting import epsilon as epsilon
-    from fedsynth.privacy.errors import BudgetExceededError as BudgetExceededError
-    from fedsynth.privacy.errors import PrivacyError as PrivacyError
     from fedsynth.privacy.ledger import Ledger as Ledger
     from fedsynth.privacy.ledger import read_ledger as read_ledger
     from fedsynth.privacy.owner import DataOwner as DataOwner

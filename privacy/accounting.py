@@ -21,7 +21,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.errors import PrivacySettingError
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     Release,

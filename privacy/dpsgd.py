@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from fedsynth.errors import short_repr
+from fedsynth.errors import ForbiddenLayerError, PrivacyError, short_repr
 from fedsynth.privacy.batch_independence import (
     FIRST_BATCH,
     Dependence,
@@ -40,7 +40,6 @@ from fedsynth.privacy.batch_independence import (
     dependence_on_batch,
     rounding,
 )
-from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import (
     Note,

@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, NewType, NoReturn
 import torch
 from torch import Tensor
 
+from fedsynth.errors import BudgetExceededError, LedgerError, PrivacyError
 from fedsynth.files import this_process
 from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.randomness import Grid, SecretGenerator
 from fedsynth.privacy.releases import (

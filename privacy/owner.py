@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedsynth.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.files import write_output
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
@@ -37,7 +38,6 @@ from fedsynth.privacy.batch_independence import (
     StepInputs,
     dependence_on_batch,
 )
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
 from fedsynth.privacy.mechanisms import (
@@ -420,7 +420,7 @@ class DataOwner:
             dpsgd.DpSgdSettings(optimiser, batch_size, loss=loss),
             self._units,
             note=_LOGGER.warning,
-            isolated=self._isolates(found.moved),
+            isolated=self._isolates(dependence.moved),
         )
 
     def report(self, path: Path | str) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from fedsynth.privacy.errors import UnplannedReleaseError
+from fedsynth.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.randomness import Addends, Grid, SecretGenerator, grid_of
 from fedsynth.privacy.releases import FULL, POISSON, RECORD, Release, is_real, require

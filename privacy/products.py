@@ -34,7 +34,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.errors import PrivacyError
 from fedsynth.privacy.mechanisms import (
     clip_factors,
     clip_rows,

@@ -39,8 +39,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedsynth.errors import PrivacySettingError
 from fedsynth.files import this_process
-from fedsynth.privacy.errors import PrivacySettingError
 
 DESCRIPTION = (
     "noise and sampling masks: NumPy Generator over randomgen's ChaCha (20 rounds), a 256-bit key "

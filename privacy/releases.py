@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedsynth.errors import short_repr
-from fedsynth.privacy.errors import PrivacySettingError
+from fedsynth.errors import PrivacySettingError, short_repr
 
 # The definitions of neighbouring data sets.
 #

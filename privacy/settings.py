@@ -9,8 +9,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fedsynth.errors import PrivacySettingError
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
     UNITS,

@@ -16,8 +16,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedsynth.errors import SigningError
 from fedsynth.files import file_hash, plain_files, read_regular, write_whole
-from fedsynth.privacy.errors import SigningError
 from fedsynth.privacy.report.figures import Signature
 from fedsynth.privacy.report.file import read_part, read_report
 

@@ -12,8 +12,12 @@ from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.data.registry import DatasetSpec, is_published
-from fedsynth.errors import SettingError, unknown_value
-from fedsynth.privacy.errors import PrivacySettingError, UnaccountedReleaseError
+from fedsynth.errors import (
+    PrivacySettingError,
+    SettingError,
+    UnaccountedReleaseError,
+    unknown_value,
+)
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
+from fedsynth.errors import UnplannedReleaseError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.on_features import Embedding, OnFeatures
 from fedsynth.privacy.dpsgd import DpSgdSettings, dp_sgd
-from fedsynth.privacy.errors import UnplannedReleaseError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import (
     Note,

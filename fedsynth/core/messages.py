@@ -27,8 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from fedsynth.data.files import unpack_tensors
-from fedsynth.errors import MessageError, one_line, short_repr
-from fedsynth.faults import faults_as
+from fedsynth.errors import MessageError, faults_as, one_line, short_repr
 from fedsynth.privacy.releases import is_real
 
 WIRE_FORMAT = "3"

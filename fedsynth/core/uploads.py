@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
-from fedsynth.errors import UploadRejectedError
-from fedsynth.privacy.errors import RequestRefusedError
+from fedsynth.errors import RequestRefusedError, UploadRejectedError
 
 # The largest magnitude of trained values and of sums over a client's examples. The weights of a
 # network that learns stay below 1e3. With a bound of 1e6 no float32 sum or square over clients
@@ -365,7 +364,7 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     >>> check_numbers([("parameters.weight", torch.ones(9))], max_norm=2.0)
     Traceback (most recent call last):
     ...
-    fedsynth.privacy.errors.RequestRefusedError: the norm of the server's message must be ...
+    fedsynth.errors.RequestRefusedError: the norm of the server's message must be ...
     """
     squared = 0.0
     for name, value in arrays:
@@ -401,7 +400,7 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
     >>> check_tensor("known", torch.ones(3, 3), (3,), torch.bool)
     Traceback (most recent call last):
     ...
-    fedsynth.privacy.errors.RequestRefusedError: the field known of the server's message must be ...
+    fedsynth.errors.RequestRefusedError: the field known of the server's message must be ...
     """
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise RequestRefusedError(

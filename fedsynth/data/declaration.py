@@ -25,8 +25,14 @@ from fedsynth.data.medical import Decoding, parsed_window
 from fedsynth.data.records import Records
 from fedsynth.data.registry import MEAN, STD, DatasetSpec, custom_spec, is_known
 from fedsynth.data.tables import HUB, SUFFIXES, is_record_file
-from fedsynth.errors import DataError, DataFilesCorruptError, FedsynthError, SettingError, one_line
-from fedsynth.faults import faults
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    FedsynthError,
+    SettingError,
+    faults,
+    one_line,
+)
 from fedsynth.files import expand_home
 from fedsynth.validation import check_choice, check_number, read_sections
 

@@ -28,8 +28,7 @@ from fedsynth.data.files import MAX_LIST_BYTES, Split, missing
 from fedsynth.data.images import Bytes, IntArray
 from fedsynth.data.pixels import images_in, read_images
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DataFilesCorruptError, one_line
-from fedsynth.faults import faults_as
+from fedsynth.errors import DataFilesCorruptError, faults_as, one_line
 from fedsynth.files import read_regular, read_text
 
 _WORDNET_NUMBER = re.compile(r"n[0-9]{8}")

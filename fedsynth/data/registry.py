@@ -21,8 +21,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from pydantic import ConfigDict, TypeAdapter
 
-from fedsynth.errors import SettingError, short_repr, unknown_name
-from fedsynth.faults import faults_as
+from fedsynth.errors import SettingError, faults_as, short_repr, unknown_name
 
 MAX_NAME = 200
 MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow

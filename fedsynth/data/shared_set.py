@@ -30,8 +30,13 @@ from torch import Tensor
 from fedsynth.data.files import MAX_LIST_BYTES, read_tensors, save_tensors
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec, custom_spec
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, FedsynthError, one_line
-from fedsynth.faults import faults_as
+from fedsynth.errors import (
+    DataFilesCorruptError,
+    DataFilesMissingError,
+    FedsynthError,
+    faults_as,
+    one_line,
+)
 from fedsynth.files import expand_home, file_hash, plain_files, read_text
 from fedsynth.formatting import format_epsilon
 

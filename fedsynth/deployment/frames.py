@@ -35,11 +35,9 @@ from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidat
 
 from fedsynth.core.messages import LENGTH_BYTES
 from fedsynth.deployment.proposal import damage_is_named
-from fedsynth.errors import MessageError
-from fedsynth.faults import faults_as
+from fedsynth.errors import MessageError, PrivacyError, faults_as
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.files import read_regular, with_hash, without_hash, write_whole
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.validation import MAX_SECONDS, check_number
 

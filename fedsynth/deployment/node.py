@@ -35,13 +35,12 @@ from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
 from fedsynth.deployment.policy import ANY, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.session import Place, Session
-from fedsynth.errors import DataError, FedsynthError, MessageError
+from fedsynth.errors import DataError, FedsynthError, MessageError, RequestRefusedError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients, data_set_id
 from fedsynth.files import open_regular
-from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import write_report

@@ -27,8 +27,7 @@ from fedsynth.core.capabilities import upload_types
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.sums import sums_securely
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.errors import FedsynthError, SettingError
-from fedsynth.faults import faults_as
+from fedsynth.errors import FedsynthError, SettingError, faults_as
 from fedsynth.federation.context import public_context
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.files import load_toml

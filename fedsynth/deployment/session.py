@@ -48,7 +48,7 @@ from fedsynth.deployment.secure_aggregation.client import (
     sum_terms,
     upload_layout,
 )
-from fedsynth.errors import MessageError
+from fedsynth.errors import MessageError, RequestRefusedError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context, resolve_device, with_proxy
 from fedsynth.federation.in_process import step_together
@@ -63,7 +63,6 @@ from fedsynth.files import (
     without_hash,
     write_whole,
 )
-from fedsynth.privacy.errors import RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.randomness import SecretGenerator

@@ -24,12 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
-from fedsynth.errors import OutputError
+from fedsynth.errors import HOSTILE, OutputError, PrivacyError
 from fedsynth.experiments import overview
-from fedsynth.faults import HOSTILE
 from fedsynth.files import read_regular, write_output
 from fedsynth.formatting import band, format_epsilon, format_odds, printable
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.pages import STYLE, report_sentences
 from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, templates

@@ -24,9 +24,9 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.method import ClientState
 from fedsynth.core.sums import sums_securely
 from fedsynth.data.images import ImageData
+from fedsynth.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import ClientInfo, Refusal, RunTerms
-from fedsynth.privacy.errors import BudgetExceededError, LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap, GaussianSumMechanism

@@ -24,12 +24,11 @@ from fedsynth.data.load import load_dataset
 from fedsynth.data.partition_settings import EXPLICIT, clients_or_groups
 from fedsynth.data.records import site_names
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import DeviceError, SettingError, unknown_value
+from fedsynth.errors import DeviceError, PrivacySettingError, SettingError, unknown_value
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import declared, planned_ledgers, specification, with_declared
 from fedsynth.models.registry import build_client_models
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.settings import needs_a_budget
 
 DEVICES = ("auto", "cpu", "cuda")

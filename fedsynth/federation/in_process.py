@@ -24,11 +24,10 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import check_numbers
-from fedsynth.errors import DeviceMemoryError
+from fedsynth.errors import BudgetExceededError, DeviceMemoryError, RequestRefusedError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime
-from fedsynth.privacy.errors import BudgetExceededError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.releases import USER

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fedsynth import errors
 from fedsynth.config import checks
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RunSettings
@@ -19,7 +20,7 @@ from fedsynth.core.capabilities import VaryingReleases
 from fedsynth.core.context import RoundContext
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
-from fedsynth.privacy import accounting, errors
+from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier, totals
 from fedsynth.privacy.disclosure import MechanismFacts, mechanism_facts
 from fedsynth.privacy.ledger import Ledger

@@ -30,8 +30,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState, Method
 from fedsynth.core.uploads import check_named
-from fedsynth.errors import DivergedError
-from fedsynth.privacy.errors import RequestRefusedError
+from fedsynth.errors import DivergedError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 
 # The reasons why a client refuses a request. "budget" means that the request would exceed the

@@ -27,11 +27,17 @@ from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.records import Note
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.data.tables import HUB, downloaded
-from fedsynth.errors import DataError, DataFilesMissingError, PartitionError, SettingError, one_line
+from fedsynth.errors import (
+    DataError,
+    DataFilesMissingError,
+    PartitionError,
+    PrivacySettingError,
+    SettingError,
+    one_line,
+)
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.files import expand_home, require_folder
 from fedsynth.formatting import printable
-from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names
 from fedsynth.privacy.releases import USER

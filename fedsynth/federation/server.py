@@ -22,10 +22,9 @@ from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.sums import SummedUploads
 from fedsynth.core.uploads import check_fields, memory_spans
-from fedsynth.errors import UploadRejectedError
+from fedsynth.errors import LedgerError, RequestRefusedError, UploadRejectedError
 from fedsynth.federation import protocol
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.privacy.errors import LedgerError, RequestRefusedError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import EXCHANGES, FIRST
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
+from fedsynth.errors import BudgetExceededError, PrivacyError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
 from fedsynth.privacy.accounting import epsilon_by_round
-from fedsynth.privacy.errors import BudgetExceededError, PrivacyError
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import FIRST, MAIN

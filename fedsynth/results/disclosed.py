@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedsynth.core.capabilities import Measurements
+from fedsynth.errors import UnaccountedReleaseError
 from fedsynth.evaluation import GENERATOR, MEASURES, GeneratorFacts
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
-from fedsynth.privacy.errors import UnaccountedReleaseError
 
 if TYPE_CHECKING:  # tables of runs, which import no torch, use the declarations
     from fedsynth.core.method import Method

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from fedsynth.core.method import Method
+from fedsynth.errors import PrivacyError
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release

@@ -15,10 +15,8 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
 from fedsynth.data.registry import DatasetSpec, published_spec, spec_from_json
-from fedsynth.errors import FedsynthError, UnknownNameError, short_repr
-from fedsynth.faults import HOSTILE
+from fedsynth.errors import HOSTILE, FedsynthError, PrivacyError, UnknownNameError, short_repr
 from fedsynth.federation.context import public_context
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Event, Start
 from fedsynth.privacy.report.file import read_json
 from fedsynth.privacy.report.verify import differences

@@ -46,7 +46,7 @@ from fedsynth.data.files import save_tensors
 from fedsynth.data.images import denormalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import BYTES, NORMALISED, TENSORS, write_set
-from fedsynth.errors import OutputError, writing
+from fedsynth.errors import OutputError, PrivacyError, writing
 from fedsynth.files import (
     claim,
     delete_partial,
@@ -56,7 +56,6 @@ from fedsynth.files import (
     write_whole,
 )
 from fedsynth.own_code import OwnCode
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Resumptions, Start
 from fedsynth.privacy.report.file import read_part
 from fedsynth.results.disclosed import Disclosed

@@ -19,7 +19,7 @@ from fedsynth.core.capabilities import Measurements, PersonalModels, SyntheticIm
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import FedsynthError, one_line
+from fedsynth.errors import FedsynthError, PrivacyError, one_line
 from fedsynth.evaluation import GENERATOR, MEASURES
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
@@ -27,7 +27,6 @@ from fedsynth.federation.run_data import NO_TEST, PRIVATE
 from fedsynth.federation.server import RoundResult, Server
 from fedsynth.methods import own_label
 from fedsynth.own_code import SOURCES, OwnCode
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger.ledger import Histories
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Event, RunStart, Start

@@ -25,8 +25,7 @@ from fedsynth.data.files import read_tensors, save_tensors
 from fedsynth.data.images import normalise, to_stored
 from fedsynth.data.registry import DatasetSpec, spec_from_json
 from fedsynth.data.shared_set import SUMS, check_hashes
-from fedsynth.errors import FedsynthError, OutputError, one_line, writing
-from fedsynth.faults import HOSTILE
+from fedsynth.errors import HOSTILE, FedsynthError, OutputError, one_line, writing
 from fedsynth.features.registry import is_own_features, register_file
 from fedsynth.files import decode_json
 from fedsynth.methods import METHODS

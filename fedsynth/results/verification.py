@@ -18,11 +18,9 @@ from typing import Any
 from fedsynth.core.capabilities import Measurements
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS, TENSORS
-from fedsynth.errors import FedsynthError, short_repr
-from fedsynth.faults import short_key
+from fedsynth.errors import FedsynthError, PrivacyError, short_key, short_repr
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
 from fedsynth.privacy.report.figures import Event, schema_problems

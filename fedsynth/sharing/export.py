@@ -24,13 +24,12 @@ from fedsynth.core.capabilities import ImagesAtEnd
 from fedsynth.core.method import Method
 from fedsynth.data import shared_set
 from fedsynth.data.shared_set import TENSORS, SharedSet
-from fedsynth.errors import OutputError, UnknownNameError, one_line, writing
+from fedsynth.errors import OutputError, PrivacyError, UnknownNameError, one_line, writing
 from fedsynth.federation.run_data import PUBLIC
 from fedsynth.files import file_hash, plain_files
 from fedsynth.formatting import format_epsilon
 from fedsynth.methods import method_class
 from fedsynth.own_code import is_label
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.pages import report_sentences

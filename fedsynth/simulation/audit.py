@@ -24,14 +24,13 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import ImageData, IntArray, to_stored
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.errors import SettingError
+from fedsynth.errors import PrivacyError, PrivacySettingError, SettingError
 from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import plan_of, public_context, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import PUBLIC, Clients, declared, specification, with_declared
 from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.disclosure import mechanism_facts
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.build import write_report

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsynth.privacy.errors import PrivacyError
+from fedsynth.errors import PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Products

@@ -23,13 +23,12 @@ from fedsynth.core.capabilities import OwnNetwork, SyntheticImages
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
-from fedsynth.errors import SettingError, short_repr
+from fedsynth.errors import PrivacySettingError, SettingError, short_repr
 from fedsynth.federation import run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_model
-from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.ledger.folder import check_names
 from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.run_folder import RunFolder
@@ -271,7 +270,7 @@ def synthesize(
 
     >>> synthesize(owner_settings({}), "share")
     Traceback (most recent call last):
-    fedsynth.privacy.errors.PrivacySettingError: ...
+    fedsynth.errors.PrivacySettingError: ...
     """
     target = Path(out)
     check_synthesis(settings, target, unprotected=unprotected)

@@ -34,8 +34,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedsynth.errors import LedgerError
 from fedsynth.files import create_once, lock, open_regular, read_regular
-from fedsynth.privacy.errors import LedgerError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import require
 

@@ -36,7 +36,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedsynth.errors import short_repr
+from fedsynth.errors import LedgerError, PrivacySettingError, short_repr
 from fedsynth.files import (
     MAX_TEXT_BYTES,
     create_once,
@@ -45,7 +45,6 @@ from fedsynth.files import (
     open_regular,
     this_process,
 )
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.releases import Release
 
 LEDGER_SCHEMA = 2

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsynth.faults import faults
+from fedsynth.errors import faults
 from fedsynth.privacy.releases import ADD_REMOVE, RECORD
 
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

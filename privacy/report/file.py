@@ -15,10 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 
-from fedsynth.errors import short_repr
-from fedsynth.faults import HOSTILE, faults_as
+from fedsynth.errors import HOSTILE, LedgerError, PrivacyError, faults_as, short_repr
 from fedsynth.files import load_json
-from fedsynth.privacy.errors import LedgerError, PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import LedgerStart, Part, schema_problems

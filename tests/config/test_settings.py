@@ -20,12 +20,17 @@ from fedsynth._lazy_import import exported_names
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RUN_KINDS
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import FedsynthError, SettingError, UnknownNameError
+from fedsynth.errors import (
+    FedsynthError,
+    LedgerError,
+    PrivacySettingError,
+    SettingError,
+    UnknownNameError,
+)
 from fedsynth.federation.context import plan_of, public_context
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
 from fedsynth.privacy import Ledger, Release, epsilon
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.results.report_facts import headline
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import check_fields, field_types, from_mapping, in_range, to_toml

@@ -31,9 +31,8 @@ from fedsynth.data.describe import describe_folder
 from fedsynth.data.images import record_digests
 from fedsynth.data.own_data import read_as, read_own_data
 from fedsynth.data.tables import parts_of, read_part
-from fedsynth.errors import DataError, FedsynthError, SettingError
+from fedsynth.errors import DataError, FedsynthError, LedgerError, PrivacySettingError, SettingError
 from fedsynth.federation.run_data import data_of_run
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.simulation.simulate import simulate
 
 N = 60

@@ -23,7 +23,7 @@ from fedsynth.deployment.node_backend import TooFewClientsError
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.deployment.proposal import Proposal, new_proposal, new_run
 from fedsynth.deployment.session import Session
-from fedsynth.errors import SettingError
+from fedsynth.errors import PrivacySettingError, RequestRefusedError, SettingError
 from fedsynth.federation import in_process, position_leak_check
 from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.protocol import RunTerms
@@ -31,7 +31,6 @@ from fedsynth.formatting import format_epsilon
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read_ledger
-from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.results import active_run
 from tests.deployment import local_setup

@@ -19,11 +19,10 @@ from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.policy import Policy
 from fedsynth.deployment.proposal import new_proposal
-from fedsynth.errors import CheckpointError
+from fedsynth.errors import CheckpointError, PrivacyError
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import Ledger, Release, epsilon
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.report.figures import Event
 from fedsynth.results.later_reports import unfinished_report
 from fedsynth.results.verification import verify_run

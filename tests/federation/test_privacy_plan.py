@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedsynth import FedAvg, FedStats, RoundContext, RunSettings, resolve, simulate
 from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import LedgerError, UnaccountedReleaseError, UnplannedReleaseError
 from fedsynth.federation import position_leak_check
 from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import public_context
@@ -33,7 +34,6 @@ from fedsynth.privacy import (
     epsilon,
 )
 from fedsynth.privacy.dpsgd import ExampleGradients
-from fedsynth.privacy.errors import LedgerError, UnaccountedReleaseError, UnplannedReleaseError
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import FIRST, MAIN, ReleaseBudget, UnaccountedNoise
 from fedsynth.privacy.randomness import SecretGenerator

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fedsynth as fs
 from fedsynth.core.client import PrivateClientView
-from fedsynth.errors import DivergedError, MessageError
+from fedsynth.errors import DivergedError, MessageError, RequestRefusedError, UnplannedReleaseError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
 from fedsynth.federation.in_process import evaluate_together, step_together, view
@@ -27,7 +27,6 @@ from fedsynth.methods.fedfm import FeatureSums, ModelAndSums
 from fedsynth.methods.shared.class_sums import COUNTS
 from fedsynth.models.small import Linear
 from fedsynth.privacy import Ledger
-from fedsynth.privacy.errors import RequestRefusedError, UnplannedReleaseError
 from fedsynth.privacy.plans import EXCHANGES, FIRST, MAIN
 from tests.digits import CPU, SPEC, digits
 

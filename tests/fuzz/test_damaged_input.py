@@ -28,10 +28,9 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.node import Node
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.errors import CheckpointError
+from fedsynth.errors import CheckpointError, PrivacyError
 from fedsynth.federation.context import public_context
 from fedsynth.files import without_hash
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.ledger import repair_ledger
 from fedsynth.privacy.releases import SAMPLERS, UNITS, Release

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fedsynth as fs
 from fedsynth.core.client import ExactClientView
-from fedsynth.errors import DivergedError, SettingError, UnknownNameError
+from fedsynth.errors import DivergedError, SettingError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fednova import NormalisedModel
@@ -29,7 +29,6 @@ from fedsynth.methods.shared.aggregation import AveragingState
 from fedsynth.models.flat import flatten_named
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
-from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from fedsynth.training.many_clients import train_together
 from tests.digits import SPEC, client_uploads, convnet, digits, private_clients, round_context

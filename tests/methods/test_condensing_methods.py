@@ -22,14 +22,13 @@ from fedsynth import FedAF, FedDM, PrivacySettings, RoundContext
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.method import ClientState
 from fedsynth.data.images import denormalise, normalise
-from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.errors import ForbiddenLayerError, SettingError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedaf import CondensedSet
 from fedsynth.methods.shared.condensing import perturbed, resampled
 from fedsynth.models import convnet as frozen
 from fedsynth.models.flat import flatten
-from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.seeding import torch_generator

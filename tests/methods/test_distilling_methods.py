@@ -19,12 +19,11 @@ from fedsynth import Dense, FedDF, FedHydra, FedKF, ModelParameters, PrivacySett
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData, normalise, proxy_images
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.errors import SettingError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.methods.fedkf import TwoModels
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.models.flat import flatten
-from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.synthesizer.distillation.stratification import stratified_weights

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth import FedFM, FedFMLite, FedGen, PrivacySettings, RoundContext, resolve, simulate
+from fedsynth import (
+    FedFM,
+    FedFMLite,
+    FedGen,
+    PrivacySettings,
+    RoundContext,
+    errors,
+    resolve,
+    simulate,
+)
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.sums import summed
 from fedsynth.errors import SettingError
@@ -33,7 +42,7 @@ from fedsynth.methods.shared.condensing import perturbed
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
-from fedsynth.privacy import Ledger, Release, epsilon, errors
+from fedsynth.privacy import Ledger, Release, epsilon
 from fedsynth.privacy.dpsgd import cross_entropies
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.randomness import SecretGenerator

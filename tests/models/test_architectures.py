@@ -14,7 +14,7 @@ import torchvision
 from torch import Tensor, nn
 
 from fedsynth.core.client import ExactClientView
-from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.errors import ForbiddenLayerError, SettingError, UnknownNameError
 from fedsynth.features.feature_map import Shape
 from fedsynth.models import registry
 from fedsynth.models.convnet import WIDE, InstanceNorm, channels_last
@@ -22,7 +22,6 @@ from fedsynth.models.flat import flatten
 from fedsynth.models.layers import SharedStatistics, batch_statistics, with_grouped_statistics
 from fedsynth.models.registry import ModelSettings, build_model, model_names, parameter_count
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model, dp_sgd
-from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.passes import Units
 from fedsynth.synthesizer.condensation.matching import ExactMatcher, NetworkFeatures
 from fedsynth.synthesizer.condensation.sets import BatchIndices

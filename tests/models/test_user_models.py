@@ -21,7 +21,7 @@ import fedsynth as fs
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import normalise
-from fedsynth.errors import SettingError, UnknownNameError
+from fedsynth.errors import ForbiddenLayerError, SettingError, UnknownNameError
 from fedsynth.evaluation.accuracy import correct
 from fedsynth.features import feature_map
 from fedsynth.features.feature_map import Shape
@@ -29,7 +29,6 @@ from fedsynth.methods import METHODS, method_class
 from fedsynth.models.flat import flatten
 from fedsynth.models.layers import check_embedding, has_batch_norm
 from fedsynth.models.registry import build_model, build_network, has_given_weights, model_names
-from fedsynth.privacy.errors import ForbiddenLayerError
 from fedsynth.privacy.report.pages import render_markdown
 from tests.digits import SPEC, digits
 from tests.quick_runs import by_family, quick_settings

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 
+from fedsynth.errors import PrivacySettingError
 from fedsynth.privacy import accounting, audit
 from fedsynth.privacy.accounting import Merged, Totals, delta_of, epsilon, epsilon_rdp, totals
-from fedsynth.privacy.errors import PrivacySettingError
 from fedsynth.privacy.releases import Release, check_delta
 from tests.privacy.support import release
 

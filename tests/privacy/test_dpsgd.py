@@ -12,11 +12,11 @@ from opacus.layers import DPLSTM
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.models.convnet import ConvNet, channels_last
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.privacy import dpsgd
-from fedsynth.privacy.errors import ForbiddenLayerError, PrivacyError
 from fedsynth.privacy.passes import Units
 from fedsynth.seeding import forked_rng
 from fedsynth.training.sgd import MomentumSgd

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedsynth import files
+from fedsynth.errors import PrivacyError, SigningError
 from fedsynth.privacy import signing
-from fedsynth.privacy.errors import PrivacyError, SigningError
 from fedsynth.privacy.signing import read_private_key, read_public_key, sign_run
 from tests.user_files import SPECIAL_KINDS, make_special_file
 

@@ -22,9 +22,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedsynth.errors import OutputError
+from fedsynth.errors import BudgetExceededError, LedgerError, OutputError, PrivacySettingError
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.errors import BudgetExceededError, LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, check_names
 from fedsynth.privacy.ledger.ledger import encode, repair_ledger

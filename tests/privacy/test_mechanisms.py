@@ -22,9 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
+from fedsynth import errors
 from fedsynth.core.client import ExactClientView, PrivateClientView
 from fedsynth.data.images import normalise
-from fedsynth.privacy import errors, mechanisms, plans, randomness
+from fedsynth.privacy import mechanisms, plans, randomness
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap, GaussianSumMechanism
 from fedsynth.privacy.passes import Units

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth import TrainsLocally, register_model, resolve, simulate
-from fedsynth.errors import SettingError
+from fedsynth.errors import LedgerError, PrivacySettingError, SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
 from fedsynth.methods.shared.local import LocalObjective
@@ -29,7 +29,6 @@ from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
 from fedsynth.privacy.batch_independence import StepInputs, dependence_on_batch
 from fedsynth.privacy.dpsgd import cross_entropies as losses
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release

@@ -34,6 +34,7 @@ from fedsynth.core.uploads import check_numbers
 from fedsynth.data.images import ImageData, from_arrays, normalise
 from fedsynth.data.partition import partition
 from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.evaluation import MEASURES
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import feature_map, register_features
@@ -46,7 +47,6 @@ from fedsynth.methods.statistics.moments import step_rows
 from fedsynth.models.on_features import OnFeatures, embedded
 from fedsynth.models.registry import ModelSettings, build_model, build_network
 from fedsynth.privacy.dpsgd import ExampleGradients, example_gradients
-from fedsynth.privacy.errors import PrivacySettingError, RequestRefusedError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import padded, pass_length, power_of_two
 from fedsynth.privacy.products import LayerGradients

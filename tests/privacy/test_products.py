@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.deployment.secure_aggregation.primitives import FixedPoint
+from fedsynth.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy import products
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, on_grid
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.plans import ReleasePlan

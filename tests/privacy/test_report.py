@@ -18,10 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedsynth import formatting
+from fedsynth.errors import PrivacyError, PrivacySettingError
 from fedsynth.formatting import format_epsilon, format_odds, format_percent
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.audit import attack_success, best_guess
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import RECORD, USER, Release

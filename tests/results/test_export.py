@@ -26,9 +26,9 @@ from fedsynth import DatasetSpec, errors
 from fedsynth.data.files import read_tensors
 from fedsynth.data.images import normalise
 from fedsynth.data.shared_set import SharedSet, write_hashes
+from fedsynth.errors import PrivacyError, PrivacySettingError
 from fedsynth.files import file_hash, plain_files
 from fedsynth.formatting import format_epsilon
-from fedsynth.privacy.errors import PrivacyError, PrivacySettingError
 from fedsynth.results.verification import verify_run
 from fedsynth.sharing.export import Share, _write
 from fedsynth.sharing.onnx_export import _checked_program

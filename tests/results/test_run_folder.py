@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from fedsynth import resolve, simulate
 from fedsynth.config.settings import ReportSettings
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import OutputError, SettingError
+from fedsynth.errors import OutputError, PrivacyError, SettingError
 from fedsynth.files import file_hash
 from fedsynth.models.registry import own_model
-from fedsynth.privacy.errors import PrivacyError
 from fedsynth.results import checkpoint, saved_model
 from fedsynth.results.checkpoint import CheckpointFolder, LoopCheckpoints, read_loop_state
 from fedsynth.results.disclosed import Disclosed

@@ -19,13 +19,12 @@ from safetensors.torch import load_file, save_file
 
 import fedsynth as fs
 from fedsynth.data.shared_set import TENSORS
-from fedsynth.errors import OutputError, UnknownNameError
+from fedsynth.errors import OutputError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import Ledger, PrivacyError
 from fedsynth.privacy.disclosure import Disclosure, public, released
-from fedsynth.privacy.errors import UnaccountedReleaseError
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results import loggers

@@ -20,10 +20,17 @@ import fedsynth as fs
 from fedsynth.config.participation import Participation
 from fedsynth.data.medical import patient_of
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, PartitionError, SettingError, UnknownNameError
+from fedsynth.errors import (
+    DataError,
+    LedgerError,
+    PartitionError,
+    PrivacySettingError,
+    SettingError,
+    UnaccountedReleaseError,
+    UnknownNameError,
+)
 from fedsynth.federation.context import plan_of
 from fedsynth.federation.run_data import divided
-from fedsynth.privacy.errors import LedgerError, PrivacySettingError, UnaccountedReleaseError
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.releases import USER

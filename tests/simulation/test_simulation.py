@@ -23,12 +23,18 @@ from safetensors.torch import load_file
 import fedsynth as fs
 from fedsynth.config.participation import CRASHED, KINDS, LATE, TIMED_OUT, Failure, Failures
 from fedsynth.core.client import Group, PrivateClientView
-from fedsynth.errors import DataError, DeviceMemoryError, PartitionError, SettingError
+from fedsynth.errors import (
+    DataError,
+    DeviceMemoryError,
+    PartitionError,
+    PrivacySettingError,
+    SettingError,
+    UnplannedReleaseError,
+)
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
 from fedsynth.privacy import BudgetExceededError, Release, epsilon, read_ledger
-from fedsynth.privacy.errors import PrivacySettingError, UnplannedReleaseError
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.report.build import write_report
 from fedsynth.results.later_reports import unfinished_report

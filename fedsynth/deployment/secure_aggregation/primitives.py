@@ -35,8 +35,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedsynth.errors import FedsynthError
-from fedsynth.faults import faults_as
+from fedsynth.errors import FedsynthError, faults_as
 from fedsynth.privacy.randomness import Grid
 
 
