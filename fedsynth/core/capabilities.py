@@ -6,7 +6,7 @@ method whose server needs only the sum of the uploads inherits from `fedsynth.co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -213,11 +213,9 @@ class Measurements(Method):
     Class attributes:
         metric_privacy: the status under differential privacy of each metric of a round. A private
             run fails if the method returns a metric that is not declared here.
-        variant_names: the names of the models that `variants` may return.
     """
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
-    variant_names: ClassVar[tuple[str, ...]] = ()
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
         """Returns additional metrics of a round by name.
@@ -273,3 +271,27 @@ class PublishedEpsilon(Method):
         The keys are "source", "published" and "why it differs".
         """
         raise NotImplementedError  # abstract
+
+
+def unused_hooks(method: Method, *capabilities: type[Method]) -> Iterator[str]:
+    """Yields the hooks that a method defines without inheriting from their class, which the engine
+    therefore never calls.
+
+    Args:
+        method: the method.
+        capabilities: the classes of further capabilities.
+    """
+    called = {*dir(Method)}
+    for capability in (*CAPABILITIES, *capabilities):
+        if isinstance(method, capability):
+            called.update(vars(capability))
+    for capability in (*CAPABILITIES, *capabilities):
+        for name, hook in vars(capability).items():
+            if callable(hook) and hasattr(method, name) and name not in called:
+                yield f"{name} of {capability.__name__}"
+
+
+CAPABILITIES: tuple[type[Method], ...] = (
+    *(TwoExchanges, VaryingReleases, SyntheticImages, ImagesAtEnd, PersonalModels, OwnNetwork),
+    *(Measurements, PublicImages, PublishedEpsilon),
+)

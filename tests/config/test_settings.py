@@ -19,6 +19,7 @@ import fedsynth as fs
 from fedsynth._lazy_import import exported_names
 from fedsynth.config.participation import Participation, most_rounds, shown_rounds
 from fedsynth.config.settings import RUN_KINDS
+from fedsynth.core.capabilities import Measurements
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import (
     FedsynthError,
@@ -424,3 +425,18 @@ PAPERS: dict[str, dict[str, Any]] = {
 def test_defaults_equal_the_papers(name: str) -> None:
     method = method_class(name)()
     assert {setting: getattr(method, setting) for setting in PAPERS[name]} == PAPERS[name]
+
+
+def test_hooks_without_their_class_are_refused() -> None:
+    """The engine would never call them. A broken version would ignore the method's own metrics."""
+
+    class Silent(fs.FedDM):
+        def facts(self, state: Any, context: Any) -> dict[str, float]:
+            return {"distance": 1.0}
+
+    class Measured(Silent, Measurements):
+        metric_privacy: ClassVar[dict[str, Any]] = {}
+
+    with raises(SettingError, "run.method"):
+        fs.RunSettings(Silent())
+    fs.RunSettings(Measured())
