@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fedsynth.core.capabilities import Measurements
 from fedsynth.errors import UnaccountedReleaseError
 from fedsynth.evaluation import GENERATOR, MEASURES, GeneratorFacts
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
@@ -98,6 +97,8 @@ def declared_row(method: type[Method]) -> Declared:
 
 
 def _declared_metrics(method: type[Method]) -> Declared:
+    from fedsynth.core.capabilities import Measurements  # imports torch
+
     return method.metric_privacy if issubclass(method, Measurements) else {}
 
 

@@ -351,7 +351,8 @@ def resumed_rounds(folder: Path) -> list[int]:
         return []
     rounds = read_part(folder / RESUMED, "list of resumptions", Resumptions).after_rounds
     if rounds != sorted(rounds):
-        raise PrivacyError(f"{RESUMED} is damaged: its round numbers must not decrease")
+        text = f"{RESUMED} is damaged: its round numbers must not decrease"
+        raise PrivacyError(text).with_code(f"files.{RESUMED}")
     return rounds
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -93,15 +94,21 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     Raises:
         PrivacyError: the file cannot be read or does not contain a JSON object.
     """
+    fault = "the content must be a JSON object"
     try:
         value = load_json(file)
+        if isinstance(value, dict):
+            return value
     except OSError as error:
-        raise PrivacyError(f"cannot read the {what} {file}: {error.strerror}") from None
+        raise damaged(file, f"cannot read the {what} {file}: {error.strerror}") from None
     except (ValueError, MemoryError) as error:
-        raise PrivacyError(f"{file} is not a valid {what}: {error}") from None
-    if not isinstance(value, dict):
-        raise PrivacyError(f"{file} is not a valid {what}: the content must be a JSON object")
-    return value
+        fault = str(error)
+    raise damaged(file, f"{file} is not a valid {what}: {fault}")
+
+
+def damaged(file: Path, text: str) -> PrivacyError:
+    """Returns the error for a damaged file. Its code names the file."""
+    return PrivacyError(text).with_code(f"files.{file.name}")
 
 
 def read_part(file: Path, kind: str, shape: type[P]) -> P:
@@ -115,7 +122,7 @@ def read_part(file: Path, kind: str, shape: type[P]) -> P:
     Raises:
         PrivacyError: the file cannot be read, or a key or type is wrong.
     """
-    with faults_as(PrivacyError, file.name):
+    with faults_as(partial(damaged, file), file.name):
         return shape.model_validate(read_json(file, kind))
 
 

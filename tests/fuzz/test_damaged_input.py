@@ -365,8 +365,9 @@ def conversation() -> Iterator[Frame]:
     """Yields all frames of a server to a private client, in order."""
     proposal = Proposal(RUN, resolve(PROPOSAL), dataset_spec("digits"))
     context = public_context(proposal.settings, proposal.spec, torch.device("cpu"))
-    message, _ = proposal.settings.method.exchange_types("main")
-    sent = message(parameters=context.architecture.state_dict(), weight=1.0).to_bytes()
+    sent = proposal.settings.method.request(
+        parameters=context.architecture.state_dict(), weight=1.0
+    ).to_bytes()
     step = {"participants": [0], "sizes": None, "noise_multiplier": 3.0, "exchange": "main"}
     yield Frame("join", {"proposal": proposal.to_json(), "last_round": 0, "number": 1}, b"")
     yield Frame("step", {**step, "round": 1, "number": 2}, sent)

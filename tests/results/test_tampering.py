@@ -289,6 +289,8 @@ def test_changed_values_are_detected(folder: Path) -> None:
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
+DAMAGED_SUMMARIES = ("[]", "\ud800", '{"a": 1, "a": 2}')
+DAMAGED_METRICS = ("{}\n", f'{{"round": {DEEP}}}\n')
 TAMPERINGS: list[tuple[Tamper, str]] = [
     (edit(hide_last_rows), "ledger[0].rounds"),
     (all_of(changed(NAME, "delta", 6e-4), put("guarantee/delta", 6e-4)), "delta"),
@@ -331,13 +333,13 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (text("config.toml", '"feddm"', '"mine"'), "config.toml"),
     (text("config.toml", '"digits"', '"mnist"'), "config.toml"),
     (text("config.toml", "[method]", "[method]\nx = 1"), "config.toml"),
-    (text("config.toml", "[run]", "[run"), "run"),
+    (text("config.toml", "[run]", "[run"), "files.config"),
     (changed(START, "ledgers/client-000/rows", 1), "ledger_heads.client-000.rows_before"),
     (changed(START, "ledgers/client-000/chain", "0"), "ledger.chain"),
     (changed(START, "data_set/train_size", 10), START),
     (changed(START, "data_set/mean", "x"), START),
     (changed(START, "test_images", "private"), "scope[2].access"),
-    (changed(START, "schema_version", 2), "run"),
+    (changed(START, "schema_version", 2), f"files.{START}"),
     (changed(START, "run/date", "2020-01-01"), "run.date"),
     (changed(START, "warnings", ["rows mix"]), "verdict.warnings"),
     (row(1, "epsilon", 0.1), "metrics.jsonl.epsilon"),
@@ -372,9 +374,9 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         "ledger.resumptions",
     ),
     (write(RESUMPTIONS, '{"after_rounds": [2]}'), RESUMPTIONS),
-    (pipe("resumed.json"), "run"),
-    (pipe("metrics.jsonl"), "run"),
-    (pipe("summary.json"), "run"),
+    (pipe("resumed.json"), "files.resumed.json"),
+    (pipe("metrics.jsonl"), "files.run"),
+    (pipe("summary.json"), "files.summary.json"),
     (
         all_of(write("artefacts.safetensors", "n_k = 312"), fit_hashes),
         SEAL,
@@ -403,13 +405,13 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     (tensors(IMAGES, lambda t: t.update(n_k=torch.tensor([312]))), SEAL),
     (tensors(IMAGES, lambda t: t["client"].fill_(312)), SEAL),
     (write(MODEL, "x"), "files.model.safetensors"),
-    *((write("summary.json", content), "run") for content in ("[]", "\ud800", '{"a": 1, "a": 2}')),
-    *((write("metrics.jsonl", content), "run") for content in ("{}\n", f'{{"round": {DEEP}}}\n')),
+    *((write("summary.json", content), "files.summary.json") for content in DAMAGED_SUMMARIES),
+    *((write("metrics.jsonl", content), "files.run") for content in DAMAGED_METRICS),
     (
         write("metrics.jsonl", '{"round": 1, "epsilon": {}}\n{"round": 2, "epsilon": 1e999}\n'),
-        "run",
+        "files.run",
     ),
-    *((write(START, content), "run") for content in ("\0", f'{{"ledgers": {DEEP}}}')),
+    *((write(START, content), f"files.{START}") for content in ("\0", f'{{"ledgers": {DEEP}}}')),
     (
         write("config.toml", '[privacy]\nnoise_multiplier = 1e400\n[run]\nmethod = "feddm"'),
         "config.toml",
@@ -418,7 +420,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
         write("config.toml", "[model]\nwidth = 100000000000\n[privacy]\nnoise_multiplier = 1.0"),
         "config.toml",
     ),
-    (write(RESUMPTIONS, '{"after_rounds": [1, 0]}'), "run"),
+    (write(RESUMPTIONS, '{"after_rounds": [1, 0]}'), f"files.{RESUMPTIONS}"),
     (write(IMAGES, "\0" * 100), "files.synthetic.safetensors"),
 ]
 
