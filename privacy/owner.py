@@ -337,7 +337,8 @@ class DataOwner:
 
     def _refuse(self, code: str, dependence: Dependence) -> None:
         if dependence.fault:
-            raise PrivacyError(f"the {code} {dependence.fault}. {ADVICE}")
+            text = f"the {code} {dependence.fault}. {ADVICE}"
+            raise PrivacyError(text).with_code("step.dependence")
         self._opaque |= dependence.opaque
 
     def _isolates(self, moved: float) -> bool:

@@ -24,6 +24,7 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, PartitionError
 from fedsynth.seeding import numpy_generator
 from fedsynth.simulation.simulate import simulate
+from tests.raising import raises
 
 IntArray = npt.NDArray[np.int64]
 CLASSES = 6
@@ -114,7 +115,7 @@ def test_extreme_alphas_tend_to_iid_or_one_client_per_class(kind: str) -> None:
 def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: int) -> None:
     own = {"classes_per_client": c, "missing_classes": 10 - c}
     if clients * c < 10:
-        with pytest.raises(PartitionError, match="cannot cover 10 classes"):
+        with raises(PartitionError, "partition.coverage"):
             counts_of([61] * 10, kind=kind, clients=clients, seed=seed, **own)
         return
     counts = counts_of([61] * 10, kind=kind, clients=clients, seed=seed, **own)
@@ -155,7 +156,7 @@ def test_impossible_rules_raise_errors(
 
 def test_invalid_labels_are_rejected() -> None:
     for labels in (np.zeros(9), np.zeros((3, 3), int), np.array([0, 10]), np.array([-1, 0])):
-        with pytest.raises(DataError, match="labels must"):
+        with raises(DataError, "data.invalid"):
             partition(labels, PartitionSettings(clients=1), 10)
 
 
@@ -285,7 +286,7 @@ def test_natural_clients_are_groups() -> None:
     pairs = [by_origin("natural", 2, seed, groups=groups) for seed in range(200)]
     drawn = {tuple(map(parts.index, pair)) for pair in pairs}
     assert drawn == {(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)}
-    with pytest.raises(PartitionError, match="must be at most"):
+    with raises(PartitionError, "partition.groups"):
         by_origin("natural", 5, groups=groups)
     rule, groups = PartitionSettings(kind="natural", clients=2, subset=0.5), np.repeat([3, 8], 50)
     halves = partition(np.zeros(100, np.int64), rule, 1, groups=groups)
@@ -300,7 +301,7 @@ def test_domain_partition_assigns_domains() -> None:
     assert [sorted(set(domains[part])) for part in six] == [[0], [1], [3]] * 2
     assert sorted(np.concatenate(six).tolist()) == list(range(9))
     assert [len(part) for part in six] == [2, 1, 2, 1, 1, 2]
-    with pytest.raises(PartitionError, match="multiple of the number of domains"):
+    with raises(PartitionError, "partition.domains"):
         by_origin("domain", 4, domains=domains)
     for kind, origin in (("domain", "domains"), ("natural", "groups")):
         with pytest.raises(PartitionError, match=f"needs a data set with {origin}"):

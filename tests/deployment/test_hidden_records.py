@@ -31,6 +31,7 @@ from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.models.small import Mlp
 from fedsynth.results import active_run
 from tests.deployment.local_setup import Setup, join, noise_of
+from tests.raising import raises
 from tests.user_files import write_image
 
 SPEC = DatasetSpec(
@@ -229,9 +230,9 @@ def test_owner_images_are_read_by_class(tmp_path: Path) -> None:
     assert data.labels.tolist() == [0] * 6 + [1] * 6
     np.testing.assert_array_equal(data.images[6, 0], Image.open(folder / "b" / "01.png"))
     assert Proposal.from_json(json.loads(json.dumps(proposal.to_json()))) == proposal
-    with pytest.raises(DataError, match="has the class 'b', which the data set scans"):
+    with raises(DataError, "data.unknown_class"):
         ClassFolders(folder).read(scan_proposal(False, class_names=("a", "flu")), 0)
-    with pytest.raises(DataError, match="does not exist"):
+    with raises(DataError, "data.missing"):
         ClassFolders(tmp_path / "nothing").read(proposal, 0)
 
 

@@ -35,6 +35,7 @@ from tests.digits import SPEC, client_uploads, convnet, digits, private_clients,
 from tests.methods import tiny_problem as tiny
 from tests.methods.tiny_problem import ALL, FULL, LABELS, PARTS, SIZES, Array, TwoLayers, descend
 from tests.quick_runs import by_family, quick_sections
+from tests.raising import raises
 from tests.rounds import play_round
 
 X = np.concatenate([tiny.X, np.ones((9, 1))], axis=1)  # a last column for the bias
@@ -120,7 +121,7 @@ def test_fedprox_averages_partial_work_of_stragglers(device: torch.device) -> No
     (on_time,) = set(ALL) - set(epochs)
     dropping = fs.FedAvg(**FULL, stragglers=0.67, drop_stragglers=True)
     assert_close(run_rounds(dropping, device, (ALL,)), [fit(START, on_time)])
-    with pytest.raises(SettingError, match="stragglers"):
+    with raises(SettingError, "method.stragglers"):
         fs.FedAvg(stragglers=0.5, local_steps=3)
     all_dropped = fs.FedAvg(**FULL, stragglers=1.0, drop_stragglers=True)
     np.testing.assert_allclose(run_rounds(all_dropped, device, (ALL,))[0], START, atol=1e-6)
@@ -163,7 +164,7 @@ def test_scaffold_with_absent_client_equals_numpy(device: torch.device) -> None:
         x, c = x + 0.9 * (sum(ys) / len(ys) - x), c + change / 3
         expected.append(x)
     assert_close(run_rounds(fs.Scaffold(**FULL, server_lr=0.9), device, active), expected)
-    with pytest.raises(SettingError, match="momentum"):
+    with raises(SettingError, "method.momentum"):
         fs.Scaffold(momentum=0.9)
 
 
@@ -260,7 +261,7 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
         # running statistics: momentum 0.1, six steps
         running = tiny.X[PARTS[k]].mean(0) * (1 - 0.9**6)
         np.testing.assert_allclose(personal["norm.running_mean"], running, atol=1e-5)
-    with pytest.raises(SettingError, match=r"model\.norm must be 'batch'"):
+    with raises(SettingError, "model.norm"):
         method.check_model(network())
 
 
@@ -290,7 +291,7 @@ def test_unsupported_settings_and_divergence_are_refused() -> None:
         with pytest.raises(refusals, match=message):
             fs.simulate(fs.resolve({**sections, "privacy": privacy}))
     solo = {"run": {"method": "solo", "rounds": 1}, "model": {"name": "linear"}}
-    with pytest.raises(DivergedError, match="client 0"):
+    with raises(DivergedError, "training.diverged"):
         fs.simulate(fs.resolve({**solo, "method": {"lr": 1e38, "local_epochs": 3}}))
 
 
@@ -491,7 +492,7 @@ def test_averaging_needs_memory_of_one_tensor() -> None:
 def test_methods_support_or_refuse_robust_rules(name: str) -> None:
     sections = quick_sections(name, run={"rounds": 1, "robust": "clip"})
     if method_class(name).robust_refusal:
-        with pytest.raises(SettingError, match=rf"run.robust must be .none. with {name}"):
+        with raises(SettingError, "run.robust"):
             fs.resolve(sections)
         return
     result = fs.simulate(fs.resolve(sections))

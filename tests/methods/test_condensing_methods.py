@@ -36,6 +36,7 @@ from fedsynth.synthesizer.condensation import matching
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from fedsynth.training.loop import LoopCheckpointer
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
+from tests.raising import raises
 from tests.rounds import play_round, take_step
 
 LABELS = np.array([0] * 25 + [1] * 12 + [2] * 3 + [7] * 20)
@@ -169,18 +170,18 @@ def test_interrupted_loop_ends_with_the_same_images(step: int) -> None:
 
 
 def test_unsupported_settings_are_refused() -> None:
-    with pytest.raises(UnknownNameError, match="perturbation"):
+    with raises(UnknownNameError, "method.perturbation"):
         FedDM(perturbation="cube")
     # it would otherwise use another mechanism's releases
     unknown = PrivacySettings(noise_multiplier=1.0, mechanism="mine")
-    with pytest.raises(SettingError, match=r"privacy\.mechanism"):
+    with raises(SettingError, "privacy.mechanism"):
         FAST.release_plans(unknown, round_context(unknown))
     for wrong in ({"networks_per_round": 2, "matching": "energy"}, {"networks_per_round": -1}):
-        with pytest.raises(SettingError, match="networks_per_round"):
+        with raises(SettingError, "method.networks_per_round"):
             FedDM(**wrong)  # type: ignore[arg-type]
     run = {"run": {"method": "feddm", "rounds": 1}, "method": {"networks_per_round": 2}}
     for other in ({"privacy": {"epsilon": 8.0}}, {"model": {"norm": "batch", "width": 8}}):
-        with pytest.raises(SettingError, match="networks_per_round"):
+        with raises(SettingError, "method.networks_per_round"):
             fs.simulate(fs.resolve({**run, **other}))
 
 

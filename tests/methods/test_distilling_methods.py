@@ -29,6 +29,7 @@ from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.synthesizer.distillation.stratification import stratified_weights
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
 from tests.quick_runs import quick_sections
+from tests.raising import raises
 from tests.rounds import take_step
 
 GENERATOR = {"generator_batch": 5, "latent": 6, "generator_width": 4, "generator_lr": 1e-2}
@@ -188,11 +189,11 @@ def test_fedhydra_trains_on_heterogeneous_clients(tmp_path: Path) -> None:
     assert artefacts["stratification"].shape == (10, 5)
     np.testing.assert_allclose(artefacts["clients_for_class"].sum(1), 1, rtol=1e-5)
     np.testing.assert_allclose(artefacts["classes_of_client"].sum(0), 1, rtol=1e-5)
-    with pytest.raises(SettingError, match=r"run\.rounds"):
+    with raises(SettingError, "model.clients"):
         run("dense", 2, clients="resnet8,convnet")
-    with pytest.raises(SettingError, match=r"model\.clients"):
+    with raises(SettingError, "model.clients"):
         fs.resolve({"run": {"method": "fedavg", "rounds": 1}, "model": {"clients": "resnet8"}})
-    with pytest.raises(UnknownNameError, match="did you mean resnet8"):
+    with raises(UnknownNameError, "model.clients"):
         run("dense", clients="resnet")
 
 
@@ -255,10 +256,10 @@ def test_feddf_student_approaches_the_ensemble() -> None:
     assert divergence(new_state.parameters) < divergence(average(UPLOADS)) / 2
     # before anything is trained or charged
     run = {"run": {"method": "feddf", "rounds": 1}}
-    with pytest.raises(SettingError, match=r"method\.proxy must be a data set"):
+    with raises(SettingError, "method.proxy"):
         fs.simulate(fs.resolve({**run, "method": {"proxy": ""}}))
     private = {**run, "method": {"proxy": "digits"}, "privacy": {"epsilon": 8.0}}
-    with pytest.raises(UnaccountedReleaseError, match="images come from this data set"):
+    with raises(UnaccountedReleaseError, "release.proxy"):
         fs.simulate(fs.resolve(private))
 
 
@@ -268,7 +269,7 @@ def test_ensemble_excludes_models_of_zero_weight() -> None:
         Dense().server_step(INITIAL, {**excluded, 0: UPLOADS[0]}, server_context())
     assert len(distil.call_args.args[0]) == 1
     assert Dense().server_step(INITIAL, excluded, server_context()) is INITIAL
-    with pytest.raises(SettingError, match="final must be 'aca'"):
+    with raises(SettingError, "method.final"):
         Dense(final="oca")
 
 

@@ -37,6 +37,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from tests.digits import SPEC, charge_for, digits, round_context
 from tests.privacy.support import HOSTILE, guard
 from tests.quick_runs import verified
+from tests.raising import raises
 
 PIXELS = fs.FedStats(features="pixels", second_moments="yes")
 PICTURES = fs.FedStats(features="pixels", second_moments="no", ipc=1, image_steps=1)
@@ -165,9 +166,9 @@ def test_clip_rate_and_participation_are_fixed() -> None:
     for wrong in ({"clip": 1.0}, {"sample_rate": 0.5}):
         with pytest.raises(SettingError, match=next(iter(wrong))):
             PIXELS.release_plans(replace(PRIVATE, **wrong), context(1))  # type: ignore[arg-type]
-    with pytest.raises(SettingError, match="participation"):
+    with raises(SettingError, "run.participation"):
         fs.simulate(fs.RunSettings(PIXELS, participation=0.5, privacy=PRIVATE))
-    with pytest.raises(SettingError, match="moment_share"):
+    with raises(SettingError, "method.moment_share"):
         fs.FedStats(centre_share=0.5, moment_share=0.5)
 
 
@@ -502,13 +503,13 @@ def test_only_private_runs_whiten() -> None:
 
 def test_unsupported_whitening_is_refused() -> None:
     assert not fs.FedStats().whitens(SPEC)
-    with pytest.raises(SettingError, match="channels and spatial cells"):
+    with raises(SettingError, "method.whitening"):
         fs.FedStats(whitening="yes", features="pixels").whitens(SPEC)
-    with pytest.raises(SettingError, match="covariance_share"):
+    with raises(SettingError, "method.moment_share"):
         fs.FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
     # "auto" is resolved with the data set
     automatic = fs.FedStats(covariance_share=0.89, moment_share=0.1)
     larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
     ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
-    with pytest.raises(SettingError, match="covariance_share"):
+    with raises(SettingError, "method.moment_share"):
         automatic.release_plans(PRIVATE, ctx)

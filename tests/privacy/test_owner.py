@@ -35,6 +35,7 @@ from fedsynth.privacy.releases import Release
 from tests.digits import CPU, SPEC
 from tests.privacy.support import in_threads, plan
 from tests.quick_runs import quick_settings
+from tests.raising import raises
 
 
 def records(count: int) -> tuple[Tensor, Tensor]:
@@ -100,7 +101,7 @@ def test_budget_covers_all_releases() -> None:
     assert 1.99 < data_owner.spent() <= 2.0
     releases = data_owner._ledger.releases
     assert [row.round for row in releases] == [1, 2]
-    with pytest.raises(BudgetExceededError, match="of 2 "):
+    with raises(BudgetExceededError, "budget.spent"):
         data_owner.noisy_mean(clip=1.0)
     assert data_owner._ledger.releases == releases
 
@@ -138,7 +139,7 @@ def test_permanent_ledger_continues_for_same_records(tmp_path: Path) -> None:
     reopened = owner(ledger=tmp_path)
     assert 0.99 < reopened.spent() <= 1.0
     assert read_ledger(tmp_path / "a.jsonl").releases == reopened._ledger.releases
-    with pytest.raises(LedgerError, match="records of the ledger are missing"):
+    with raises(LedgerError, "ledger.new_records"):
         owner(200, ledger=tmp_path)
     x, _ = records(300)
     with pytest.raises(LedgerError):  # the same records in another type and under another name
@@ -148,7 +149,7 @@ def test_permanent_ledger_continues_for_same_records(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../a", "clinic A/B", ""])
 def test_names_are_names_of_files(tmp_path: Path, name: str) -> None:
     """Regression: "../a" wrote a ledger outside the folder."""
-    with pytest.raises(PrivacySettingError, match="letters, digits, dots"):
+    with raises(PrivacySettingError, "names"):
         DataOwner(name, records(9)[0], nominal_size=9, epsilon=1, delta=1e-5, ledger=tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -160,7 +161,7 @@ def test_report_matches_ledger(tmp_path: Path) -> None:
         data_owner.report(tmp_path / f"report{suffix}")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["guarantee"]["epsilon"] == pytest.approx(data_owner.spent())
-    with pytest.raises(PrivacySettingError, match="must end in"):
+    with raises(PrivacySettingError, "path"):
         data_owner.report(tmp_path / "report.pdf")
 
 
@@ -195,28 +196,28 @@ def test_records_are_copied(without_noise: None) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"y": torch.zeros(5).long()}, "one label for each record"),
-        ({"y": torch.full((10,), 3)}, "labels from 0 to 2"),
+        ({"y": torch.zeros(5).long()}, "y"),
+        ({"y": torch.full((10,), 3)}, "y"),
         ({"nominal_size": 0}, "nominal_size"),
         ({"bounds": (1, 0)}, "bounds"),
         ({"users": torch.arange(4)}, "users"),
-        ({"users": np.arange(10)}, "users must be a torch.Tensor"),
-        ({"epsilon": "5"}, "epsilon must be a number"),
-        ({"nominal_size": True}, "nominal_size must be a number"),
+        ({"users": np.arange(10)}, "users"),
+        ({"epsilon": "5"}, "epsilon"),
+        ({"nominal_size": True}, "nominal_size"),
     ],
 )
 def test_invalid_arguments_are_rejected(change: dict[str, object], message: str) -> None:
-    with pytest.raises(PrivacySettingError, match=message):
+    with raises(PrivacySettingError, message):
         unlabelled(torch.rand(10, 2), **{"classes": 3, "y": torch.arange(10) % 3, **change})
 
 
 def test_mechanisms_of_other_owners_are_rejected() -> None:
-    with pytest.raises(PrivacySettingError, match="shares=1"):
+    with raises(PrivacySettingError, "plan"):
         owner().charge(plan(shares=100))
-    with pytest.raises(PrivacySettingError, match="clip must be a finite number above 0, got 0"):
+    with raises(PrivacySettingError, "clip"):
         owner().noisy_mean(clip=0)
     mechanism = owner().charge(plan())
-    with pytest.raises(PrivacyError, match="not charged to"):
+    with raises(PrivacyError, "release.uncharged"):
         owner().class_sums([mechanism], lambda x, _: x)
 
 
@@ -232,7 +233,7 @@ def test_failing_optimizers_raise_before_charge(optimizer: Any) -> None:
 def test_trial_inputs_are_within_bounds() -> None:
     """On [0, 1], this function would mix nothing."""
     data_owner = unlabelled(torch.rand(20, 4) * 255, bounds=(0, 255))
-    with pytest.raises(PrivacyError, match="mixes the examples"):
+    with raises(PrivacyError, "step.dependence"):
         data_owner.noisy_mean(lambda x: x - torch.relu(x - 2).sum(), clip=1.0)
 
 
@@ -259,24 +260,24 @@ def mixing_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "loss", "message"),
     [
-        (nn.Linear(6, 3), mixing_loss, "mixes the examples"),
-        (nn.Linear(6, 3), lambda model, x, y: model(x).mean(), r"each of the 4 examples"),
-        (nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), None, "Dropout.*Remove this layer"),
+        (nn.Linear(6, 3), mixing_loss, "model.mixes_examples"),
+        (nn.Linear(6, 3), lambda model, x, y: model(x).mean(), "model.losses"),
+        (nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), None, "model.dropout"),
         (
             torch.jit.script(nn.BatchNorm1d(6, track_running_stats=False)),
             None,
-            r"replace the layers that Opacus does not support.*group_norm_twin",
+            "model.gradients_fail",
         ),
-        (nn.Linear(7, 3), None, "mat1 and mat2 shapes cannot be multiplied"),
+        (nn.Linear(7, 3), None, "model.gradients_fail"),
     ],
 )
 def test_mixing_records_is_rejected_before_charge(model: Any, loss: Any, message: str) -> None:
     """Opacus itself would reject a scripted model with a list of errors."""
     data_owner = owner()
-    with pytest.raises(PrivacyError, match=message) as caught:
+    with raises(PrivacyError, message) as caught:
         data_owner.fit(model, sgd, loss=loss, steps=1, batch_size=30, clip=1.0)
     assert "\n" not in str(caught.value)
-    with pytest.raises(PrivacyError, match="mixes the examples"):
+    with raises(PrivacyError, "step.dependence"):
         data_owner.noisy_mean(lambda x: x - x.mean(dim=0), clip=1.0)
     assert data_owner._ledger.releases == ()
 
@@ -402,7 +403,7 @@ def test_inactive_dropout_is_accepted(tmp_path: Path) -> None:
     register_model("own-dropping", Dropping)
     report = private_run("fedsum", tmp_path, model={"name": "own-dropping"}).privacy
     assert report["verdict"]["warnings"] == []
-    with pytest.raises(SettingError, match="draws random numbers"):
+    with raises(SettingError, "model.name"):
         private_run("fedavg", tmp_path, model={"name": "own-dropping"})
 
 
@@ -433,7 +434,7 @@ def run_with_task(task: LocalObjective) -> Any:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_dependent_method_losses_are_rejected(name: str) -> None:
-    with pytest.raises(SettingError, match=r"run\.method cannot be private.*the method own-task"):
+    with raises(SettingError, "run.method"):
         run_with_task(LocalObjective(loss=METHODS[name]))
 
 
@@ -458,7 +459,7 @@ def test_values_that_depend_on_the_previous_step_are_rejected(
         return LocalObjective(loss=loss, before_step=keep)
 
     for index in (1, 2, 3, 10**6):
-        with pytest.raises(SettingError, match="cannot be private"):
+        with raises(SettingError, "run.method"):
             run_with_task(task(index))
 
 
@@ -471,7 +472,7 @@ def test_vectors_that_a_step_adds_itself_are_rejected() -> None:
 
     settings = resolve({**TWO_CLIENTS, "run": {"rounds": 1}, "model": {"name": "linear"}})
     method = type("own-adding", (Adding,), {"name": "own-adding"})(local_steps=1, batch=128)
-    with pytest.raises(SettingError, match="adds vectors to a mechanism"):
+    with raises(SettingError, "run.method"):
         simulate(replace(settings, method=method), quiet=True)
 
 

@@ -59,6 +59,7 @@ from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
 from tests.digits import CPU, HOSTILE, SPEC, client_uploads, digits, private_clients, round_context
 from tests.quick_runs import folder_of, read_rows
+from tests.raising import raises
 
 MNIST = dataset_spec("mnist")
 MAPS = ("whitened-scattering", "whitened-scattering+random-process")
@@ -556,14 +557,14 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
 def test_numbers_of_requests_are_checked() -> None:
     arrays = [("a", torch.full((9,), 2.0)), ("b", torch.full((16,), 2.0)), ("n", torch.tensor([7]))]
     check_numbers(arrays, 10.0)  # sqrt(36 + 64)
-    with pytest.raises(RequestRefusedError, match="got 10"):
+    with raises(RequestRefusedError, "request.norm"):
         check_numbers(arrays, 9.99)
-    with pytest.raises(RequestRefusedError, match=r"got 4\.808e\+38"):  # no overflow
+    with raises(RequestRefusedError, "request.norm"):  # no overflow
         check_numbers([("a", torch.full((2,), 3.4e38))], 1e38)
     for value in (float("nan"), float("inf")):
-        with pytest.raises(RequestRefusedError, match=r"parameters\.w .*not finite"):
+        with raises(RequestRefusedError, "request.finite"):
             check_numbers([("parameters.w", torch.tensor([1.0, value]))], None)
-    with pytest.raises(RequestRefusedError, match=r"weight .*not finite"):
+    with raises(RequestRefusedError, "request.finite"):
         check_numbers(ModelParameters({}, float("nan")).numbers(), None)
 
 

@@ -33,6 +33,7 @@ from fedsynth.results.verification import verify_run
 from fedsynth.sharing.export import Share, _write
 from fedsynth.sharing.onnx_export import _checked_program
 from tests.quick_runs import folder_of, quick_sections
+from tests.raising import raises
 from tests.results.test_tampering import changed
 from tests.user_files import CLASSES, make_image_folder, write_declaration
 
@@ -144,7 +145,7 @@ def test_changed_files_are_rejected(share: Path, tmp_path: Path) -> None:
             fs.load_synthetic(folder)
     folder = Path(shutil.copytree(share, tmp_path / "gone"))
     (folder / "README.md").unlink()
-    with pytest.raises(errors.DataFilesMissingError, match=r"README.md is missing"):
+    with raises(errors.DataFilesMissingError, "data.missing"):
         fs.load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
     with pytest.raises(errors.DataFilesCorruptError, match="has a bad line"):
@@ -218,7 +219,7 @@ def test_unprotected_export_requires_option(tmp_path: Path) -> None:
     for number, privacy in enumerate(({}, paper)):
         folder, _ = digits_run(tmp_path / f"{number}", **privacy)
         out = tmp_path / f"share-{number}"
-        with pytest.raises(errors.OutputError, match=r"no privacy guarantee.*unprotected=True"):
+        with raises(errors.OutputError, "export.no_guarantee"):
             fs.export_run(folder, out)
         fs.export_run(folder, out, unprotected=True)
         assert all((out / name).exists() is bool(privacy) for name in REPORTS)
@@ -243,7 +244,7 @@ def test_invalid_exports_are_rejected(tmp_path: Path) -> None:
         fs.export_run(folder, out)
     assert plain_files(out) == ["existing"]
     changed("privacy_report.json", "guarantee/epsilon", 0.1)(folder)
-    with pytest.raises(PrivacyError, match="does not follow from its settings"):
+    with raises(PrivacyError, "export.report"):
         fs.export_run(folder, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -255,14 +256,14 @@ def test_invalid_settings_are_rejected_before_charge(site_folder: Path, tmp_path
         "privacy.epsilon": {"privacy": {}},
         "run.method": {"run": {"method": "fedavg"}, "method": {}},
         "method.ipc": {"run": {"method": "fedstats"}, "method": no_images},
-        "already exists": {},
-        "data describe": {"data": {"folder": str(tmp_path / "undeclared")}},
-        "not exist": {"data": {"folder": str(tmp_path / "mistyped")}},
+        "files.output": {},
+        "declaration.missing": {"data": {"folder": str(tmp_path / "undeclared")}},
+        "data.missing": {"data": {"folder": str(tmp_path / "mistyped")}},
     }
     for message, sections in cases.items():
         settings = {**TINY, "data": {"folder": str(site_folder)}, **sections}
         share = tmp_path / ("share" if sections else "undeclared")
-        with pytest.raises((errors.FedsynthError, PrivacySettingError), match=message):
+        with raises((errors.FedsynthError, PrivacySettingError), message):
             fs.synthesize(fs.owner_settings(settings), share, runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
 
@@ -380,7 +381,7 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     data = fs.from_arrays(vectors, labels, spec)
     settings = fs.RunSettings(fs.FedAvg(), rounds=1, model=fs.ModelSettings("linear"))
     result = fs.simulate(settings, data=(data, data), output=tmp_path, quiet=True)
-    with pytest.raises(errors.OutputError, match=r"no privacy guarantee.*unprotected=True"):
+    with raises(errors.OutputError, "export.no_guarantee"):
         fs.export_onnx(str(result.folder), tmp_path / "model.onnx")
     file = fs.export_onnx(str(result.folder), tmp_path / "model.onnx", unprotected=True)
     expected = result.model(normalise(data.images, spec)).detach().numpy()
@@ -390,7 +391,7 @@ def test_onnx_model_takes_vectors_in_their_units(tmp_path: Path) -> None:
     loaded = fs.load_model(folder_of(result))
     assert np.array_equal(loaded(normalise(data.images, spec)).detach(), expected)
     (folder_of(result) / "model.safetensors").write_bytes(b"no tensors")
-    with pytest.raises(errors.OutputError, match="cannot be used"):
+    with raises(errors.OutputError, "files.output"):
         fs.load_model(folder_of(result))
 
 
@@ -398,7 +399,7 @@ def test_models_without_onnx_form_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(model_run(fs.FedStats(), tmp_path).folder)
-    with pytest.raises(errors.OutputError, match="has no form of one of its operations"):
+    with raises(errors.OutputError, "onnx.operation"):
         fs.export_onnx(folder, tmp_path / "model.onnx")
     network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval()
     spec = fs.load_dataset("digits")[1].spec

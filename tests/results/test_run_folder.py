@@ -34,6 +34,7 @@ from fedsynth.training.loop import TRAINED
 from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import MomentumSgd, Pull, SgdSettings
 from tests.quick_runs import folder_of, quick_sections
+from tests.raising import raises
 from tests.simulation.test_resume import assert_same, record_steps, run, sections
 from tests.user_files import make_special_file
 
@@ -54,7 +55,7 @@ def test_folders_with_special_files_are_not_resumed(tmp_path: Path) -> None:
             RunFolder.reopen(folder.path)
         if kind == "device":
             file.unlink()
-    with pytest.raises(PrivacyError, match="regular file"):
+    with raises(PrivacyError, "files.resumed.json"):
         resumed_rounds(folder.path)
 
 
@@ -95,7 +96,7 @@ def test_deleted_folder_raises_output_error(tmp_path: Path) -> None:
         (folder.write_summary, Disclosed({})),
         (folder.finish,),
     ):
-        with pytest.raises(OutputError, match="cannot write"):
+        with raises(OutputError, "files.write"):
             write(*values)
     assert os.listdir(tmp_path) == []
 
@@ -129,7 +130,7 @@ def test_report_is_written_despite_failed_model(
 ) -> None:
     full = Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(saved_model, "save_tensors", full)
-    with pytest.raises(OutputError, match="No space left on device"):
+    with raises(OutputError, "files.write"):
         simulate(resolve(TINY), output=tmp_path)
     (folder,) = tmp_path.iterdir()
     assert folder.suffix == ".incomplete"

@@ -29,7 +29,6 @@ from fedsynth.errors import FedsynthError, OutputError
 from fedsynth.experiments import runner
 from fedsynth.experiments.overview import by_seed, differing, labels
 from fedsynth.experiments.page import (
-    NEEDS_MATPLOTLIB,
     curve,
     curves,
     curves_svg,
@@ -43,6 +42,7 @@ from fedsynth.results.finished import Run, RunFolderError, finished_run, finishe
 from fedsynth.validation import to_toml
 from tests.html_page import Page
 from tests.quick_runs import folder_of, quick_sections
+from tests.raising import raises
 
 GRID = """
 [run]
@@ -163,7 +163,7 @@ def test_sweeps_of_one_folder_exclude_each_other(make_sweep: SweepFactory) -> No
 
     def run_another(text: str) -> None:
         if text.startswith("begins"):
-            with pytest.raises(OutputError, match="another sweep") as error:
+            with raises(OutputError, "sweep.lock") as error:
                 run_sweep(sweep, print)
             assert f"(process id {os.getpid()}, " in str(error.value)
             refused.append(text)
@@ -174,7 +174,7 @@ def test_sweeps_of_one_folder_exclude_each_other(make_sweep: SweepFactory) -> No
     if (child := os.fork()) == 0:
         run_sweep(sweep, lambda text: text.startswith("begins") and os.kill(os.getpid(), 9))
     os.waitpid(child, 0)
-    with pytest.raises(OutputError, match="a run of a killed sweep") as error:
+    with raises(OutputError, "sweep.lock") as error:
         run_sweep(sweep, print)
     _, active = map(int, (sweep.output / LOCK).read_text().split())  # the sweep, and its run
     assert f"(process id {active})" in str(error.value)
@@ -306,7 +306,7 @@ def test_curve_points_match_rows(runs: list[Run]) -> None:
     reason = "has no round with both local.amp and rounds"
     omitted = [f"left out: the run {run.name} {reason}" for run in runs[2:]]
     assert [note.partition(". ")[0] for note in notes] == omitted
-    with pytest.raises(RunFolderError, match=r"none of these runs has both local\.amp"):
+    with raises(RunFolderError, "files.run"):
         curves(runs[2:], "local.amp", "rounds")
 
 
@@ -352,7 +352,7 @@ def test_curves_are_drawn_as_svg_and_png(runs: list[Run], tmp_path: Path, monkey
     with Image.open(tmp_path / "c.png") as picture:
         assert picture.size[0] > 800
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(OutputError, match=re.escape(NEEDS_MATPLOTLIB)):
+    with raises(OutputError, "files.output"):
         write_png(tmp_path / "c.png", lines, "test_accuracy", "rounds")
 
 
