@@ -4,15 +4,16 @@ model and synthetic images.
 φ is a public feature map that does not depend on private data (`fedsynth.features`). Each client
 sends only noisy sums over its examples. The sum over all clients equals the sum over the pooled
 data, so the result does not depend on how the data are distributed over the clients. Round 1 has
-two releases. The first is a centre m of the features. The second contains second moments about m:
+two exchanges. The first releases a centre m of the features. The second releases moments about m.
+With e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C), they are sums of
 
-    z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); z ⊗ (e_y − 1/C)/√(1 − 1/C)]    (norm ≤ 1)
+    z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); e/b ⊗ z]    (norm ≤ 1)
 
 From these, the server computes a ridge classifier in closed form. If second moments are not
-released, the server computes a first gradient from z ⊗ e instead. Each later round is one step of
+released, the server computes a first gradient from e/b ⊗ z instead. Each later round is one step of
 softmax regression with the gradient Σ clip_c(p − y) ⊗ z. With second moments, the step is
-Newton-like. Without them, the steps have momentum, and their size is chosen such that the noise of
-all steps together stays at a given level.
+Newton-like. Without them, all steps have momentum and one size, which limits the noise that they
+add together.
 
 Together with the centre, round 1 may also release two optional statistics. Covariances of the
 channels and of the spatial cells of φ are used to whiten z. Moments of downsampled images are
@@ -53,8 +54,7 @@ from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.statistics import images, moments
-from fedsynth.methods.statistics.images import PIXELS, ImagesState, MakesImages
-from fedsynth.methods.statistics.moments import COVARIANCES
+from fedsynth.methods.statistics.images import ImagesState, MakesImages
 from fedsynth.models.on_features import Embedding, FeatureLinear
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.products import Products, Rows, grams_width
@@ -67,10 +67,11 @@ AUTO, YES, NO = "auto", "yes", "no"
 SCALE = 4.0
 
 
-# The names of the release plans of the centre, of the moments and of the gradient steps. The plans
-# of optional statistics have the names `PIXELS` and `COVARIANCES`.
-CENTRE, MOMENTS, STEP = "centre", "moments", "step"
+# The names of the release plans. `MOMENTS` are products with labels, with `second_moments` also z zᵀ.
+# `PIXELS` and `COVARIANCES` are optional.
+CENTRE, PIXELS, COVARIANCES, MOMENTS, STEP = "centre", "pixels", "covariances", "moments", "step"
 
+# The releases of round 1, the main release first (`Method.release_plans`).
 FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 
@@ -104,8 +105,8 @@ class FedStatsState(ImagesState):
         eigenvalues: the eigenvalues [d] of the released second moments, plus the ridge. None before
             round 1, or without second moments.
         eigenvectors: the eigenvectors [d, d] of the released second moments.
-        velocity: the last change of the classifier divided by the rate, [C, d]. None before the
-            first step.
+        velocity: the accumulated gradient v of the last step, [C, d]. None before it and with
+            second moments.
     """
 
     eigenvalues: Tensor | None = None
@@ -118,8 +119,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     """FedStats: the server computes a linear model on fixed features, from noisy sums of the
     clients.
 
-    A run takes one gradient step in each round after the first. The defaults were
-    tuned on held-out training images. `MakesImages` and `SummedUploads` document further settings.
+    A run takes one gradient step in each round, but with second moments none in round 1. Below,
+    e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`
+    and `SummedUploads` document further settings.
 
     Args:
         features: name of the feature map φ, either built in (`fedsynth.features.feature_names`) or
@@ -130,10 +132,10 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             privacy for grey images of at least 12 pixels a side. For colour images, the gain does
             not exceed the cost. Without differential privacy, whitening is not needed.
         covariance_share: share of the budget for the covariances that `whitening` uses.
-        moment_share: share of the budget for the second moments and z ⊗ e, if second moments are
-            released. The steps divide the rest equally. Without second moments, z ⊗ e is the first
-            of as many gradients as there are rounds, and all gradients have equal shares.
-        second_moments: whether z zᵀ is released together with z ⊗ e. With "no", z ⊗ e uses the
+        moment_share: share of the budget for z zᵀ and e/b ⊗ z, if second moments are released. The
+            steps divide the rest equally. Without second moments, e/b ⊗ z is gradient 1 of
+            `rounds`, which have equal shares.
+        second_moments: whether z zᵀ is released together with e/b ⊗ z. With "no", e/b ⊗ z uses the
             whole clipping bound, an upload is smaller by a factor of about d/2C, and all directions
             have the same step size. This is the better choice if the features are already white and
             there is noise. With "yes", the steps are Newton-like. "auto" is "yes" without
@@ -145,13 +147,15 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             size, in units of 1/`curvature`.
         logit_noise: standard deviation of the noise that all steps together may add to a logit. It
             is used without second moments, and determines the step size together with the public
-            noise (`fedsynth.methods.statistics.moments.step_rate`).
+            noise (`fedsynth.methods.statistics.moments.step_rate`). The noise of the first gradient
+            has the factor b instead of c, so in a run of few rounds the deviation is up to b/c
+            times this value.
         momentum: share of the last change that is repeated in each step. It is used without second
             moments.
-        curvature: a value that replaces all eigenvalues of the second moments if they are not
-            released.
         step_floor: smallest eigenvalue by which a step divides, in units of σ_G·√d, where σ_G is
             the noise of a coordinate of the gradient. It is used with second moments.
+        curvature: a value that replaces all eigenvalues of the second moments if they are not
+            released.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -187,8 +191,10 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         super().__post_init__()
         if self.features not in (AUTO, *registry.feature_names()):
             registry.refuse_unknown_map(self.features, "method", AUTO)
+        # the data set decides what "auto" means: counted here for pictures, as images are requested,
+        # but not for whitening, which only private runs release (checked in `release_plans`)
         pictures = self.images_each > 0 and self.pictures != NO
-        self._first_shares(pictures, self.whitening == YES)
+        self._round_1_shares(pictures, self.whitening == YES)
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
@@ -238,9 +244,10 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         centre = (pool.sums / pool.records).float()
         state = _with_parameters(state, {"centre": centre})
         if self.has_covariances(context.privacy, context.spec):
-            second = self.pooled(total.covariances, clients, COVARIANCES, context)
+            covariance_pool = self.pooled(total.covariances, clients, COVARIANCES, context)
             noise = pool.noise_std / pool.records
-            roots = moments.released_roots(second, centre, noise, self.map_of(context.spec))
+            features = self.map_of(context.spec)
+            roots = moments.released_roots(covariance_pool, centre, noise, features)
             state = _with_parameters(state, roots)
         if not self.releases_pictures(context.spec):
             return state
@@ -250,6 +257,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
+    # the request is `Method.broadcast`: the model with m and T
 
     def client_step(
         self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
@@ -261,13 +269,13 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         """
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
-        embedding = Embedding.of(message.parameters, features)
+        embedding = Embedding.of(message.parameters, features)  # φ(x) → z
         classes = context.spec.classes
 
         def rows(z: Tensor, labels_N: Tensor) -> Products:
             if context.round == 1:
-                second = self.has_second(context.privacy)
-                return moments.moment_rows(z, labels_N, classes, second=second)
+                has_second = self.has_second(context.privacy)
+                return moments.moment_rows(z, labels_N, classes, has_second=has_second)
             return moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
@@ -288,23 +296,25 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         if exchange == FIRST:
             return self._with_centre(state, total, clients, context)
         if context.round > 1:
-            return self._step(state, self.pooled(total.sums, clients, STEP, context), context)
+            pool = self.pooled(total.sums, clients, STEP, context)
+            return self._gradient_step(state, pool, context)
         pool = self.pooled(total.sums, clients, MOMENTS, context)
-        second = self.has_second(context.privacy)
+        has_second = self.has_second(context.privacy)
         if self.images_each:
             size = (context.spec.classes, self.map_of(context.spec).dimension)
-            state = replace(state, class_means=images.class_means_of(pool, size, second=second))
-        if second:
+            means = images.class_means_of(pool, size, has_second=has_second)
+            state = replace(state, class_means=means)
+        if has_second:
             return self._closed_form(state, pool)
         weight = state.parameters["classifier.weight"]
         state = _with_parameters(state, {"classifier.weight": torch.zeros_like(weight)})
-        return self._momentum_step(state, moments.first_gradient(pool, len(weight)), context)
+        return self._momentum_step(state, moments.gradient_at_zero(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
         """Returns the state with the classifier that ridge regression computes from the released
         moments."""
         classes, d = state.parameters["classifier.weight"].shape
-        second, crossed, noise = moments.unpacked(pool, d, classes)
+        second, crossed, noise = moments.second_and_crossed(pool, d, classes)
         spectrum = moments.Spectrum.of(second, noise, self.ridge)
         crossed = crossed * moments.target_norm(classes)
         weight = (SCALE * spectrum.solve(crossed)).float()
@@ -314,7 +324,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             eigenvectors=spectrum.vectors.float(),
         )
 
-    def _step(self, state: FedStatsState, pool: Pool, context: RoundContext) -> FedStatsState:
+    def _gradient_step(
+        self, state: FedStatsState, pool: Pool, context: RoundContext
+    ) -> FedStatsState:
         """Returns the state after one gradient step of softmax regression.
 
         The step is Newton-like if second moments are released. Otherwise it is a step with
@@ -323,7 +335,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         weight = state.parameters["classifier.weight"]
         gradient = (pool.sums / pool.records).float().view_as(weight)
         if state.eigenvalues is None or state.eigenvectors is None:
-            if self.has_second(context.privacy):  # round 1 was discarded
+            if self.has_second(context.privacy):  # round 1 did not count
                 return state
             return self._momentum_step(state, gradient, context)
         spectrum = moments.Spectrum(state.eigenvalues, state.eigenvectors)
@@ -350,7 +362,11 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         clients: Group,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """Computes what each client releases for the plan with this name, [clients, D]."""
+        """Computes each client's upload for the plan with this name, [clients, D].
+
+        The view clips, sums and adds noise. An exact sum is float64 and becomes float32; a release
+        is float32, or float64 on a grid.
+        """
         if isinstance(clients, PrivateClientView):
             return clients.feature_sums(clients.mechanisms(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
@@ -365,10 +381,13 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return registry.feature_map(name, spec.image_shape)
 
     def network(self, spec: DatasetSpec) -> FeatureLinear:
-        """Returns a linear model on φ."""
-        return FeatureLinear(self.map_of(spec), spec, whitens=self.whitens(spec))
+        """Returns a linear model on φ with zero weights."""
+        whitens = self.has_whitening_matrices(spec)
+        model = FeatureLinear(self.map_of(spec), spec, whitens=whitens)
+        nn.init.zeros_(model.classifier.weight)  # where the steps start if round 1 does not count
+        return model
 
-    def whitens(self, spec: DatasetSpec) -> bool:
+    def has_whitening_matrices(self, spec: DatasetSpec) -> bool:
         """Returns whether the model has a matrix T. With T, a private run whitens z.
 
         In a run without differential privacy, T stays the identity.
@@ -399,14 +418,14 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
         They are released in runs with differential privacy that whiten z.
         """
-        return privacy is not None and self.whitens(spec)
+        return privacy is not None and self.has_whitening_matrices(spec)
 
-    def _first_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
+    def _round_1_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
         """Returns the share of the budget of each release in the first round, by the name of the
         plan.
 
-        A release that is not made has the share 0. The share of `MOMENTS` is for moments that
-        include second moments.
+        It is 0 for a release that is not made. The share of `MOMENTS` applies only with second
+        moments.
 
         Raises:
             SettingError: the shares leave no budget for steps.
@@ -423,10 +442,14 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
                 "is too large. The sum of centre_share, pixel_share, covariance_share and "
                 f"moment_share must be below 1, got {total:g}"
             )
-            raise SettingError("method", "moment_share", reason, value=self.moment_share)
+            largest = max(shares, key=lambda name: shares[name])
+            key = f"{largest.removesuffix('s')}_share"
+            raise SettingError("method", key, reason, value=shares[largest])
         return shares
 
-    def shares(self, privacy: PrivacySettings | None, context: RoundContext) -> dict[str, float]:
+    def budget_shares(
+        self, privacy: PrivacySettings | None, context: RoundContext
+    ) -> dict[str, float]:
         """Returns the shares of the releases in the budget μ². The keys are names of release plans.
 
         A release that is not made has the share 0. Without second moments, the moments have the
@@ -434,24 +457,29 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         """
         spec, rounds = context.spec, context.rounds
         covariances = self.has_covariances(privacy, spec)
-        shares = self._first_shares(self.releases_pictures(spec), covariances)
+        shares = self._round_1_shares(self.releases_pictures(spec), covariances)
         rest = 1 - shares[CENTRE] - shares[PIXELS] - shares[COVARIANCES]
         if rounds == 1 or not self.has_second(privacy):
             return {**shares, MOMENTS: rest / rounds, STEP: rest / rounds * (rounds > 1)}
         return {**shares, STEP: (rest - shares[MOMENTS]) / (rounds - 1)}
 
     def check_images(self) -> None:
-        # the images need the moments of round 1, and a sum with too little noise is discarded
-        if not self.images_each or self.requires_secure_sum:
-            reason = "a value of ipc or drawn_ipc above 0 and a completed first round"
-            raise SettingError("method", "ipc", f"must be set: the images need {reason}")
+        if not self.images_each:
+            reason = "must be above 0, or drawn_ipc must be, to make images. Set method.ipc=400"
+            raise SettingError("method", "ipc", reason, value=self.ipc)
+        if self.requires_secure_sum:
+            reason = (
+                "must be 'own', because images need the moments of round 1, and with 'secure' a sum "
+                "with too little noise is discarded. Set method.aggregation=own"
+            )
+            raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
         facts = {"model": "linear in the features, without a bias, and computed from releases"}
         if self.releases_pictures(spec):
             small = low_pass(spec.image_shape)
             facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
-        if self.whitens(spec):
+        if self.has_whitening_matrices(spec):
             facts["whitening"] = (
                 "private runs whiten the features by noisy covariances of channels and cells, which "
                 "are released in round 1"
@@ -480,17 +508,17 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
-        """Returns the plans of all releases with the noise of a single client.
+        """Returns the plans of all releases, before `sum_over_clients`.
 
-        The expected signals assume C equally frequent classes, in which all examples of a class are
-        identical, and examples of different classes are orthogonal. Then Σ e/b ⊗ z is n/C times a
-        sum of C orthogonal terms of norm 1, so its norm is n/√C. The norm of Σ z zᵀ is the same.
-        All examples share one centre. Small pictures have the same signal as the moments, and
-        covariances have the signal of white features.
+        The expected signals are those of a best case: the C classes are equally frequent, z is the
+        same for all examples of a class, and the z of different classes are orthogonal, of norm 1.
+        Then Σ e/b ⊗ z is n/C times a sum of C orthogonal terms of norm 1, so its norm is n/√C, and
+        so is that of Σ z zᵀ and of the small pictures' moments. All examples have the same φ for
+        the centre, and white features for the covariances.
         """
         features, classes = self.map_of(context.spec), context.spec.classes
         d, by_class = features.dimension, classes**-0.5
-        plan = partial(_planned, self.shares(privacy, context))
+        plan = partial(_planned, self.budget_shares(privacy, context))
         products, width = "products of features with labels", d * classes
         if self.has_second(privacy):
             products += ", and second moments of features"
@@ -530,7 +558,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def rate(self, context: RoundContext) -> float:
         """Returns the step size that is used if no second moments are released.
 
-        The step size depends only on public numbers.
+        It depends only on public numbers. It is computed for all K clients, so that it is the same
+        in all rounds, whereas `pooled` describes the sum of the clients that answered. All
+        gradients count with the clip c, also the first (see `logit_noise`).
         """
         records = context.nominal_size * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
@@ -544,7 +574,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         widths = {plan.name: plan.dimension for plan in self._releases(context.privacy, context)}
-        bound = LARGEST * max(1.0, *context.noise.values(), 1.0)
+        bound = LARGEST * max([1.0, *context.noise.values()])
         rules: dict[str, Rule] = {}
         for field, plan in self.sum_releases(exchange, context).items():
             dtype = self.sum_dtype(plan, context)

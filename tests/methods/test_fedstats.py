@@ -24,11 +24,18 @@ from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
 from fedsynth.features import FeatureMap, register_features
 from fedsynth.features.scattering import low_pass
-from fedsynth.methods.fedstats import CENTRE, MOMENTS, STEP, FedStatsState, StatisticSums
+from fedsynth.methods.fedstats import (
+    CENTRE,
+    COVARIANCES,
+    MOMENTS,
+    STEP,
+    FedStatsState,
+    StatisticSums,
+)
+from fedsynth.methods.fedstats import PIXELS as PICTURE
 from fedsynth.methods.statistics import moments as cm
-from fedsynth.methods.statistics.images import PIXELS as PICTURE
 from fedsynth.methods.statistics.images import PixelMoments, pixel_rows, pixel_width
-from fedsynth.methods.statistics.moments import COVARIANCES, released_roots
+from fedsynth.methods.statistics.moments import released_roots
 from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
@@ -168,8 +175,28 @@ def test_clip_rate_and_participation_are_fixed() -> None:
             PIXELS.release_plans(replace(PRIVATE, **wrong), context(1))  # type: ignore[arg-type]
     with raises(SettingError, "run.participation"):
         fs.simulate(fs.RunSettings(PIXELS, participation=0.5, privacy=PRIVATE))
-    with raises(SettingError, "method.moment_share"):
-        fs.FedStats(centre_share=0.5, moment_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("largest", "shares"),
+    [
+        ("centre", {"centre_share": 0.6, "moment_share": 0.5}),
+        ("moment", {"centre_share": 0.4, "moment_share": 0.6}),
+        ("pixel", {"ipc": 5, "pixel_share": 0.9}),
+        ("covariance", {"whitening": "yes", "covariance_share": 0.89}),
+    ],
+)
+def test_the_largest_of_too_large_shares_is_named(largest: str, shares: dict[str, Any]) -> None:
+    with raises(SettingError, f"method.{largest}_share"):
+        fs.FedStats(**shares)
+
+
+def test_settings_without_sure_images_are_refused() -> None:
+    fs.FedStats(ipc=5).check_images()
+    with raises(SettingError, "method.ipc"):
+        fs.FedStats().check_images()
+    with raises(SettingError, "method.aggregation"):
+        fs.FedStats(ipc=5, aggregation="secure").check_images()
 
 
 def test_closed_form_is_ridge_regression() -> None:
@@ -180,7 +207,7 @@ def test_closed_form_is_ridge_regression() -> None:
     e = np.eye(3)[labels] - 1 / 3
     sums_D = 0.5**0.5 * np.concatenate([packed(z).sum(0), (e.T @ z).ravel() / cm.target_norm(3)])
     pool = Pool(torch.from_numpy(sums_D), 0.7, 200.0)
-    second, crossed, noise = cm.unpacked(pool, 5, 3)
+    second, crossed, noise = cm.second_and_crossed(pool, 5, 3)
     np.testing.assert_allclose(second, z.T @ z / 200, atol=1e-12)
     spectrum = cm.Spectrum.of(second, noise, ridge=0.5)
     ridge = 0.5 * (0.7 * 2**0.5 / 200) * 5**0.5
@@ -325,7 +352,9 @@ def test_pictures_and_whitening_depend_on_public_shapes() -> None:
     ]
     choices = {"auto": [False, True, False], "yes": [True] * 3, "no": [False] * 3}
     for choice, whitens in choices.items():
-        assert [replace(WHITE, whitening=choice).whitens(spec) for spec in specs] == whitens
+        assert [
+            replace(WHITE, whitening=choice).has_whitening_matrices(spec) for spec in specs
+        ] == whitens
 
 
 def test_means_and_directions_above_the_noise_equal_numpy() -> None:
@@ -375,6 +404,16 @@ def test_steps_have_momentum() -> None:
     expected = weight - moves[0] - (moves[1] + 0.25 * moves[0])
     actual = state.parameters["classifier.weight"].double()
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_steps_start_from_zero_if_round_1_does_not_count() -> None:
+    method = fs.FedStats(features="pixels", second_moments="no")
+    state, ctx = FedStatsState(method.network(SPEC).state_dict()), context(2)
+    gradient = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
+    upload = StatisticSums(20.0 * gradient.flatten())
+    state = method.server_step(state, {0: upload}, ctx)  # type: ignore[assignment]
+    weight = state.parameters["classifier.weight"]
+    torch.testing.assert_close(weight, -method.rate(ctx) * gradient)
 
 
 @pytest.mark.parametrize("aggregation", ["own", "secure"])
@@ -502,14 +541,12 @@ def test_only_private_runs_whiten() -> None:
 
 
 def test_unsupported_whitening_is_refused() -> None:
-    assert not fs.FedStats().whitens(SPEC)
+    assert not fs.FedStats().has_whitening_matrices(SPEC)
     with raises(SettingError, "method.whitening"):
-        fs.FedStats(whitening="yes", features="pixels").whitens(SPEC)
-    with raises(SettingError, "method.moment_share"):
-        fs.FedStats(whitening="yes", covariance_share=0.89, moment_share=0.1)
+        fs.FedStats(whitening="yes", features="pixels").has_whitening_matrices(SPEC)
     # "auto" is resolved with the data set
     automatic = fs.FedStats(covariance_share=0.89, moment_share=0.1)
     larger, none = replace(SPEC, height=12, width=12), torch.nn.Identity()
     ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
-    with raises(SettingError, "method.moment_share"):
+    with raises(SettingError, "method.covariance_share"):
         automatic.release_plans(PRIVATE, ctx)

@@ -1,17 +1,17 @@
-"""The synthetic images of FedStats, which the server generates after the last round only from
-released sums.
+"""The synthetic images of FedStats, which the server generates from released sums only, after the
+last round.
 
 If moments of small pictures are released, the initial images are drawn from a Gaussian of each
 class and sharpened. Otherwise they are drawn from random processes. They are then optimised towards
-the released class means of features (`fedsynth.synthesizer.condensation.from_statistics`). Images
-that are interpolated between an initial and an optimised image are kept too. Further initial images
-are added without optimisation. The released classifier gives all images soft labels.
+the released class means of features (`fedsynth.synthesizer.condensation.from_statistics`). For each
+optimised image, three interpolations between it and its initial image are kept too. Further initial
+images are added without optimisation. The released classifier gives all images soft labels.
 
-A small picture is a downsampled image. u is the vector of norm 1 that
-`fedsynth.features.scattering` makes of an image, and e_y is the image's one-hot label. Clients
+A small picture v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
+(`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients
 release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
-give the class counts, the class means and a common covariance around the means, of which only the
-directions above the noise are kept.
+give the class counts, the class means and a common covariance around the means, of which only
+directions above a noise threshold are kept.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.scattering import CONSTANT, cells_of
-from fedsynth.methods.statistics.moments import target_norm, unpacked
+from fedsynth.methods.statistics.moments import second_and_crossed, target_norm
 from fedsynth.models.on_features import FeatureLinear
 from fedsynth.privacy.products import Moments
 from fedsynth.seeding import torch_generator
@@ -47,7 +47,7 @@ from fedsynth.validation import in_range, one_of
 # released standard deviation.
 VARIETY = (0.4, 1.0)
 # Positions of the images that are kept between an initial image (0) and its optimised image (1).
-# Interpolated images need no pass through the features, and add half as much variety again.
+# Interpolated images need no pass through the features, and increase the variety by half.
 ALONG = (1.0, 0.75, 0.5, 0.25)
 # Number of candidates from random processes for each image that is not optimised. More candidates
 # do not improve a student.
@@ -57,8 +57,6 @@ FEW_CANDIDATES = 2
 # steepness is log-uniform.
 STEEPNESS = (12.0, 50.0)
 MIDDLE = (0.35, 0.55)
-# The name of the release plan of small pictures.
-PIXELS = "pixels"
 # The quantile of an image's pixels that is scaled to white, because small pictures have lost their
 # brightness.
 WHITE = 0.98
@@ -96,9 +94,9 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     The settings of the optimisation of images are documented in `ImageSteps`.
 
     Args:
-        ipc: number of images of each class that the server optimises towards the released
-            statistics after the last round. The images have soft labels. With 0, none are
-            optimised.
+        ipc: number of images of each class with soft labels after the last round. A quarter of
+            them are optimised towards the released statistics, the others lie between these and
+            their start images. With 0, none are optimised.
         drawn_ipc: number of further images of each class, which are not optimised. Each of them is
             worse, but they are more diverse, and a student learns more from both kinds. They cost
             no privacy and little time.
@@ -162,8 +160,8 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         def start(count: int, candidates: int) -> Tensor:
             if state.picture_means is None or state.picture_roots is None:
                 return from_statistics.public_start(statistics, count, shape, draws, candidates)
-            moments = PixelMoments(state.picture_means, state.picture_roots)
-            return drawn_start(moments, count, shape, draws).to(weight.device)
+            pictures = PixelMoments(state.picture_means, state.picture_roots)
+            return gaussian_start(pictures, count, shape, draws).to(weight.device)
 
         parts = []
         if self.ipc:
@@ -187,28 +185,28 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return state.images, labels.repeat_interleave(self.images_each), state.soft_labels
 
 
-def class_means_of(pool: Pool, shape: tuple[int, int], *, second: bool) -> Tensor:
+def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> Tensor:
     """Computes the class means of z minus the common mean of all classes, [C, d].
 
     The class means are shrunk towards 0 by their noise.
 
-    The means are C/n times the sums of (e_y − 1/C) ⊗ z, which is exact if the classes are equally
+    The means are b·C/n times the sums of e/b ⊗ z with e = e_y − 1/C, which is exact if the classes are equally
     frequent.
 
     Args:
         pool: the release of moments, summed over the clients.
         shape: (C, d).
-        second: whether second moments precede these sums in the release.
+        has_second: whether second moments precede these sums in the release.
     """
     classes = shape[0]
     scale = classes * target_norm(classes) / pool.records
-    if second:
+    if has_second:
         scale *= math.sqrt(2)
     means = scale * pool.sums[-math.prod(shape) :].view(shape)
     return from_statistics.shrunk(means, scale * pool.noise_std).float()
 
 
-def drawn_start(
+def gaussian_start(
     moments: PixelMoments, ipc: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
     """Draws the images from which the optimisation of each class starts.
@@ -262,9 +260,9 @@ class PixelMoments:
     """The moments of small pictures, after each picture v was scaled to v/‖v‖.
 
     Attributes:
-        means: the mean of each class, [C, D].
-        roots: columns that span the variation within classes, [D, k]. roots·rootsᵀ is the
-            covariance that all classes share, restricted to its eigenvectors above the noise.
+        means: the mean of each class, [C, D − 1], without u's constant.
+        roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
+            covariance that all classes share, restricted to eigenvalues above a noise threshold.
     """
 
     means: Tensor
@@ -276,15 +274,16 @@ class PixelMoments:
 
         Args:
             pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
-            dimension, classes: the dimension of u, and C.
+            dimension, classes: D, and C.
         """
-        second, crossed, noise = unpacked(pool, dimension, classes)
+        second, crossed, noise = second_and_crossed(pool, dimension, classes)
         gram = second[:-1, :-1] / (1 - CONSTANT**2)
         noise /= 1 - CONSTANT**2
         shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means
         values, vectors = torch.linalg.eigh(within)
+        # pure noise reaches noise·√(2d), so about a tenth of its directions pass this threshold
         significant = values > max(noise * math.sqrt(dimension), 1e-9)
         return cls(means, vectors[:, significant] * values[significant].sqrt())
 
@@ -310,9 +309,9 @@ class PixelMoments:
         return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
 
 
-def enlarged(pictures_ND: Tensor, shape: Shape) -> Tensor:
-    """Enlarges small pictures [N, D] of any brightness to images [N, channels, H, W] in [0, 1]."""
-    small = pictures_ND.float().reshape(-1, *cells_of(shape))
+def enlarged(pictures: Tensor, shape: Shape) -> Tensor:
+    """Enlarges small pictures [N, D − 1] of any brightness to images [N, channels, H, W] in [0, 1]."""
+    small = pictures.float().reshape(-1, *cells_of(shape))
     large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
     white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
     return (large / white).clamp(0, 1)

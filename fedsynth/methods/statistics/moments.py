@@ -7,8 +7,9 @@ noisy sums of clip(p − y) ⊗ z.
 
 Suppose that each gradient has noise ν per coordinate. After T steps W ← W − Σ_t η_t g_t with
 effective lengths η_t, the noise is ν·√(Σ η_t²) in each coordinate of W, and also in the logit of a
-z of norm 1. If a budget is divided over T releases, ν grows with √T. The noise therefore depends
-only on τ = Σ η_t, and not on the number of steps. As τ grows, the classifier moves from its class
+z of norm 1. If a budget is divided over T releases, ν grows with √T. If the lengths are equal, the
+noise therefore depends only on τ = Σ η_t, and not on the number of steps. With momentum it is
+slightly larger. As τ grows, the classifier moves from its class
 means to the maximum likelihood, and the noise grows too. `step_rate` chooses τ by the noise, which
 is known publicly before any data are read.
 
@@ -20,9 +21,9 @@ channels and of spatial cells have few entries. They are released together with 
 clip₁(φ/B) with B the norm bound of the map (`fedsynth.privacy.products.Grams`).
 
 The matrix T of the whitening scales each eigenvector by λ^(−POWER/2).
-Eigenvalues below the noise are set to the noise, so that all unknown directions are scaled equally.
-T flattens the covariance of u around its mean, whereas z is computed from φ itself, which may be
-longer.
+Eigenvalues below the noise are set to the noise (or to `FLOOR` of the mean), so that all unknown
+directions are scaled equally. One factor then scales all, so that the trace is roughly kept. u is
+clipped and φ is not, so T is only approximately right for z.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from fedsynth.models.on_features import root_names
 from fedsynth.privacy.products import Grams, Moments, Outer, matrices_of, smat
 from fedsynth.privacy.row_products import row_product
 
-# The ridge of moments without noise, relative to the trace of the moments for z of norm 1.
+# The least ridge, with or without noise, relative to the mean eigenvalue when z has norm 1.
 EXACT = 1e-6
 
 
@@ -50,7 +51,7 @@ def target_norm(classes: int) -> float:
     return math.sqrt(1 - 1 / classes)
 
 
-def first_gradient(pool: Pool, classes: int) -> Tensor:
+def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
     """Computes the gradient of the mean cross-entropy at a classifier with zero weights, [C, d].
 
     It follows from the sums of e/b ⊗ z.
@@ -59,13 +60,15 @@ def first_gradient(pool: Pool, classes: int) -> Tensor:
     return gradient.float()
 
 
-def moment_rows(z_Nd: Tensor, labels_N: Tensor, classes: int, *, second: bool) -> Moments | Outer:
+def moment_rows(
+    z_Nd: Tensor, labels_N: Tensor, classes: int, *, has_second: bool
+) -> Moments | Outer:
     """Returns each example's contribution to the release of moments.
 
     If the release has no second moments, the contribution is e/b ⊗ z, whose norm is at most 1.
     """
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
-    if second:
+    if has_second:
         return Moments(z_Nd, targets, target_norm(classes))
     return Outer(targets / target_norm(classes), z_Nd, 1.0)
 
@@ -79,7 +82,7 @@ def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) ->
     return Outer(wrong, z_Nd, clip)
 
 
-def unpacked(pool: Pool, dimension: int, classes: int) -> tuple[Tensor, Tensor, float]:
+def second_and_crossed(pool: Pool, dimension: int, classes: int) -> tuple[Tensor, Tensor, float]:
     """Extracts second moments and products with targets from a sum of `Moments` over the clients.
 
     Args:
@@ -115,7 +118,7 @@ class Spectrum:
         Negative eigenvalues are caused by noise and are set to 0.
 
         Args:
-            second, noise: the released second moments and their noise, see `unpacked`.
+            second, noise: the released second moments and their noise, see `second_and_crossed`.
             ridge: the value that is added to each eigenvalue, divided by noise·√d. The largest
                 eigenvalue of the noise is about 1.4·noise·√d.
         """
@@ -129,7 +132,7 @@ class Spectrum:
         return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
 
     def step(self, gradient_Cd: Tensor, floor: float) -> Tensor:
-        """Returns the direction of a Newton-like step, gradient·V diag(1/max(w, floor)) Vᵀ.
+        """Returns the direction of a Newton-like step, gradient·V diag(1/max(values, floor)) Vᵀ.
 
         The floor is needed because, along an eigenvector whose eigenvalue is below the noise, a
         full step would add only noise.
@@ -175,15 +178,13 @@ def step_rate(
     return min(max_rate, logit_noise / noise / total_weight(steps, momentum))
 
 
-# The name of the release plan of the covariances.
-COVARIANCES = "covariances"
 # The share of the products of spatial cells in the squared norm of a contribution. There are few
 # cells, so the noise of their covariance is small.
 CELLS_PART = 0.16
 # The exponent of the whitening. 1 would make the features white. A smaller value is used because
 # the eigenvalues are uncertain. It was tuned on held-out training images.
 POWER = 0.75
-# The smallest eigenvalue that is used without noise, relative to the mean eigenvalue.
+# The smallest eigenvalue that is used, relative to the mean eigenvalue. Noise may raise it.
 FLOOR = 0.02
 
 
@@ -246,7 +247,9 @@ def released_roots(
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """Computes the symmetric matrix that flattens the spectrum of a covariance and keeps its trace.
+    """Computes the symmetric matrix that flattens the spectrum of a covariance.
+
+    It roughly keeps the trace, by a factor that is limited.
 
     Args:
         covariance: the released covariance [size, size].
@@ -262,7 +265,7 @@ def _root(covariance: Tensor, noise: float) -> Tensor:
     factors = (values.clamp_min(floor) / floor) ** (-POWER / 2)
     trace = float(values.sum())
     new_trace = float((values * factors**2).sum())
-    if trace > 0 and new_trace > 0:  # noise makes eigenvalues of either sign, the ratio uncertain
+    if trace > 0 and new_trace > 0:  # with noise, they may be near 0 and their ratio meaningless
         highest = max(1.0, float(values.max()) / floor) ** POWER
         factors = factors * math.sqrt(min(max(1.0, trace / new_trace), highest))
     root: Tensor = (vectors * factors) @ vectors.T
