@@ -67,8 +67,8 @@ AUTO, YES, NO = "auto", "yes", "no"
 SCALE = 4.0
 
 
-# The names of the release plans. `MOMENTS` are products with labels, with `second_moments` also z zᵀ.
-# `PIXELS` and `COVARIANCES` are optional.
+# The names of the release plans. `MOMENTS` are products with labels; with `second_moments` also
+# z zᵀ. `PIXELS` and `COVARIANCES` are optional.
 CENTRE, PIXELS, COVARIANCES, MOMENTS, STEP = "centre", "pixels", "covariances", "moments", "step"
 
 # The releases of round 1, the main release first (`Method.release_plans`).
@@ -191,8 +191,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         super().__post_init__()
         if self.features not in (AUTO, *registry.feature_names()):
             registry.refuse_unknown_map(self.features, "method", AUTO)
-        # the data set decides what "auto" means: counted here for pictures, as images are requested,
-        # but not for whitening, which only private runs release (checked in `release_plans`)
+        # the data set resolves "auto": here it counts for pictures, as images are requested, but not
+        # for whitening, which only private runs release (`release_plans` checks it)
         pictures = self.images_each > 0 and self.pictures != NO
         self._round_1_shares(pictures, self.whitening == YES)
 
@@ -469,8 +469,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             raise SettingError("method", "ipc", reason, value=self.ipc)
         if self.requires_secure_sum:
             reason = (
-                "must be 'own', because images need the moments of round 1, and with 'secure' a sum "
-                "with too little noise is discarded. Set method.aggregation=own"
+                "must be 'own', because the images need the moments of round 1, and 'secure' "
+                "discards a sum with too little noise. Set method.aggregation=own"
             )
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 

@@ -190,8 +190,8 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> T
 
     The class means are shrunk towards 0 by their noise.
 
-    The means are b·C/n times the sums of e/b ⊗ z with e = e_y − 1/C, which is exact if the classes are equally
-    frequent.
+    The means are b·C/n times the sums of e/b ⊗ z (e = e_y − 1/C, b = ‖e‖), which is exact if the
+    classes are equally frequent.
 
     Args:
         pool: the release of moments, summed over the clients.
@@ -283,7 +283,7 @@ class PixelMoments:
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means
         values, vectors = torch.linalg.eigh(within)
-        # pure noise reaches noise·√(2d), so about a tenth of its directions pass this threshold
+        # pure noise reaches noise·√(2D), so about a tenth of its directions pass this threshold
         significant = values > max(noise * math.sqrt(dimension), 1e-9)
         return cls(means, vectors[:, significant] * values[significant].sqrt())
 
@@ -310,7 +310,7 @@ class PixelMoments:
 
 
 def enlarged(pictures: Tensor, shape: Shape) -> Tensor:
-    """Enlarges small pictures [N, D − 1] of any brightness to images [N, channels, H, W] in [0, 1]."""
+    """Enlarges small pictures [N, D − 1] of any brightness to images [N, C, H, W] in [0, 1]."""
     small = pictures.float().reshape(-1, *cells_of(shape))
     large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
     white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)

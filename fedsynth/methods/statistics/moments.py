@@ -9,9 +9,9 @@ Suppose that each gradient has noise ν per coordinate. After T steps W ← W �
 effective lengths η_t, the noise is ν·√(Σ η_t²) in each coordinate of W, and also in the logit of a
 z of norm 1. If a budget is divided over T releases, ν grows with √T. If the lengths are equal, the
 noise therefore depends only on τ = Σ η_t, and not on the number of steps. With momentum it is
-slightly larger. As τ grows, the classifier moves from its class
-means to the maximum likelihood, and the noise grows too. `step_rate` chooses τ by the noise, which
-is known publicly before any data are read.
+slightly larger. As τ grows, the classifier moves from its class means to the maximum likelihood,
+and the noise grows too. `step_rate` chooses τ by the noise, which is known publicly before any data
+are read.
 
 A whitening that is computed from public images works only if these images resemble the data.
 The data may then vary far more in some directions than in others. Such directions use up most of
