@@ -443,9 +443,10 @@ def test_hooks_without_their_class_are_refused() -> None:
     class Unfinished(fs.Method):
         name, upload = "unfinished", fs.ModelParameters
 
+    unfinished: Any = Unfinished
     for method in (Silent(), Undeclared()):
         with raises(SettingError, "run.method"):
             fs.RunSettings(method)
     with raises(SettingError, "run.method"):
-        fs.register_method(Unfinished)
+        fs.register_method(unfinished)
     fs.RunSettings(Measured())
