@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from fedsynth.config.participation import Failures, Participation, active_clients
 from fedsynth.core.capabilities import HeterogeneousClients, OwnNetwork, unused_hooks
 from fedsynth.core.method import Method
-from fedsynth.core.sums import SummedUploads
 from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
@@ -253,7 +252,7 @@ class RunSettings:
             reason = "must be 'uniform' if run.participation is 1, because all clients take part"
             yield "run", "sampling", reason
         method = self.method
-        for hook in unused_hooks(method, SummedUploads):
+        for hook in unused_hooks(method):
             reason = f"defines the hook {hook}, but does not inherit from this class"
             yield "run", "method", f"{method.name} {reason}"
         if self.robust != "none":

@@ -1,11 +1,13 @@
 """Further abilities of methods, beside the hooks that all methods have (`fedsynth.core.method`).
 
 A method that has an ability inherits from its class, and the engine asks for it by `isinstance`. A
-method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`.
+method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`. A hook that
+is marked as abstract must be written. A run refuses a hook whose class the method does not inherit.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
@@ -24,6 +26,7 @@ from fedsynth.core.method import (
     State,
     Upload,
 )
+from fedsynth.core.sums import SummedUploads
 from fedsynth.core.uploads import Rule, model_rules
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import MessageError
@@ -48,11 +51,12 @@ class TwoExchanges(Method):
             return model_rules(client, context)
         return super().upload_rules(exchange, client, context)
 
+    @abstractmethod
     def first_broadcast(self, state: State, context: RoundContext) -> Message | None:
         """Returns the server's message of the first exchange, or None if this round has no first
         exchange."""
-        raise NotImplementedError  # abstract
 
+    @abstractmethod
     def first_step(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
@@ -60,8 +64,8 @@ class TwoExchanges(Method):
 
         Returns each client's reply, and the state that this round's `client_step` receives.
         """
-        raise NotImplementedError  # abstract
 
+    @abstractmethod
     def first_aggregate(
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
@@ -72,7 +76,6 @@ class TwoExchanges(Method):
             replies: all replies by client index, in ascending order.
             context: the context of the round.
         """
-        raise NotImplementedError  # abstract
 
 
 class Exchange(NamedTuple):
@@ -102,8 +105,10 @@ def exchange_of(method: Method, name: str) -> Exchange:
 
 def upload_types(method: Method | type[Method]) -> tuple[type[Message], ...]:
     """Returns the types of a client's messages in a round, in the order of the exchanges."""
-    first = getattr(method, "first_upload", None)
-    return (method.upload,) if first is None else (first, method.upload)
+    cls = method if isinstance(method, type) else type(method)
+    if issubclass(cls, TwoExchanges):
+        return cls.first_upload, cls.upload
+    return (cls.upload,)
 
 
 class VaryingReleases(Method):
@@ -112,6 +117,7 @@ class VaryingReleases(Method):
     All clients must take part in every round.
     """
 
+    @abstractmethod
     def round_plans(self, plans: Plans, round: int) -> Plans:
         """Selects the plans whose releases are made in this round, in the order of `plans`.
 
@@ -121,12 +127,12 @@ class VaryingReleases(Method):
             plans: all release plans of the method.
             round: the number of the round: 1, 2, …
         """
-        raise NotImplementedError  # abstract
 
 
 class SyntheticImages(Method):
     """A method whose server makes synthetic images, for the run folder and for export."""
 
+    @abstractmethod
     def synthetic(
         self, state: State, context: RoundContext
     ) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -136,7 +142,6 @@ class SyntheticImages(Method):
         [N, classes], or None. Returns None if the run has no images. With differential privacy the
         images are computed only from released values.
         """
-        raise NotImplementedError  # abstract
 
     def check_images(self) -> None:
         """Refuses settings with which a run may end without images.
@@ -150,6 +155,7 @@ class ImagesAtEnd(SyntheticImages):
     """A method whose server makes images after the last round, so that no model learns from
     them."""
 
+    @abstractmethod
     def at_end(self, state: State, context: RoundContext) -> ServerState:
         """Makes the images, and returns the resulting state.
 
@@ -161,7 +167,6 @@ class ImagesAtEnd(SyntheticImages):
             state: the server's state after the last round.
             context: the context of the last round.
         """
-        raise NotImplementedError  # abstract
 
 
 class HeterogeneousClients(Method):
@@ -171,9 +176,9 @@ class HeterogeneousClients(Method):
 class PersonalModels(Method):
     """A method whose clients end with a personal model each."""
 
+    @abstractmethod
     def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
         """Returns the model that a client with this state uses instead of the global model."""
-        raise NotImplementedError  # abstract
 
 
 class OwnNetwork(Method):
@@ -183,9 +188,9 @@ class OwnNetwork(Method):
     network on private data.
     """
 
+    @abstractmethod
     def network(self, spec: DatasetSpec) -> nn.Module:
         """Returns an untrained network for the images of a data set."""
-        raise NotImplementedError  # abstract
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
         """Returns further facts that the privacy report lists as public, with a reason for each
@@ -254,40 +259,36 @@ class Measurements(Method):
 class PublicImages(Method):
     """A method whose server uses public images, which steps read from `RoundContext.proxy`."""
 
+    @abstractmethod
     def public_images(self) -> str:
         """Returns the name of the public data set whose training images the server uses.
 
         Returns "noise" if the server uses random pixels.
         """
-        raise NotImplementedError  # abstract
 
 
 class PublishedEpsilon(Method):
     """A method whose paper prints an ε."""
 
+    @abstractmethod
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
         """Returns the ε that the paper prints for these settings, for the privacy report.
 
         The keys are "source", "published" and "why it differs".
         """
-        raise NotImplementedError  # abstract
 
 
-def unused_hooks(method: Method, *capabilities: type[Method]) -> Iterator[str]:
+def unused_hooks(method: Method) -> Iterator[str]:
     """Yields the hooks that a method defines without inheriting from their class, which the engine
     therefore never calls.
-
-    Args:
-        method: the method.
-        capabilities: the classes of further capabilities.
     """
-    called = {*dir(Method)}
-    for capability in (*CAPABILITIES, *capabilities):
+    called = {*dir(SummedUploads), *method.to_dict()}
+    for capability in CAPABILITIES:
         if isinstance(method, capability):
-            called.update(vars(capability))
-    for capability in (*CAPABILITIES, *capabilities):
-        for name, hook in vars(capability).items():
-            if callable(hook) and hasattr(method, name) and name not in called:
+            called.update(vars(capability), capability.__annotations__)
+    for capability in CAPABILITIES:
+        for name in {**vars(capability), **capability.__annotations__}:
+            if hasattr(method, name) and name not in called:
                 yield f"{name} of {capability.__name__}"
 
 

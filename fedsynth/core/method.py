@@ -15,6 +15,7 @@ signature and does not need to check them again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
@@ -52,10 +53,11 @@ Presets = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Method:
+class Method(ABC):
     """The base class of all methods. A subclass is a frozen dataclass of validated settings.
 
-    A method implements `client_step` and `server_step`. The defaults of the other hooks suit most
+    A method sets `name` and `upload`, and implements `client_step`, `server_step` and, with
+    `dp_mechanisms`, `release_plans`. The defaults of the other hooks suit most
     methods. A method with further abilities, such as a second exchange in a round or synthetic
     images, also inherits from a class of `fedsynth.core.capabilities`.
 
@@ -164,12 +166,13 @@ class Method:
                 message[field.name] = getattr(state, field.name)
         return self.request(**message)
 
+    @abstractmethod
     def client_step(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Returns each client's upload and new state, in the group's order."""
-        raise NotImplementedError  # abstract
 
+    @abstractmethod
     def server_step(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
@@ -180,7 +183,6 @@ class Method:
             uploads: all uploads of the round by client index, in ascending order.
             context: the round's context.
         """
-        raise NotImplementedError  # abstract
 
     def final_parameters(self, state: State) -> Tensors:
         """Returns the model that a run ends with.
@@ -209,7 +211,7 @@ class Method:
         The engine calls it before any data are read, and charges each client for every plan. A step
         gets the charged releases by the plan's name (`PrivateClientView.mechanisms`).
         """
-        raise NotImplementedError  # abstract
+        raise NotImplementedError(f"{self.name} has dp_mechanisms, but no release_plans")
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
         """Returns this client's release plans in this round.

@@ -13,6 +13,7 @@ discarded.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from math import sqrt
@@ -53,7 +54,9 @@ class Pool:
 class SummedUploads(Method):
     """A method whose server needs only the sum of the clients' uploads.
 
-    A subclass defines `from_sum` and `sum_releases`.
+    A subclass defines `from_sum` and `sum_releases`, and its `release_plans` end with
+    `sum_over_clients`. `from_sum` is called once in an exchange, with a sum that has all of the
+    charged noise. This class stands before `TwoExchanges` in a list of bases.
 
     Args:
         aggregation: who adds the noise. With "own", every client adds all of the noise. With
@@ -129,30 +132,32 @@ class SummedUploads(Method):
         """
         return torch.float64 if plan in context.grids else torch.float32
 
-    def has_enough_noise(self, clients: int, context: RoundContext) -> bool:
-        """Returns whether a sum of `clients` uploads has all of the charged noise.
+    def receive_sum(
+        self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
+    ) -> ServerState:
+        """Returns `from_sum`, or the state before the exchange if the sum has too little noise.
 
-        The noise of one client does not count, because this client may be the attacker.
-
-        If the sum has too little noise, a note states that the round is discarded.
+        The noise of one client does not count, because this client may be the attacker. A note
+        states that the round is discarded.
         """
         shares = self.noise_shares(context.clients)
         attackers = int(self.requires_secure_sum and context.clients > 1)
         if context.privacy is None or clients >= shares + attackers:
-            return True
+            return self.from_sum(exchange, state, total, clients, context)
         context.note(
             f"round {context.round} is discarded, because only {clients} clients answered. A sum "
             f"needs at least {shares + attackers} clients to have enough noise"
         )
-        return False
+        return state
 
+    @abstractmethod
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
         """Names the release plan of each upload field that the server sees only as a sum.
 
         The keys are the names of the fields, and the values are the names of the plans.
         """
-        raise NotImplementedError  # abstract
 
+    @abstractmethod
     def from_sum(
         self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
@@ -165,19 +170,18 @@ class SummedUploads(Method):
             clients: the number of uploads that were added.
             context: the round's context.
         """
-        raise NotImplementedError  # abstract
 
     def first_aggregate(
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Computes the next state from the sum of all uploads of the first exchange."""
-        return self.from_sum(FIRST, state, summed(replies), len(replies), context)
+        return self.receive_sum(FIRST, state, summed(replies), len(replies), context)
 
     def server_step(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
         """Computes the next state from the sum of all uploads."""
-        return self.from_sum(MAIN, state, summed(uploads), len(uploads), context)
+        return self.receive_sum(MAIN, state, summed(uploads), len(uploads), context)
 
 
 def sums_securely(method: Method) -> TypeGuard[SummedUploads]:

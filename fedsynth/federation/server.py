@@ -121,7 +121,7 @@ class Server:
             total, count = replies.message, len(replies.clients)
             protocol.check_declared(method, total, declared.upload)
             summed = cast(SummedUploads, method)
-            state = summed.from_sum(exchange, self._next, total, count, context)
+            state = summed.receive_sum(exchange, self._next, total, count, context)
         else:
             for reply in replies.values():
                 protocol.check_declared(method, reply, declared.upload)

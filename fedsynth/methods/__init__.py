@@ -85,6 +85,8 @@ def register_method(method: type[Method], label: str = "") -> str:
             f"method has, got {method!r:.80} with the name {name!r}"
         )
         raise SettingError("run", "method", reason)
+    if missing := ", ".join(sorted(method.__abstractmethods__)):
+        raise SettingError("run", "method", f"{name} must define {missing}")
     _CUSTOM[name] = (method, label)
     return name
 

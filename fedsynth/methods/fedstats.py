@@ -291,8 +291,6 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         has the closed-form classifier, or the first gradient step if second moments are not
         released. After each later round, it has the model after one more step.
         """
-        if not self.has_enough_noise(clients, context):
-            return state
         if exchange == FIRST:
             return self._with_centre(state, total, clients, context)
         if context.round > 1:

@@ -200,8 +200,6 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     ) -> CondensedState:
         """Condenses one synthetic set S towards the class means of all clients, and trains the
         model on S."""
-        if not self.has_enough_noise(clients, context):
-            return state
         S = self._by_class(self._images(state, context), context).clone()
         w_r = context.load(state.parameters).requires_grad_(False).eval()
         maps = self._feature_maps(w_r, context)

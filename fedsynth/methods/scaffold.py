@@ -1,12 +1,16 @@
 """SCAFFOLD: control variates correct the drift of the clients (Karimireddy et al. 2020, arXiv
 1910.06378, Algorithm 1 with option II).
 
-Each client takes K steps y ← y − η(g_k(y) − c_k + c), and computes c_k⁺ = c_k − c + (x − y)/(K·η).
-It sends y and Δc = c_k⁺ − c_k. The server computes x ← x + η_g·mean(y − x) and c ← c +
-|S|/N·mean(Δc).
+The server sends its model x and its control variate c (`Method.broadcast` copies both from the
+state). Each client takes K_k steps y ← y − η(g_k(y) − c_k + c), and computes
+c_k⁺ = c_k − c + (x − y)/(K_k·η). It sends y and Δc = c_k⁺ − c_k. The server computes
+x ← x + η_g·mean(y − x) and c ← c + |S|/N·mean(Δc), where S are the clients whose uploads count.
 
-With differential privacy, the weights y are releases, and c_k is computed only from them. Sending
-Δc is therefore post-processing.
+Two things are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
+is set. With `weight_decay`, g_k includes the decay.
+
+With differential privacy, the weights y are releases. c_k is computed only from them, the server's
+messages and the public K_k. Sending Δc is therefore post-processing.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class ControlUp(ModelParameters):
     """The upload of a client in SCAFFOLD: the model y, and the change Δc of the client's control
     variate."""
 
-    control: Tensors = released()
+    control_change: Tensors = released()
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Scaffold(TrainsLocally):
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
         rule = Named.like(dict(context.architecture.named_parameters()))
-        return {**super().upload_rules(exchange, client, context), "control": rule}
+        return {**super().upload_rules(exchange, client, context), "control_change": rule}
 
     def task(
         self, client: int, message: ControlDown, state: ClientState, context: RoundContext
@@ -105,20 +109,21 @@ class Scaffold(TrainsLocally):
         correction: dict[str, Tensor] = {}  # c − c_k
         for name in trainable(context):
             zero = torch.zeros_like(x[name])
-            c_k[name] = state.get(name, zero)
+            c_k[name] = state.get(name, zero)  # 0 before the client's first round
             correction[name] = message.control.get(name, zero) - c_k[name]
         center, linear = (flatten_named(v, context.architecture) for v in (x, correction))
+        corrects = Pull(0.0, center, linear)  # line 10: adds c − c_k to the gradient
 
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
-            new = dict(c_k)
+            new = dict(c_k)  # c_k⁺
             if trained.steps:
                 for name, y in model.named_parameters():
-                    drift = (x[name] - y.detach()) / (trained.steps * self.lr)
-                    new[name] = drift - correction[name]
+                    mean_gradient = (x[name] - y.detach()) / (trained.steps * self.lr)
+                    new[name] = mean_gradient - correction[name]  # line 12, option II
             delta = {name: new[name] - c_k[name] for name in c_k}
-            return ControlUp(model.state_dict(), trained.weight, delta), new
+            return ControlUp(model.state_dict(), trained.weight, delta), new  # lines 13, 14
 
-        return LocalObjective(penalty=Pull(0.0, center, linear), make_upload=make_upload)
+        return LocalObjective(penalty=corrects, make_upload=make_upload)
 
     def combine(
         self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
@@ -128,7 +133,9 @@ class Scaffold(TrainsLocally):
         for name in trainable(context):
             total = torch.zeros_like(mean[name])
             for upload in uploads.values():
-                total += upload.control[name]
+                total += upload.control_change[name]
+            # line 17: |S|/N · mean Δc
             control[name] = state.control.get(name, 0) + total / context.clients
+        # lines 16, 17: x ← x + η_g·(mean − x)
         moved = momentum_step(state, mean, context, lr=self.server_lr)
         return replace(moved, control=control)

@@ -239,7 +239,7 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains a network by minibatch SGD, in place. Afterwards it is in training mode.
+    """Trains a network by minibatch SGD, in place. It is then in training mode, if it has examples.
 
     On a GPU, steps with full batches are recorded as a CUDA graph where possible.
 
@@ -272,8 +272,8 @@ def train_on(
     for key, buffer in model.named_buffers():
         changed[f"buffer.{key}"] = buffer
     full: Callable[[Tensor], None] | None = None
-    whole_batches = settings.epochs * (len(labels_N) // settings.batch)
-    if objective.recordable and labels_N.is_cuda and whole_batches >= WORTH_RECORDING:
+    full_steps = total_steps * (len(labels_N) // settings.batch) // per_epoch
+    if objective.recordable and labels_N.is_cuda and full_steps >= WORTH_RECORDING:
         written = [network.flat, *moments, network.grad, *model.buffers()]
         full = recorded(lambda i: step(images(i), labels(i)), settings.batch, written)
     for epoch in resumable(

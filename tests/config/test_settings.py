@@ -437,6 +437,16 @@ def test_hooks_without_their_class_are_refused() -> None:
     class Measured(Silent, Measurements):
         metric_privacy: ClassVar[dict[str, Any]] = {}
 
+    class Undeclared(fs.FedDM):
+        first_upload = fs.ModelParameters
+
+    class Unfinished(fs.Method):
+        name, upload = "unfinished", fs.ModelParameters
+
+    unfinished: Any = Unfinished
+    for method in (Silent(), Undeclared()):
+        with raises(SettingError, "run.method"):
+            fs.RunSettings(method)
     with raises(SettingError, "run.method"):
-        fs.RunSettings(Silent())
+        fs.register_method(unfinished)
     fs.RunSettings(Measured())

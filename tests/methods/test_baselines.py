@@ -168,6 +168,36 @@ def test_scaffold_with_absent_client_equals_numpy(device: torch.device) -> None:
         fs.Scaffold(momentum=0.9)
 
 
+@pytest.mark.parametrize("drop", [False, True])
+def test_scaffold_with_stragglers_equals_numpy(drop: bool, device: torch.device) -> None:
+    """K_k differs. Broken versions would divide by the planned steps, or keep the c_k of a straggler
+    whose upload is dropped."""
+    method = fs.Scaffold(
+        **{**FULL, "batch": 2}, server_lr=0.9, stragglers=0.67, drop_stragglers=drop
+    )
+    x, c, controls, expected, counts = START, START * 0, [START * 0] * 3, [], set()
+    for number in (1, 2, 3):
+        late = method.straggler_epochs(tiny.context(number, device, network()))
+        ys, change = [], START * 0
+        for k in ALL:
+            y, steps = x, 0
+            draws = torch_generator(0, "local training", number, k)
+            for _ in range(late.get(k, method.local_epochs)):
+                for part in torch.randperm(SIZES[k], generator=draws).split(2):
+                    y = y - 0.5 * (gradient(y, PARTS[k][part]) - controls[k] + c)
+                    steps += 1
+            if drop and k in late:
+                continue
+            counts.add(steps)
+            c_k = controls[k] - c + (x - y) / (steps * 0.5)
+            change, controls[k] = change + c_k - controls[k], c_k
+            ys.append(y)
+        x, c = x + 0.9 * (sum(ys) / len(ys) - x), c + change / 3
+        expected.append(x)
+    assert len(counts) > 1
+    assert_close(run_rounds(method, device, (ALL,) * 3), expected)
+
+
 def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
     active, alpha = (ALL, (1, 2)), 0.3
     W, h, g, expected = START, START * 0, [START * 0] * 3, []
@@ -449,7 +479,7 @@ def test_rules_apply_to_all_parts_of_uploads() -> None:
     uploads = {k: ControlUp(start, 1.0, {"weight": c, "bias": bias}) for k, c in enumerate(control)}
     context = round_context(network=network, clients=5, robust="median")
     aggregated: Any = robust.robust_uploads(uploads, start, context)[4]
-    assert aggregated.control["weight"].tolist() == [[3.0, 3.0]]
+    assert aggregated.control_change["weight"].tolist() == [[3.0, 3.0]]
     state = fs.Scaffold().server_step(ControlState(start), uploads, context)
     assert isinstance(state, ControlState)
     assert state.control["weight"].tolist() == [[3.0, 3.0]]  # 5 of 5 clients: their rule's mean

@@ -299,7 +299,7 @@ def test_only_the_loop_charges_whatever_the_number_of_records() -> None:
     condense(objective)
     with pytest.raises(BudgetExceededError):
         condense(objective)
-    with raises(PrivacyError, "privacy.refused"):
+    with raises(PrivacyError, "step.dependence"):
         condense(residual(other_owner, Mixing, steps=2))
     assert other_owner.spent() == 0
 
