@@ -174,6 +174,15 @@ class StepInputs:
         x = torch.from_numpy(values).to(torch.float32).clamp(*self.bounds)
         return x.to(self.device), labels
 
+    def binary(self, count: int) -> Tensor:
+        """Draws records [count, ...] of which each value is the lower or the upper bound."""
+        low, high = map(float, self.bounds)
+        if not math.isfinite(high - low):
+            low, high = -1e3, 1e3
+        is_low = np.random.default_rng(self.seed + 2).integers(0, 2, (count, *self.shape)) == 0
+        values = torch.from_numpy(np.where(is_low, low, high).astype(np.float32))
+        return values.clamp(*self.bounds).to(self.device)
+
     def extremes(self) -> list[Tensor]:
         """Returns extreme records, each of which may occur in a step."""
         low, high = map(float, self.bounds)
@@ -182,10 +191,8 @@ class StepInputs:
         if not self.finite:
             values += [math.nan] if bounded else [math.nan, math.inf, -math.inf]
         records = [torch.full(self.shape, value) for value in values]
-        is_low = torch.from_numpy(np.random.default_rng(2).integers(0, 2, self.shape)) == 0
-        mixed = torch.full(self.shape, high if bounded else 1e3)
-        records.append(mixed.masked_fill(is_low, low if bounded else -1e3))
-        return [record.clamp(*self.bounds).to(self.device) for record in records]
+        clamped = [record.clamp(*self.bounds).to(self.device) for record in records]
+        return [*clamped, *self.binary(1)]
 
 
 @dataclass(frozen=True)
@@ -360,6 +367,7 @@ class _Passes:
         even = self._positions % 2 == 0
         extremes = self._inputs.extremes()
         mixed = torch.stack(extremes)[self._positions % len(extremes)]
+        mixed[2::3] = self._inputs.binary(len(mixed[2::3]))
         self._compare(self._positions >= 0, POSITION, order=self._positions.roll(1))
         fewer = self._positions.roll(3)[:-1]  # padding takes the last place
         self._compare(even, MIXES, records=mixed, order=fewer)

@@ -218,9 +218,11 @@ class Measurements(Method):
     Class attributes:
         metric_privacy: the status under differential privacy of each metric of a round. A private
             run fails if the method returns a metric that is not declared here.
+        variant_names: the names of the models that `variants` may return.
     """
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {}
+    variant_names: ClassVar[tuple[str, ...]] = ()
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
         """Returns additional metrics of a round by name.

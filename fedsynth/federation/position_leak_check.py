@@ -157,7 +157,8 @@ class TrialClientView(PrivateClientView):
         if self._ends and not self._trial.releases_left:
             raise _LastReleaseError
         if self._trial.thorough:  # other calls than in the other run, so that their state differs
-            values(*self._trial.inputs.draw(4, self._trial.inputs.length))
+            inputs = self._trial.inputs
+            values(*inputs.draw(14 if self._trial.repeats else 4, inputs.length))
         mechanisms[0].sample(0)
         return [mechanisms[0].release()]
 

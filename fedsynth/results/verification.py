@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import chain
 from pathlib import Path
@@ -19,6 +19,7 @@ from fedsynth.core.capabilities import Measurements
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS, TENSORS
 from fedsynth.errors import FedsynthError, PrivacyError, short_key, short_repr
+from fedsynth.federation import run_data
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
 from fedsynth.privacy.report import file as report_file
@@ -29,7 +30,17 @@ from fedsynth.privacy.report.verify import Verification, differences, page_probl
 from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import private_run, run_folder
 from fedsynth.results.charges import Charges
-from fedsynth.results.disclosed import GUARANTEE, LOST, NOT_COUNTED, REJECTED
+from fedsynth.results.disclosed import (
+    DOMAIN_MEASURES,
+    GUARANTEE,
+    LOST,
+    MEASURED,
+    MODELS,
+    NOT_COUNTED,
+    ON_TEST,
+    REJECTED,
+    undeclared,
+)
 from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SERVED, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.later_reports import OWNER, owner_problems
@@ -224,12 +235,40 @@ def _figure_problems(charges: Charges) -> list[Problem]:
     problems = _epsilon_problems(charges)
     for row in run.rows:
         problems += _planned_problems(row, charges)
+        for text in _measurement_problems(row, charges):
+            problems.append(Problem(METRICS, f"{METRICS}: round {row['round']} {text}"))
     if run.summary is not None:
         promise = privacy_section(plan, charges.histories, simulated=not run.networked)
         stated = {GUARANTEE: run.summary.get(GUARANTEE), "rounds": run.summary.get("rounds")}
         expected = {GUARANTEE: promise.to_json(), "rounds": charges.rounds_done}
         problems += differences(SUMMARY, expected, stated)
     return problems
+
+
+def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
+    """Yields a problem for each metric of a round that a run with these settings cannot have
+    measured. No ledger has the hash of the files of a killed run, or of a run over a network.
+    """
+    run = charges.run
+    method = run.settings.method
+    names = method.variant_names if isinstance(method, Measurements) else ()
+    models = row.get(MODELS, {})
+    for name, variant in models.items():
+        if name not in names:
+            yield f"has metrics of a model {name!r:.40}, which the method does not make"
+        for problem in undeclared(variant, MEASURED):
+            yield f"{problem} (in the metrics of the model {name!r:.40})"
+    for values in (row, *models.values()):
+        if run.start.test_images != run_data.PUBLIC and values.keys() & set(ON_TEST):
+            yield f"has an accuracy on test images of kind {run.start.test_images!r}"
+        domains = {*values.get("domain_accuracy", ()), *values.get(DOMAIN_MEASURES, ())}
+        if not domains <= set(run.spec.domains):
+            yield "has an accuracy for a domain that the data set does not have"
+    sizes = row.get("client_upload_bytes", [])
+    active = charges.plan.participation.in_round(row["round"])
+    total = row.get("upload_bytes")  # a pixel has one byte, other values have more
+    if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
+        yield "has upload sizes that contradict each other"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]:
@@ -307,10 +346,12 @@ def _file_problems(
         problems.append(Problem(f"files.{short_key(name)}", f"{short_key(name)} is missing"))
     noted = report_file.hash_of_files(report["files"])
     for client, ledger in charges.ledger_rows.ledgers.items():
-        start = run.start.ledgers.get(client)
-        if run.networked or start is None:
+        start, charged = run.start.ledgers.get(client), charges.charged.get(client)
+        if run.networked or start is None or not charged:
             continue
-        if not any(rows >= start.rows and hashed == noted for rows, hashed in ledger.lines.files):
+        notes = [note for note in ledger.lines.files if note[0] >= start.rows + len(charged)]
+        of_run = [hashed for rows, hashed in notes if rows == notes[0][0]]
+        if of_run != [noted]:  # a second line could state the hash of other files
             text = f"the ledger of {client} does not have the hash of the files in the report"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}

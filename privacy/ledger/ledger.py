@@ -47,7 +47,7 @@ from fedsynth.files import (
 )
 from fedsynth.privacy.releases import Release
 
-LEDGER_SCHEMA = 2
+LEDGER_SCHEMA = 3
 # entries that are not releases
 RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files"
 
@@ -380,12 +380,13 @@ class Ledger:
         """Writes into the ledger which files a finished run has written.
 
         The files of the run are checked against this line, so a file cannot be replaced together
-        with its hash in the report.
+        with its hash in the report. A run that charged nothing since the last such line writes none.
 
         Args:
             sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
         """
-        self._note({"entry": FILES, "sha256": sha256})
+        if [rows for rows, _ in self.lines.files][-1:] != [len(self.releases)]:
+            self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:
         """Writes into the ledger that the client's records have changed.

@@ -408,11 +408,19 @@ def test_inactive_dropout_is_accepted(tmp_path: Path) -> None:
 
 
 SEEN: list[Tensor] = []
+
+
+def saturated(x: Tensor) -> Tensor:
+    """Counts the records that are white in one place and black in another."""
+    return ((x[:, 0, 0, 0] == x.max()) & (x[:, 0, 7, 7] == x.min())).sum()
+
+
 METHODS: dict[str, Any] = {
     "mixup": lambda n, x, y: losses(n, (x + x.flip(0)) / 2, y),
     "class sizes": lambda n, x, y: losses(n, x, y) / torch.bincount(y, minlength=10)[y],
     "a list": lambda n, x, y: (SEEN.append(x.detach()), losses(n, x, y))[1],
     "padding": lambda n, x, y: losses(n, x, y) / (x.flatten(1).abs().sum(1) > 0).sum(),
+    "two saturated pixels": lambda n, x, y: losses(n, x, y) * (1 + saturated(x)),
     "from index 40": lambda n, x, y: losses(n, x, y) * (1 + (torch.arange(len(x)) > 40)),
 }
 
@@ -461,6 +469,24 @@ def test_values_that_depend_on_the_previous_step_are_rejected(
     for index in (1, 2, 3, 10**6):
         with raises(SettingError, "run.method"):
             run_with_task(task(index))
+
+
+def test_state_that_each_pass_overwrites_is_rejected() -> None:
+    """Regression: the last call of both runs had the same records, and so left the same state."""
+    step, mean = [0], [torch.zeros(())]
+
+    def count(n: Any) -> None:
+        step[0] += 1
+
+    def loss(n: Any, x: Tensor, y: Tensor) -> Tensor:
+        rows = losses(n, x, y)
+        if step[0] % 2:
+            mean[0] = rows.detach().mean()
+            return rows
+        return rows * (1 + 100 * mean[0])
+
+    with raises(SettingError, "run.method"):
+        run_with_task(LocalObjective(loss=loss, before_step=count))
 
 
 def test_vectors_that_a_step_adds_itself_are_rejected() -> None:

@@ -28,7 +28,7 @@ from fedsynth.privacy import Ledger, read_ledger
 from fedsynth.privacy.releases import ADJACENCIES
 from fedsynth.privacy.report import build as sections
 from fedsynth.privacy.report.figures import Event, schema_problems
-from fedsynth.privacy.report.file import stated_rows
+from fedsynth.privacy.report.file import hash_of_files, stated_rows
 from fedsynth.privacy.report.pages import render_html, render_markdown
 from fedsynth.results.report_facts import exported_files, provenance
 from fedsynth.results.verification import verify_run
@@ -121,6 +121,14 @@ def fit_figures(folder: Path) -> None:
 
 def fit_hashes(folder: Path) -> None:
     pages(folder, {**report_of(folder), "files": exported_files(folder)})
+
+
+def note_again(folder: Path) -> None:
+    """Appends the hash of changed files to each ledger."""
+    for path in sorted((folder / "ledger").iterdir()):
+        old = read_ledger(path)
+        ledger = Ledger(old.client, path, dataset=old.dataset)
+        ledger._note({"entry": "files", "sha256": hash_of_files(exported_files(folder))})
 
 
 @tampering
@@ -402,6 +410,7 @@ TAMPERINGS: list[tuple[Tamper, str]] = [
     ),
     (tensors(MODEL, len, n_k="312"), SEAL),
     (all_of(write(MODEL, "x"), fit_hashes), SEAL),
+    (all_of(write(MODEL, "x"), fit_hashes, note_again), SEAL),
     (tensors(IMAGES, lambda t: t.update(n_k=torch.tensor([312]))), SEAL),
     (tensors(IMAGES, lambda t: t["client"].fill_(312)), SEAL),
     (write(MODEL, "x"), "files.model.safetensors"),

@@ -179,6 +179,7 @@ class TrainsLocally(Measurements):
         "stragglers": public("drawn from the run's seed", dict[str, COUNT]),
         "stragglers_dropped": public("a setting", bool),
     }
+    variant_names = ("aca", "oca")
     oca_refusal: ClassVar[str] = ""
     """The reason why a run cannot end with the average of all clients' last models, or empty."""
     presets: ClassVar[Presets] = {"digits": {"batch": 32}}
