@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import errno
 import io
+import json
 import os
 import re
 import unicodedata
@@ -67,7 +68,21 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
         OSError: the file cannot be written.
     """
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_output(file, safetensors.torch.save(on_cpu, dict(metadata) or None))
+    write_output(file, _sorted(safetensors.torch.save(on_cpu, dict(metadata) or None)))
+
+
+def _sorted(content: bytes) -> bytes:
+    """Sorts the metadata, which safetensors writes in random order.
+
+    A run that resumes after its last round thus writes the same files again.
+    """
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    if "__metadata__" in header:
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[end:]
 
 
 def expanded(folder: str | Path) -> Path:
