@@ -238,7 +238,7 @@ def _bisected(
         trial.append(mixed)
     try:
         return _values(compute, trial)[positions]
-    except Exception:
+    except Exception:  # of user code, on records of which some are at fault
         half = len(positions) // 2
         if half == 0:
             return missing

@@ -255,6 +255,12 @@ class RunSettings:
         for hook in unused_hooks(method):
             reason = f"defines the hook {hook}, but does not inherit from this class"
             yield "run", "method", f"{method.name} {reason}"
+        if method.dp_mechanisms and type(method).release_plans is Method.release_plans:
+            yield (
+                "run",
+                "method",
+                f"{method.name} has dp_mechanisms, so it must define release_plans",
+            )
         if self.robust != "none":
             if method.robust_refusal:
                 yield "run", "robust", f"must be 'none' with {method.name}: {method.robust_refusal}"

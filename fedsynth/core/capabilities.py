@@ -1,8 +1,9 @@
-"""Further abilities of methods, beside the hooks that all methods have (`fedsynth.core.method`).
+"""Further abilities of methods, in addition to the hooks of all methods (`fedsynth.core.method`).
 
 A method that has an ability inherits from its class, and the engine asks for it by `isinstance`. A
-method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`. A hook that
-is marked as abstract must be written. A run refuses a hook whose class the method does not inherit.
+method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`. A hook
+that is marked as abstract must be written. A run refuses a hook whose class the method does not
+inherit.
 """
 
 from __future__ import annotations

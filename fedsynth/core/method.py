@@ -57,9 +57,9 @@ class Method(ABC):
     """The base class of all methods. A subclass is a frozen dataclass of validated settings.
 
     A method sets `name` and `upload`, and implements `client_step`, `server_step` and, with
-    `dp_mechanisms`, `release_plans`. The defaults of the other hooks suit most
-    methods. A method with further abilities, such as a second exchange in a round or synthetic
-    images, also inherits from a class of `fedsynth.core.capabilities`.
+    `dp_mechanisms`, `release_plans`. The defaults of the other hooks suit most methods. A method
+    with further abilities, such as a second exchange in a round or synthetic images, also inherits
+    from a class of `fedsynth.core.capabilities`.
 
     Class attributes:
         name: the method's name in reports, in config files and on the command line.
@@ -209,9 +209,10 @@ class Method(ABC):
         release first.
 
         The engine calls it before any data are read, and charges each client for every plan. A step
-        gets the charged releases by the plan's name (`PrivateClientView.mechanisms`).
+        gets the charged releases by the plan's name (`PrivateClientView.mechanisms`). A method with
+        `dp_mechanisms` must override it.
         """
-        raise NotImplementedError(f"{self.name} has dp_mechanisms, but no release_plans")
+        return ()
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
         """Returns this client's release plans in this round.

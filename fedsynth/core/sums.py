@@ -56,7 +56,7 @@ class SummedUploads(Method):
 
     A subclass defines `from_sum` and `sum_releases`, and its `release_plans` end with
     `sum_over_clients`. `from_sum` is called once in an exchange, with a sum that has all of the
-    charged noise. This class stands before `TwoExchanges` in a list of bases.
+    charged noise. This class comes before `TwoExchanges` in a list of bases.
 
     Args:
         aggregation: who adds the noise. With "own", every client adds all of the noise. With

@@ -198,7 +198,7 @@ def _plain_errors(kind: str) -> Iterator[None]:
     except ImportError:
         reason = f"{kind} files need the extra medical. Run pip install 'fedsynth[medical]'"
         raise UnsupportedImageError(reason) from None
-    except Exception:
+    except Exception:  # its text may quote a header
         raise UnsupportedImageError(f"the {kind} file is damaged or unsupported") from None
 
 

@@ -134,7 +134,7 @@ class Runner:
     Args:
         folder: the folder of the results. `TABLE.jsonl` has a row for each finished run of a table,
             and `runs` has the run folders.
-        deadline: the time after which no run begins or goes on, as by `time.monotonic`.
+        deadline: the time after which no run begins or continues, as by `time.monotonic`.
         report: a function that receives one line of text on each job.
         watch: a function of a run's settings that returns a context manager with an observer.
         download: True lets torchvision download missing data sets.

@@ -307,8 +307,8 @@ class FedFM(TrainsToAnchors, TwoExchanges):
 class FedFMLite(TrainsToAnchors):
     """FedFM with a single exchange in each round.
 
-    The settings are documented in `TrainsToAnchors`. The first round has no anchors, so q is used from round
-    2 on, or from `start_round` on if that is later.
+    The settings are documented in `TrainsToAnchors`. The first round has no anchors, so q is used
+    from round 2 on, or from `start_round` on if that is later.
 
     >>> from fedsynth import FedFMLite, ModelSettings, RunSettings, simulate
     >>> method, model = FedFMLite(local_epochs=1), ModelSettings(width=16, depth=2)

@@ -2,8 +2,8 @@
 
 Every key in a round's metrics and in the summary must be declared with a privacy label. This module
 declares the keys that fedsynth itself writes. A method declares the keys of its own metrics in
-`Measurements.metric_privacy`. An undeclared key is refused. Values that only a simulation may show are
-written only to the folder `simulation_only`.
+`Measurements.metric_privacy`. An undeclared key is refused. Values that only a simulation may show
+are written only to the folder `simulation_only`.
 """
 
 from __future__ import annotations

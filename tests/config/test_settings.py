@@ -443,8 +443,11 @@ def test_hooks_without_their_class_are_refused() -> None:
     class Unfinished(fs.Method):
         name, upload = "unfinished", fs.ModelParameters
 
+    class Unplanned(fs.FedAvg):
+        release_plans = fs.Method.release_plans
+
     unfinished: Any = Unfinished
-    for method in (Silent(), Undeclared()):
+    for method in (Silent(), Undeclared(), Unplanned()):
         with raises(SettingError, "run.method"):
             fs.RunSettings(method)
     with raises(SettingError, "run.method"):

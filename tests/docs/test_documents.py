@@ -54,7 +54,7 @@ def test_problems_of_site_links_are_detected(
         ("docs/a.md", "a " * 60, ["wrap"]),
         ("docs/a.md", "[a](b.md)", ["link"]),
         ("docs/a.md", "[a](generated/b.md)", ["link"]),
-        ("docs/tutorials/a.md", "```{code-cell} ipython3\n%cd /tmp/\n```", ["tutorial"] * 3),
+        ("docs/tutorials/a.md", "```{code-cell} ipython3\n%cd /mnt/\n```", ["tutorial"] * 3),
         ("Dockerfile", "COPY nothing .\nARG EXTRAS=none", ["docker"] * 2),
         ("CITATION.cff", "", ["version"]),
         ("privacy/a.py", "from fedsynth.core.method import Method", ["layer"]),
