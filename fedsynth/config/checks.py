@@ -18,6 +18,7 @@ from fedsynth.errors import (
     UnaccountedReleaseError,
     unknown_value,
 )
+from fedsynth.models.registry import SEGMENTS
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -72,6 +73,34 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
         reason = f"must be at least {spec.train_size}, the declared number of records"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
+
+
+def check_task(settings: RunSettings, spec: DatasetSpec) -> None:
+    """Refuses a method, a model or a privacy guarantee that cannot be used with the task of the data.
+
+    Raises:
+        SettingError: the data have masks, and the method needs classes, the model does not segment
+            or the run is private; or the model segments, and the data have no masks.
+    """
+    method, names = settings.method, {settings.model.name, *settings.model.client_names}
+    if not spec.has_masks:
+        if SEGMENTS in names:
+            reason = f"needs a data set with masks, but {spec.name} has classes. Use convnet instead"
+            raise SettingError("model", "name", reason, value=SEGMENTS)
+        return
+    if method.masks_refusal:
+        reason = f"needs a class for each image, but {spec.name} has masks: {method.masks_refusal}. "
+        reason += "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
+        raise SettingError("run", "method", reason, value=method.name)
+    if names != {SEGMENTS} or settings.model.projection:
+        reason = f"must be {SEGMENTS!r}, without projection, because {spec.name} has masks"
+        raise SettingError("model", "name", reason, value=settings.model.name)
+    if settings.privacy is not None:
+        reason = (
+            f"cannot be set for {spec.name}, because the trials of private steps cannot draw masks. "
+            "Leave the section privacy out"
+        )
+        raise PrivacySettingError("privacy", "epsilon", reason)
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:

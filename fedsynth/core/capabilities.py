@@ -210,7 +210,7 @@ def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: in
     """
     if isinstance(method, OwnNetwork):
         return method.network(spec)
-    return build_network(model, spec, seed)
+    return method.with_layers(build_network(model, spec, seed), spec)
 
 
 class Measurements(Method):

@@ -26,6 +26,7 @@ from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.uploads import Rule, model_rules
+from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.plans import Plans as Plans  # part of this interface
 from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
@@ -76,6 +77,8 @@ class Method(ABC):
         features_refusal: the reason why the method's network cannot use a fixed feature map
             (`ModelSettings.features`). If empty, it can, and the clients' "images" are then feature
             vectors.
+        masks_refusal: the reason why the method cannot train on masks, for segmentation. If empty,
+            it can.
         presets: for each data set, the settings whose defaults the method changes.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate
@@ -100,6 +103,7 @@ class Method(ABC):
     refusal: ClassVar[str] = ""
     robust_refusal: ClassVar[str] = "the server averages no models, so a robust rule has no effect"
     features_refusal: ClassVar[str] = "the clients or the server use the images directly"
+    masks_refusal: ClassVar[str] = "the clients or the server use the classes of images"
     presets: ClassVar[Presets] = {}
 
     def __post_init__(self) -> None:
@@ -200,6 +204,13 @@ class Method(ABC):
         gain nothing from groups.
         """
         return None
+
+    def with_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
+        """Returns the network that a run trains, made from the network of the model settings.
+
+        By default it is the same network. A method may add layers.
+        """
+        return network
 
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot use this network architecture."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from fedsynth.data.registry import DatasetSpec, custom_spec, in_order
+from fedsynth.data.registry import SEGMENTATION, DatasetSpec, custom_spec, in_order
 from fedsynth.errors import DataError
 from fedsynth.seeding import torch_generator
 
@@ -48,7 +48,8 @@ class ImageData:
 
     Args:
         images: uint8 [N, C, H, W], or float32 in [0, 1] if the specification has bounds.
-        labels: integers [N] in [0, classes).
+        labels: integers [N] in [0, classes), or masks [N, H, W] if the task of the specification is
+            segmentation. Masks are stored as uint8.
         spec: the specification of the images.
         domains: integers [N], the position of each image's domain in `spec.domains`. Only for data
             sets with domains, such as the hospitals or styles that the images come from.
@@ -106,7 +107,8 @@ class ImageData:
         for what, limit in limits.items():
             numbers = getattr(self, what)
             if numbers is not None:
-                checked = _checked_numbers(what, numbers, count, spec, limit)
+                shape = (count, *spec.label_shape) if what == "labels" else (count,)
+                checked = _checked_numbers(what, numbers, shape, spec, limit)
                 object.__setattr__(self, what, checked.to(self.images.device))
 
     def __repr__(self) -> str:
@@ -132,7 +134,7 @@ class ImageData:
             DataError: `indices` is not a vector of integers in [0, N), or is empty.
         """
         index = torch.as_tensor(indices)
-        index = _checked_numbers("indices", index, index.numel(), self.spec, len(self))
+        index = _checked_numbers("indices", index, (index.numel(),), self.spec, len(self))
         index = index.to(self.labels.device)
         return self._map(lambda array: array[index])
 
@@ -155,8 +157,9 @@ class ImageData:
         return domains, groups
 
     def class_counts(self) -> Tensor:
-        """Returns the number of examples of each class: int64 [classes], on the data's device."""
-        return torch.bincount(self.labels, minlength=self.spec.classes)
+        """Returns the number of examples of each class, or of pixels of each class in masks: int64
+        [classes], on the data's device."""
+        return torch.bincount(self.labels.flatten(), minlength=self.spec.classes)
 
 
 def from_arrays(
@@ -177,8 +180,8 @@ def from_arrays(
             may have any numeric type. They are clipped to the bounds, because an error would reveal
             an outlier. A `torch.utils.data.Dataset` or `DataLoader` of pairs (image, label), or a
             data frame whose other columns are numbers, may replace the arrays.
-        labels: integers [N] in [0, classes), or names of classes. For a data frame, the name of a
-            column. None for a data set of pairs.
+        labels: integers [N] in [0, classes), or names of classes, or masks [N, H, W] of integers
+            for segmentation. For a data frame, the name of a column. None for a data set of pairs.
         spec: the specification that the images must match. None derives one from the arrays, which
             runs with differential privacy refuse, because it may reveal something about the data.
         domains: the hospital, scanner or style that each image comes from, as integers [N], the
@@ -212,8 +215,12 @@ def from_arrays(
     x = _as_tensor(images, "images")
     if spec is None:
         names = () if domains is None else in_order(_texts(domains, "domains"))
-        classes = in_order(_texts(labels, "labels"))
         facts = {"source": DERIVED, "train_size": max(1, len(x)), "bounds": bounds}
+        if np.ndim(labels) == 3:
+            facts["task"] = SEGMENTATION
+            classes = tuple(map(str, range(max(2, int(np.max(np.asarray(labels), initial=0)) + 1))))
+        else:
+            classes = in_order(_texts(labels, "labels"))
         spec = custom_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
     if tuple(x.shape[1:]) != spec.image_shape and image_shape_of(x.shape) == spec.image_shape:
         if x.dim() == 4:
@@ -280,7 +287,7 @@ def _texts(values: Any, what: str) -> list[str]:
 def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str) -> Any:
     """Returns the position of each name in `names`. Integers are positions already."""
     is_text = not isinstance(values, Tensor) and np.asarray(values).dtype.kind in "UO"
-    if not is_text and spec.source != DERIVED:
+    if not is_text and (spec.source != DERIVED or np.ndim(values) > 1):
         return values
     texts = _texts(values, what)
     unknown = sorted(set(texts).difference(names))
@@ -428,23 +435,28 @@ def _as_tensor(array: Array, what: str) -> Tensor:
 
 
 def _checked_numbers(
-    what: str, numbers: Tensor, count: int, spec: DatasetSpec, limit: float
+    what: str, numbers: Tensor, shape: tuple[int, ...], spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Converts numbers to int64, after a check of their shape [count] and range [0, limit)."""
-    if numbers.shape != (count,):
+    """Converts numbers to int64, and masks to uint8, after a check of their shape and their range
+    [0, limit)."""
+    if numbers.shape != shape:
         raise DataError(
-            f"the {what} of {spec.name} must have the shape [{count}], got {list(numbers.shape)}"
+            f"the {what} of {spec.name} must have the shape {list(shape)}, got "
+            f"{list(numbers.shape)}"
         ).with_code("data.label_shape")
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise DataError(f"the {what} of {spec.name} must be integers, got {_text(numbers.dtype)}")
-    wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
+    are_masks = len(shape) > 1
+    wide = numbers
+    if not (are_masks and numbers.dtype == torch.uint8):  # which may be large
+        wide = numbers.long()  # a too large uint64 becomes negative, and is then refused
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
         raise DataError(
             f"the {what} of {spec.name} must be in [0, {limit}), but {len(wrong)} are outside, "
             f"such as {int(wrong[0])}"
         ).with_code("data.label_range")
-    return wide
+    return wide.to(torch.uint8) if are_masks else wide
 
 
 def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> None:
@@ -516,8 +528,9 @@ def record_digests(
         stored = chunk.images if chunk.record_bytes is None else chunk.record_bytes
         pixels = stored.cpu().flatten(1).contiguous().view(torch.uint8).numpy()
         if labels:
-            y = chunk.labels.cpu().numpy().astype("<i8")
-            pixels = np.concatenate([pixels, y[:, None].view(np.uint8)], axis=1)
+            y = chunk.labels.reshape(len(chunk), -1).cpu().numpy()
+            y = y.astype(y.dtype.newbyteorder("<"))
+            pixels = np.concatenate([pixels, y.view(np.uint8)], axis=1)
         for row, record in enumerate(np.ascontiguousarray(pixels), start=first):
             hashed = empty.copy()
             hashed.update(record)

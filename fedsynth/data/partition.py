@@ -44,7 +44,7 @@ def partition(
     `dirichlet-dominant`, or if `min_size` is 0 with `dirichlet` or `quantity`.
 
     Args:
-        labels: integers [N] in [0, classes).
+        labels: integers [N] in [0, classes), or masks [N, H, W], which are not used.
         settings: the rule and its parameters.
         classes: the number of classes C, including classes without examples.
         domains: integers [N], the domain of each example. The rule `domain` needs them, and gives
@@ -58,6 +58,12 @@ def partition(
             message names the setting to change.
     """
     y = np.asarray(labels)
+    if y.ndim == 3 and settings.kind in COUNTS:
+        raise PartitionError(
+            f"the partition {settings.kind!r} needs a class for each image, but the data have masks. "
+            "Set partition.kind=domain or partition.kind=iid"
+        ).with_code("partition.masks")
+    y = classes_of_images(y)
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"labels must be integers [N], got {y.dtype} of shape {list(y.shape)}")
     if len(y) and not 0 <= y.min() <= y.max() < classes:
@@ -140,10 +146,19 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         assigned[indices] = True
 
 
+def classes_of_images(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
+    """Returns labels [N] unchanged, and zeros [N] in place of masks [N, H, W]."""
+    return np.zeros(len(labels), np.int64) if labels.ndim == 3 else labels
+
+
 def count_matrix(
     labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int
 ) -> IntArray:
-    """Counts the examples of each class at each client, int64 [K, C]."""
+    """Counts the examples of each class at each client, int64 [K, C].
+
+    Images with masks count as class 0.
+    """
+    labels = classes_of_images(labels)
     counts = np.zeros((len(parts), classes), dtype=np.int64)
     for row, part in zip(counts, parts, strict=True):
         row[:] = np.bincount(labels[part], minlength=classes)

@@ -25,6 +25,9 @@ from fedsynth.errors import SettingError, faults_as, short_repr, unknown_name
 
 MAX_NAME = 200
 MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow
+# The tasks of data sets: the label of an image is a class, or a mask with a class for each pixel.
+CLASSIFICATION, SEGMENTATION = "classification", "segmentation"
+MAX_MASK_CLASSES = 255  # masks are stored as bytes
 # Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
 # that is computed from the images would reveal exact information about them.
 MEAN, STD = 0.5, 0.25
@@ -63,6 +66,8 @@ class DatasetSpec:
             for image files with more than 8 bits. None takes the window in each file.
         slice: the slice of a volume, or the frame of a file with several frames, counted from 0.
             −1 takes the middle one.
+        task: "classification", or "segmentation" if the label of an image is a mask [H, W], whose
+            values are classes.
 
     Raises:
         SettingError: a size is not positive, the window has no width, constants or names do not
@@ -96,6 +101,7 @@ class DatasetSpec:
     encoded_shape: tuple[int, int, int] | None = None
     window: tuple[float, float] | None = None
     slice: int = -1
+    task: str = CLASSIFICATION
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
@@ -127,6 +133,12 @@ class DatasetSpec:
                 self._refuse("window", "must be a centre and a positive width", self.window)
         if self.slice < -1:
             self._refuse("slice", "must be at least -1", self.slice)
+        if self.task not in (CLASSIFICATION, SEGMENTATION):
+            rule = f"must be {CLASSIFICATION!r} or {SEGMENTATION!r}"
+            self._refuse("task", rule, self.task)
+        if self.has_masks and self.classes > MAX_MASK_CLASSES:
+            rule = f"must be at most {MAX_MASK_CLASSES} for masks"
+            self._refuse("classes", rule, self.classes)
         if len(self.class_names) != self.classes:
             rule = f"must have one name for each of {self.classes} classes"
             self._refuse("class_names", rule, self.class_names)
@@ -139,11 +151,12 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with lists in place of tuples.
 
-        Bounds, the encoder, the window and the slice are left out if the data have none.
+        Bounds, the encoder, the window and the slice are left out if the data have none, and the
+        task if it is classification.
         """
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        for name in ("bounds", "encoder", "encoded_shape", "window", "slice"):
-            if values[name] in (None, "", -1):
+        for name in ("bounds", "encoder", "encoded_shape", "window", "slice", "task"):
+            if values[name] in (None, "", -1, CLASSIFICATION):
                 del values[name]
         return values
 
@@ -151,6 +164,16 @@ class DatasetSpec:
     def image_shape(self) -> tuple[int, int, int]:
         """Returns (channels, height, width)."""
         return self.channels, self.height, self.width
+
+    @property
+    def has_masks(self) -> bool:
+        """True if the label of an image is a mask with a class for each pixel."""
+        return self.task == SEGMENTATION
+
+    @property
+    def label_shape(self) -> tuple[int, ...]:
+        """The shape of an image's label: () for a class, (height, width) for a mask."""
+        return (self.height, self.width) if self.has_masks else ()
 
     @property
     def can_be_drawn(self) -> bool:

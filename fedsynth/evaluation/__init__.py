@@ -1,9 +1,35 @@
 """Measures of models and of generators. Reading their names here imports no torch."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 # The measures of a classifier apart from its accuracy (`classification_measures`).
 MEASURES = ("balanced_accuracy", "auroc", "f1", "calibration_error")
+
+
+class Names(NamedTuple):
+    """The keys of a task's main measure in metrics and summaries.
+
+    Attributes:
+        test: the measure of the model on the test set.
+        common: the same for the common model, if each client ends with a personal one.
+        domains: the measure on each domain of the test set.
+        clients: the measure on each client's own test split.
+    """
+
+    test: str
+    common: str
+    domains: str
+    clients: str
+
+
+# The names by task. In segmentation, the measure is the mean Dice coefficient of the test images.
+NAMES = {
+    "classification": Names(
+        "test_accuracy", "common_model_accuracy", "domain_accuracy", "client_accuracy"
+    ),
+    "segmentation": Names("test_dice", "common_model_dice", "domain_dice", "client_dice"),
+}
+TEST_KEYS = tuple(names.test for names in NAMES.values())
 GENERATOR = "generator"  # the key of a generator's measures in the metrics of a round
 # The type of the dictionary that `generated.describe` returns.
 GeneratorFacts = dict[

@@ -1,14 +1,16 @@
-"""Computes the accuracy of a classifier, and how fair a model is to the clients.
+"""Computes the accuracy of a model, and how fair a model is to the clients.
 
 `local_metrics` computes the three measures of FedKF (Definitions 1 to 3): the average accuracy of a
 model over the clients, its variance and its minimum. a_k is the accuracy on the test split of
 client k. n_k = |D_k| counts all records of client k, both for training and for testing, because
 FedKF splits each D_k into the two. The measures include only clients that have at least one test
-record.
+record. In segmentation, the Dice coefficient of a record takes the place of whether it is
+classified correctly, and a_k is the mean Dice coefficient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,12 @@ from torch import Tensor, nn
 
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import ImageData, normalise
+from fedsynth.data.registry import CLASSIFICATION
+from fedsynth.evaluation import NAMES
 from fedsynth.models.on_features import FeatureLinear, OnFeatures
+from fedsynth.training.segmentation import dice
+
+PASS_SCALARS = 2**24  # of the images in a forward pass
 
 
 def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
@@ -26,7 +33,7 @@ def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
     The model must be on the same device as the data. Its training or evaluation mode is restored
     afterwards.
     """
-    return int(correct(model, data, batch).sum()) / len(data.labels)
+    return float(scores(predict(model, data, batch), data.labels).sum()) / len(data.labels)
 
 
 def domain_masks(data: ImageData) -> dict[str, Tensor]:
@@ -45,21 +52,21 @@ def domain_masks(data: ImageData) -> dict[str, Tensor]:
     return masks
 
 
-def correct(
-    model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
-) -> Tensor:
-    """Returns a boolean tensor [N] that is true where `model` classifies an example correctly.
+def scores(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns how well each example is predicted, float64 [N] in [0, 1].
 
-    The arguments are those of `predict`.
+    For classes [N], it is 1 if the prediction is correct, and otherwise 0. For masks [N, H, W], it
+    is the Dice coefficient.
     """
-    labels = data.labels if among is None else data.labels[among.to(data.labels.device)]
-    return predict(model, data, batch, among=among).argmax(dim=1) == labels
+    if labels.dim() == 1:
+        return (logits.argmax(dim=1) == labels).double()
+    return dice(logits, labels)
 
 
 def predict(
     model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
 ) -> Tensor:
-    """Returns the logits [N, C] that `model` computes for examples.
+    """Returns the logits [N, C], or [N, C, H, W] in segmentation, that `model` computes for examples.
 
     The model's training or evaluation mode is restored afterwards.
 
@@ -67,7 +74,7 @@ def predict(
         model: a classifier of images. If the model uses a feature map, the features are cached
             together with the data.
         data: the dataset that contains the examples.
-        batch: number of examples in a forward pass.
+        batch: number of examples in a forward pass, or fewer if the examples are large.
         among: indices [N] of the examples to classify. By default, all examples are classified.
     """
     mode = model.training
@@ -75,6 +82,7 @@ def predict(
     if among is None:
         among = torch.arange(len(data))
     indices = among.to(data.labels.device, non_blocking=True)
+    batch = max(1, min(batch, PASS_SCALARS // math.prod(data.spec.image_shape)))
     logits = _logits_of(model, data, indices)
     with torch.no_grad():
         parts = list(map(logits, indices.split(batch)))
@@ -99,7 +107,10 @@ def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[
 
 
 def local_metrics(
-    right: Sequence[int], tested: Sequence[int], sizes: Sequence[float]
+    right: Sequence[float],
+    tested: Sequence[int],
+    sizes: Sequence[float],
+    task: str = CLASSIFICATION,
 ) -> dict[str, Any] | None:
     """Computes how well and how evenly a model performs on the clients' own test splits.
 
@@ -108,10 +119,12 @@ def local_metrics(
     client. The results are exact functions of private data, so only a simulation may compute them.
 
     Args:
-        right: for each client, the number of test records that the model classifies correctly.
+        right: for each client, the sum of the `scores` of its test records: in classification, the
+            number of records that the model classifies correctly.
         tested: for each client, the number of test records. A client without test records is
             ignored, and its a_k is None.
         sizes: n_k of each client.
+        task: the task, which determines the name of the a_k.
 
     Returns:
         The measures by name, or None if no client has a test record.
@@ -132,5 +145,5 @@ def local_metrics(
         "amp": sum(a * n for a, n in zip(values, weights, strict=True)) / sum(weights),
         "fm": sum((a - mean) ** 2 for a in values) / len(values),
         "wlp": min(values),
-        "client_accuracy": accuracies,
+        NAMES[task].clients: accuracies,
     }

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import filterfalse, product
 
 from fedsynth.data.registry import dataset_spec
+from fedsynth.evaluation import NAMES, Names
 from fedsynth.experiments import presets
 from fedsynth.experiments.presets import Changes
 from fedsynth.experiments.rows import Row
@@ -248,7 +249,7 @@ def measured(
     elif number.domain:
         values = [_of_domain(curve, number.domain, dataset)]
     else:
-        values = _column(curve, variant, "test_accuracy")
+        values = _column(curve, variant, _names(dataset).test)
     measurements = _recorded(values)
     if not measurements:
         return None
@@ -273,6 +274,10 @@ def _last(curve: Curve, name: str) -> float | None:
     return values[-1] if values else None
 
 
+def _names(dataset: str) -> Names:
+    return NAMES[dataset_spec(dataset).task]
+
+
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     """Returns the last accuracy on a domain, or the mean over all domains for "average".
 
@@ -283,7 +288,8 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     names = dataset_spec(dataset).domains
     accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}
     if set(accuracies.values()) == {None}:
-        accuracies = {name: _last(curve, f"domain_accuracy.{name}") for name in names}
+        of_domains = _names(dataset).domains
+        accuracies = {name: _last(curve, f"{of_domains}.{name}") for name in names}
     if domain != "average":
         return accuracies.get(domain)
     values = _recorded(accuracies.values())

@@ -90,6 +90,7 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
 # function that formats the value.
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("test_accuracy", percent),
+    "Dice": ("test_dice", percent),
     "balanced": ("balanced_accuracy", percent),
     "AUROC": ("auroc", percent),
     "AMP": ("local.amp", percent),

@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from markupsafe import Markup, escape
 
+from fedsynth.data.registry import SEGMENTATION
 from fedsynth.errors import HOSTILE, OutputError, PrivacyError
+from fedsynth.evaluation import NAMES, TEST_KEYS
 from fedsynth.experiments import overview
 from fedsynth.files import read_regular, write_output
 from fedsynth.formatting import band, format_epsilon, format_odds, printable
@@ -234,6 +236,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
         "Who has what": partial(_partitions, simulation_only),
         "Synthetic images": _images,
         "Classification": _classification,
+        "Segmentation": _segmentation,
         "Fairness": partial(_by_round, ("local.amp", "local.wlp", "local.fm")),
         "Generators": partial(_by_round, GENERATED),
         "Privacy": _privacy,
@@ -276,11 +279,12 @@ def _runs(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _curves(runs: Sequence[Run]) -> Iterator[Markup]:
-    for metric in ("test_accuracy", f"{PRIVATE_TEST}.test_accuracy", "local.amp"):
-        if any(curve(run, metric, "rounds") for run in runs):
-            for axis in AXES:
-                yield from _curve(runs, metric, axis)
-            return
+    on_test = [f"{prefix}{key}" for prefix in ("", f"{PRIVATE_TEST}.") for key in TEST_KEYS]
+    recorded = [m for m in (*on_test, "local.amp") if any(curve(r, m, "rounds") for r in runs)]
+    chosen = [metric for metric in recorded if metric in TEST_KEYS] or recorded[:1]
+    for metric in chosen:
+        for axis in AXES:
+            yield from _curve(runs, metric, axis)
 
 
 def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
@@ -364,7 +368,8 @@ def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
         for domain in accuracies:
             within = _mapping(_mapping(last, DOMAIN_MEASURES), domain)
             rows.append([f"{run.label}, {domain}", *_measured(within, accuracies[domain])])
-        shares = _mapping(last, LOCAL).get("client_accuracy")
+        local = _mapping(last, LOCAL)
+        shares = next((local[n.clients] for n in NAMES.values() if n.clients in local), None)
         for number, share in enumerate(shares if isinstance(shares, list) else ()):
             clients.append([f"{run.label}, client {number}", percent(_number(share))])
     if any(cell != NONE for _, *cells in rows for cell in cells):
@@ -373,9 +378,25 @@ def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
         text = "AUROC is undefined if all test examples have one class, or an output is not finite."
         yield _PARTS.text(text)
     if 0 < len(clients) <= MAX_CLIENTS:
-        yield _table("accuracy by client", ("client", "accuracy on its own test split"), clients)
+        heads = ("client", "accuracy or Dice on its own test split")
+        yield _table("accuracy by client", heads, clients)
     for run in runs:
         yield from _confusion(run)
+
+
+def _segmentation(runs: Sequence[Run]) -> Iterator[Markup]:
+    """Yields a table with the Dice coefficient of each run on the test set, also by domain."""
+    names = NAMES[SEGMENTATION]
+    rows = []
+    for run in runs:
+        last = run.rows[-1] if run.rows else {}
+        last = _mapping(last, PRIVATE_TEST) or last
+        if names.test in last:
+            rows.append([run.label, percent(_number(last[names.test]))])
+        for domain, value in _mapping(last, names.domains).items():
+            rows.append([f"{run.label}, {domain}", percent(_number(value))])
+    if rows:
+        yield _table("Dice coefficient on the test set", ("run", "mean over images"), rows)
 
 
 def _confusion(run: Run) -> Iterator[Markup]:

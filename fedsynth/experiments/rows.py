@@ -28,6 +28,7 @@ import torch
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError, writing
+from fedsynth.evaluation import NAMES, TEST_KEYS
 from fedsynth.files import decode_json, lock, open_regular, read_text
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.version import __version__
@@ -172,7 +173,7 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
 
 
-FIGURES = ("test_accuracy", "amp", "fm", "wlp")
+FIGURES = (*TEST_KEYS, "amp", "fm", "wlp")
 
 
 def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
@@ -214,11 +215,12 @@ def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]
 def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
     """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
-    for name, accuracy in row.get("domain_accuracy", {}).items():
-        figures[f"{prefix}domain_accuracy.{name}"] = accuracy
-    if domains:
-        for client, accuracy in enumerate(row.get("client_accuracy", ())):
-            figures[f"{prefix}client.{client}"] = accuracy
+    for names in NAMES.values():
+        for name, accuracy in row.get(names.domains, {}).items():
+            figures[f"{prefix}{names.domains}.{name}"] = accuracy
+        if domains:
+            for client, accuracy in enumerate(row.get(names.clients, ())):
+                figures[f"{prefix}client.{client}"] = accuracy
     rounded = {name: round(float(n), 6) for name, n in figures.items() if n is not None}
     if "local" in row:
         rounded |= _figures(f"{prefix}local.", row["local"], domains)

@@ -25,7 +25,7 @@ from fedsynth.core.messages import Message, Tensors
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import check_numbers
 from fedsynth.errors import BudgetExceededError, DeviceMemoryError, RequestRefusedError
-from fedsynth.evaluation.accuracy import correct
+from fedsynth.evaluation.accuracy import predict, scores
 from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy.ledger.ledger import History
@@ -114,14 +114,14 @@ def step_together(
 def evaluate_together(
     clients: Sequence[ClientRuntime], models: Mapping[str, Tensors], context: RoundContext
 ) -> list[protocol.ClientEvaluation]:
-    """Counts the correct predictions of models on the test split of each client.
+    """Sums the `scores` of models on the test split of each client.
 
     The splits of all clients are classified together, unless each client has a personal model.
     """
-    right: dict[int, dict[str, int]] = {}
+    right: dict[int, dict[str, float]] = {}
     for client in clients:
         client.begin(context)
-        right[client.number] = dict.fromkeys(models, 0)
+        right[client.number] = dict.fromkeys(models, 0.0)
     tested = [client for client in clients if len(client.data.held_out)]
     at_once = len(clients)
     if isinstance(clients[0].method, PersonalModels):
@@ -132,9 +132,11 @@ def evaluate_together(
             group = tested[start : start + at_once]
             splits = [client.data.held_out for client in group]
             model = context.load(group[0].personal(parameters))
-            is_correct = correct(model, resident, among=torch.cat(splits)).cpu()
-            for client, part in zip(group, is_correct.split(list(map(len, splits))), strict=True):
-                right[client.number][name] = int(part.sum())
+            among = torch.cat(splits)
+            labels = resident.labels[among.to(resident.labels.device)]
+            values = scores(predict(model, resident, among=among), labels).cpu()
+            for client, part in zip(group, values.split(list(map(len, splits))), strict=True):
+                right[client.number][name] = float(part.sum())
     return [
         protocol.ClientEvaluation(k.number, k.data.size, len(k.data.held_out), right[k.number])
         for k in clients

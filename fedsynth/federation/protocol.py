@@ -127,13 +127,14 @@ class ClientEvaluation:
         client: the index of the client.
         size: the number of the client's training and test records together.
         tested: the number of records in the client's test split.
-        right: a mapping from each model's name to its number of correct predictions.
+        right: a mapping from each model's name to the sum of its scores, which is its number of
+            correct predictions, or the sum of its Dice coefficients.
     """
 
     client: int
     size: int
     tested: int
-    right: Mapping[str, int]
+    right: Mapping[str, float]
 
 
 def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:

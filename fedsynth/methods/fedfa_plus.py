@@ -15,7 +15,8 @@ alignment. All models have equal weight in the average.
 The implementation follows the overview slides, in which some formulas are illegible. The momentum
 of 0.99 and the augmentation of every second batch on average are those of the public code of
 FedFA-l. At 64×64, AlexNet's last stage is one pixel, from which the augmentation leaves only the
-drawn mean.
+drawn mean. In segmentation, the stages are the halvings of the U-Net and its bottleneck, as in that
+code, and the histograms are those of the means of the last feature maps.
 Neither source defines how features are transformed before binning, the number of bins, or λ. These
 choices are ours.
 
@@ -31,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedsynth.core.client import ExactClientView, chunk
 from fedsynth.core.context import RoundContext
@@ -44,6 +44,7 @@ from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.layers import check_embedding
 from fedsynth.seeding import torch_generator
 from fedsynth.training import feature_statistics
+from fedsynth.training.segmentation import example_losses
 from fedsynth.validation import in_range, one_of
 
 HISTOGRAM = "histogram"
@@ -126,7 +127,7 @@ class FedFAPlus(TrainsLocally):
     bin_temperature: float = in_range(0.01, 1e-6)
 
     def check_model(self, model: nn.Module) -> None:
-        check_embedding(self.name, model)
+        check_embedding(self.name, model, nn.Linear | nn.Conv2d)
         if self.parts != "alignment" and not getattr(model, "stage_names", ()):
             reason = (
                 "must be a network with the attribute `stage_names`, the names of the stages to "
@@ -155,12 +156,12 @@ class FedFAPlus(TrainsLocally):
             with feature_statistics.augmented(network, layers):
                 f = network.embed(x)  # type: ignore[operator]
             logits = network.classifier(f)  # type: ignore[operator]
-            cross_entropy = F.cross_entropy(logits, y, reduction="none")
+            task_loss = example_losses(logits, y)
             if histogram is None:
-                return cross_entropy
+                return task_loss
             batch_histogram = feature_statistics.soft_histogram(f, self.bins, self.bin_temperature)
             divergence = feature_statistics.symmetric_divergence(batch_histogram, histogram)
-            return cross_entropy + self.align_weight * divergence
+            return task_loss + self.align_weight * divergence
 
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             means: dict[str, Tensor] = {}
@@ -198,7 +199,7 @@ class FedFAPlus(TrainsLocally):
             rules[f"mean.{stage}"] = Array((width,))
             rules[f"std.{stage}"] = Array((width,), low=0.0)
         if self.parts != "augmentation":
-            features: int = model.classifier.in_features  # type: ignore[assignment,union-attr]
+            features = model.classifier.weight.shape[1]  # type: ignore[union-attr,index]
             shape = (features, self.bins)
             rules[HISTOGRAM] = Array(shape, low=0.0, high=1.0 + 1e-5, sums_to_one=True)
         return rules

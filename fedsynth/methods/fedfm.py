@@ -162,6 +162,7 @@ class TrainsToAnchors(TrainsLocally):
     request = AnchorsDown
     state = AnchorState
     sums_exchange: ClassVar[str] = FIRST
+    masks_refusal = "anchors are the mean features of the images of each class"
     robust_refusal = (
         "the server adds class sums. In a robust rule, clients without examples of a class would "
         "outvote the clients that have examples"

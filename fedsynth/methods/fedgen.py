@@ -133,6 +133,7 @@ class FedGen(TrainsLocally):
     request = GeneratorDown
     upload = ModelAndCounts
     state = GeneratorState
+    masks_refusal = "the generator makes features for a class"
     robust_refusal = "the generator learns from each classifier, which a robust rule replaces"
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **TrainsLocally.metric_privacy,

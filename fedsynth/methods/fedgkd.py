@@ -55,6 +55,7 @@ class FedGKD(TrainsLocally):
     name = "fedgkd"
     summary = "local training distilled from the average of the last global models"
     request = TeacherDown
+    masks_refusal = "the clients distil class probabilities"
     reference = "Yao et al. 2021, FedGKD, arXiv 2107.00051"
 
     gamma: float = in_range(0.2, 0)

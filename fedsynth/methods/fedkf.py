@@ -115,6 +115,7 @@ class FedKF(TrainsLocally):
     name = "fedkf"
     summary = "clients distil the average of all models into theirs, on images of a local generator"
     reference = "Zhou et al. 2023, FedKF, arXiv 2207.10447"
+    masks_refusal = "clients distil on images that are generated for classes"
     features_refusal = "clients distil on generated images. Use fedgkd, which distils on the data"
     presets: ClassVar[Presets] = {
         "digits": {"lr": 0.2, "generator_width": 8, "generator_batch": 32}

@@ -59,6 +59,7 @@ class Moon(TrainsLocally):
 
     name = "moon"
     summary = "local training pulls representations from the previous to the global model"
+    masks_refusal = "the contrastive loss compares one representation of each image"
     reference = "Li, He and Song 2021, MOON, arXiv 2103.16257"
 
     mu: float = in_range(1.0, 0)

@@ -60,6 +60,7 @@ class QFFL(TrainsLocally):
     reference = "Li et al. 2020, q-FFL, arXiv 1905.10497"
     upload = FairModel
     dp_mechanisms = ()
+    masks_refusal = "the clients measure cross-entropies"
     refusal = "each client uploads its exact loss, which no mechanism protects"
     robust_refusal = "the server weights clients by their reported losses, and a malicious client can report any loss"
 

@@ -21,6 +21,7 @@ from fedsynth.methods.fedfm import FedFM as FedFM
 from fedsynth.methods.fedfm import FedFMLite as FedFMLite
 from fedsynth.methods.fedgen import FedGen as FedGen
 from fedsynth.methods.fedgkd import FedGKD as FedGKD
+from fedsynth.methods.fedharmo import FedHarmo as FedHarmo
 from fedsynth.methods.fedhydra import FedHydra as FedHydra
 from fedsynth.methods.fedkf import FedKF as FedKF
 from fedsynth.methods.fednova import FedNova as FedNova

@@ -18,6 +18,7 @@ over memory. `torch.var_mean` with autograd needs ten times as long on a CPU (do
 from __future__ import annotations
 
 import copy
+from types import UnionType
 from typing import Any
 
 import torch
@@ -217,15 +218,17 @@ def group_norm(channels: int) -> nn.GroupNorm:
     return nn.GroupNorm(next(g for g in (32, 16, 8, 4, 2, 1) if channels % g == 0), channels)
 
 
-def check_embedding(method: str, model: nn.Module) -> None:
+def check_embedding(
+    method: str, model: nn.Module, last: type[nn.Module] | UnionType = nn.Linear
+) -> None:
     """Checks that a network has the parts that a method on embeddings needs.
 
-    The parts are a function `embed` and a linear layer `classifier`.
+    The parts are a function `embed` and a layer `classifier` of the type `last`.
 
     Raises:
         SettingError: the network lacks one of these parts.
     """
-    if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), nn.Linear)):
+    if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), last)):
         reason = (
             f"must be a network with `embed` and a linear `classifier`, because {method} uses "
             "embeddings. A custom model needs embed(x), which returns [N, embedding_size], and "

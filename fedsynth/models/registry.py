@@ -26,6 +26,7 @@ from fedsynth.models.layers import Projected
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
+from fedsynth.models.unet import UNet
 from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.seeding import forked_rng
 from fedsynth.validation import check_fields, in_range
@@ -41,6 +42,9 @@ MAX_PARAMETERS = 2**30
 LIBRARY_NORMS = ("own", "group")
 # The networks that can use a feature map.
 ON_FEATURES = ("linear", "mlp")
+
+# The network for segmentation.
+SEGMENTS = "unet"
 
 CNN_NORMS = ("batch", "group", "instance")
 _COUNTED = 1024  # parameters are counted before a network with a wider layer is made
@@ -92,6 +96,7 @@ _MODELS = {
     "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
     "resnet50": _Architecture(_large("resnet50"), ("batch", "group")),
     "alexnet": _Architecture(_large("AlexNet"), ("batch", "group")),
+    SEGMENTS: _Architecture(UNet, CNN_NORMS),
 }
 
 
@@ -104,10 +109,12 @@ class ModelSettings:
 
     Args:
         name: the architecture (convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18,
-            resnet50, alexnet or googlenet), or FILE.py:NAME for your own, or timm:NAME or
-            torchvision:NAME. The default is "convnet", or "linear" if `features` is set.
-        width: the number of channels in each layer of "convnet", or of units in the hidden layer of
-            "mlp". Other architectures have their published sizes.
+            resnet50, alexnet or googlenet, or unet for segmentation), or FILE.py:NAME for your own,
+            or timm:NAME or torchvision:NAME. The default is "convnet", or "linear" if `features` is
+            set.
+        width: the number of channels in each layer of "convnet" or in the first layers of "unet"
+            (32 in papers), or of units in the hidden layer of "mlp". Other architectures have their
+            published sizes.
         depth: the number of blocks of "convnet", each of which halves the image.
         norm: the kind of norm layers (default: that of the architecture). The default is instance
             norm for the ConvNet and ResNet-8, and batch norm for the other networks that have norm

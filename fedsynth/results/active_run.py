@@ -89,7 +89,7 @@ class ActiveRun:
             self.plan,
             self.folder,
             self.observer,
-            Measure(self.method, self.backend, test, hidden, local),
+            Measure(self.method, self.backend, test, hidden, local, self.context.spec.task),
             kind,
             simulated,
             self._warnings,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedsynth.errors import UnaccountedReleaseError
-from fedsynth.evaluation import GENERATOR, MEASURES, GeneratorFacts
+from fedsynth.evaluation import GENERATOR, MEASURES, NAMES, TEST_KEYS, GeneratorFacts
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
 
 if TYPE_CHECKING:  # tables of runs, which import no torch, use the declarations
@@ -24,11 +24,10 @@ if TYPE_CHECKING:  # tables of runs, which import no torch, use the declarations
 # keys of a round's metrics
 LOCAL = "local"  # the accuracies on the clients' own test splits
 PRIVATE_TEST = "private_test"  # the accuracies on a private test set
-COMMON = "common_model_accuracy"  # of the common model, if each client ends with a personal one
 DOMAIN_MEASURES = "domain_measures"  # the other measures within each domain of the test set
-ON_TEST = (
-    "test_accuracy", COMMON, *MEASURES, "domain_accuracy", DOMAIN_MEASURES, "domain_average"
-)  # fmt: skip
+_MAIN = [key for names in NAMES.values() for key in (names.test, names.common)]
+_BY_DOMAIN = [names.domains for names in NAMES.values()]
+ON_TEST = (*_MAIN, *MEASURES, *_BY_DOMAIN, DOMAIN_MEASURES, "domain_average")
 MODELS = "models"  # the metrics of each variant of the method's model, by variant name
 LOST = "lost"  # the clients that did not answer, with the reasons
 REJECTED = "rejected"  # the clients whose uploads could not be used, with the reasons
@@ -52,10 +51,9 @@ ROW: Declared = {
     LOST: public("failures are drawn from the run's seed", dict[str, str]),
     REJECTED: released("the error in a released message", dict[str, str]),
     NOT_COUNTED: released("counted from those two", dict[str, str | int]),
-    "test_accuracy": _ACCURACY,
-    COMMON: _ACCURACY,
+    **dict.fromkeys(_MAIN, _ACCURACY),
     **dict.fromkeys(MEASURES, released(_ACCURACY.reason, SHARE | None)),
-    "domain_accuracy": _DOMAINS,
+    **dict.fromkeys(_BY_DOMAIN, _DOMAINS),
     DOMAIN_MEASURES: released(_DOMAINS.reason, dict[str, dict[str, SHARE | None]]),
     "domain_average": _ACCURACY,
     MODELS: released("separate rows, with the same privacy", dict[str, dict[str, Any]]),
@@ -69,7 +67,7 @@ ROW: Declared = {
 # Keys that the metrics of one model variant may have.
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}
 
-_ROW_KEYS = (COMMON, *MEASURES, "domain_average", MODELS, "upload_bytes", "seconds")
+_ROW_KEYS = (*_MAIN, *MEASURES, "domain_average", MODELS, "upload_bytes", "seconds")
 # Keys that summary.json may have. `read_summary` checks the types of those that it reads.
 SUMMARY: Declared = {
     **dict.fromkeys(("method", "dataset", "test_data"), public(_REASON, str)),
@@ -80,7 +78,7 @@ SUMMARY: Declared = {
     **{key: ROW[key] for key in _ROW_KEYS},
     LOCAL: simulation_only(ROW[LOCAL].reason, dict[str, float]),
     GENERATOR: released("measured of generators that are made from releases", GeneratorFacts),
-    "test_accuracy": released(_ACCURACY.reason, SHARE | None),
+    **dict.fromkeys(TEST_KEYS, released(_ACCURACY.reason, SHARE | None)),
     CONFUSION: released(_ACCURACY.reason, list[list[COUNT]]),
     "upload_floats_per_round": _SIZE,
     "device": public("the machine that ran it", str),

@@ -1,6 +1,6 @@
 """Measures the accuracy of a run's models on the test set and on the clients' own test splits.
 
-Accuracies on the clients' splits and on a private test set are exact functions of private data.
+In segmentation, the mean Dice coefficient of the images takes the place of the accuracy. Accuracies on the clients' splits and on a private test set are exact functions of private data.
 With differential privacy, they are written only to the folder `simulation_only`.
 """
 
@@ -16,8 +16,9 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
-from fedsynth.evaluation import classification
-from fedsynth.evaluation.accuracy import domain_masks, local_metrics, predict
+from fedsynth.data.registry import CLASSIFICATION, SEGMENTATION
+from fedsynth.evaluation import NAMES, Names, classification
+from fedsynth.evaluation.accuracy import domain_masks, local_metrics, predict, scores
 from fedsynth.federation.protocol import Backend
 from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
@@ -40,6 +41,7 @@ class Measure:
         test: the test set, on the run's device, or None.
         hidden: whether differential privacy protects the test set.
         local: whether the clients have their own test splits.
+        task: the task of the data set, which determines the measures.
     """
 
     method: Method
@@ -48,10 +50,17 @@ class Measure:
     hidden: bool
     local: bool
 
+    task: str = CLASSIFICATION
+
+    @property
+    def names(self) -> Names:
+        """The keys of the main measure."""
+        return NAMES[self.task]
+
     @property
     def accuracy_name(self) -> str:
-        """The name under which a round's metrics contain the accuracy on the test set."""
-        return disclosed.COMMON if self.personal else "test_accuracy"
+        """The name under which a round's metrics contain the main measure on the test set."""
+        return self.names.common if self.personal else self.names.test
 
     @property
     def personal(self) -> bool:
@@ -87,7 +96,8 @@ class Measure:
         if not {self.accuracy_name, disclosed.PRIVATE_TEST} & last.keys():
             last = self.row(state, context, figures)
         measures = dict(last.get(disclosed.PRIVATE_TEST, last))
-        if self.personal or self.accuracy_name not in measures:
+        is_segmentation = self.task == SEGMENTATION
+        if self.personal or is_segmentation or self.accuracy_name not in measures:
             return measures
         count = partial(self._confusion, context, self.method.final_parameters(state), self.test)
         return {**measures, **figures("confusion matrix", count)}
@@ -122,7 +132,8 @@ class Measure:
         sizes = [client.size for client in clients]
         metrics_by_name = {}
         for name in models:
-            metrics = local_metrics([client.right[name] for client in clients], tested, sizes)
+            right = [client.right[name] for client in clients]
+            metrics = local_metrics(right, tested, sizes, self.task)
             if metrics is not None:
                 metrics_by_name[name] = metrics
         return metrics_by_name
@@ -135,19 +146,22 @@ class Measure:
         common model is not the result of the run, and its accuracy has another key.
         """
         logits = predict(context.load(model), test)
-        right = logits.argmax(dim=1) == test.labels
-        row: dict[str, Any] = {self.accuracy_name: int(right.sum()) / len(right)}
-        if not self.personal:
+        right = scores(logits, test.labels)
+        row: dict[str, Any] = {self.accuracy_name: float(right.sum()) / len(right)}
+        has_classes = self.task == CLASSIFICATION
+        if has_classes and not self.personal:
             row |= classification.classification_measures(logits, test.labels)
         masks = domain_masks(test)
         if masks and not self.personal:
             accuracies, measures = {}, {}
             for name, mask in masks.items():
-                accuracies[name] = float(right[mask].double().mean())
-                measures[name] = classification.classification_measures(
-                    logits[mask], test.labels[mask]
-                )
-            row["domain_accuracy"] = accuracies
-            row[disclosed.DOMAIN_MEASURES] = measures
+                accuracies[name] = float(right[mask].mean())
+                if has_classes:
+                    measures[name] = classification.classification_measures(
+                        logits[mask], test.labels[mask]
+                    )
+            row[self.names.domains] = accuracies
+            if has_classes:
+                row[disclosed.DOMAIN_MEASURES] = measures
             row["domain_average"] = sum(accuracies.values()) / len(accuracies)
         return row

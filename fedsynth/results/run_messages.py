@@ -13,13 +13,13 @@ from fedsynth.config.resolve import model_is_set
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import OwnNetwork, PersonalModels
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.evaluation import GENERATOR
+from fedsynth.evaluation import GENERATOR, TEST_KEYS
 from fedsynth.evaluation.generated import format_facts
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.formatting import format_epsilon
 from fedsynth.results.disclosed import lost_in_words
-from fedsynth.results.finished import percent
+from fedsynth.results.finished import percent, words_of
 from fedsynth.results.report_facts import headline as headline_of_plan
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
@@ -103,11 +103,12 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
             then come first.
     """
     pairs = []
-    if row.get("test_accuracy") is not None:
-        pairs.append(("test accuracy", percent(row["test_accuracy"])))
-    for name, model in row.get("models", {}).items():
-        if "test_accuracy" in model:
-            pairs.append((name.upper(), percent(model["test_accuracy"])))
+    for key in TEST_KEYS:
+        if row.get(key) is not None:
+            pairs.append((words_of(key), percent(row[key])))
+        for name, model in row.get("models", {}).items():
+            if key in model:
+                pairs.append((name.upper(), percent(model[key])))
     if "local" in row:  # not with differential privacy: exact functions of private data
         local = row["local"]
         splits = [

@@ -18,9 +18,9 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import Measurements, PersonalModels, SyntheticImages
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, Tensors
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import CLASSIFICATION, DatasetSpec
 from fedsynth.errors import FedsynthError, PrivacyError, one_line
-from fedsynth.evaluation import GENERATOR, MEASURES
+from fedsynth.evaluation import GENERATOR, MEASURES, NAMES, Names
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
 from fedsynth.federation.run_data import NO_TEST, PRIVATE
@@ -48,8 +48,8 @@ class RunResult:
     Args:
         settings: the run's settings, with the actual name of the data set and the actual kind of
             partition.
-        accuracy: the accuracy of the global model on the test set, in [0, 1]. None if there is no
-            test set or no round. For a method with personal models (FedBN, SOLO), this accuracy is
+        accuracy: the accuracy of the global model on the test set, in [0, 1], or the mean Dice
+            coefficient in segmentation. None if there is no test set or no round. For a method with personal models (FedBN, SOLO), this accuracy is
             not the result: use AMP, in `local` in the last round's metrics. On a private test set,
             the accuracy is an exact function of private data. It is available here to whoever runs
             the simulation, but is in no file outside `simulation_only`.
@@ -109,6 +109,7 @@ def summarise(
     device: str,
     test: str,
     privacy: Mapping[str, Any] | None,
+    names: Names = NAMES[CLASSIFICATION],
 ) -> dict[str, Any]:
     """Returns the content of summary.json, except the path of the run folder.
 
@@ -121,6 +122,7 @@ def summarise(
         device: torch's name for the device.
         test: the kind of test images: "public", "private" or "none".
         privacy: the privacy section, or None without differential privacy.
+        names: the keys of the main measure.
     """
     method = settings.method
     personal = isinstance(method, PersonalModels)
@@ -130,10 +132,10 @@ def summarise(
         "settings": method.to_dict(),
         "dataset": settings.dataset,
         "rounds": len(metrics),
-        "test_accuracy": None if hidden or personal else final.get("test_accuracy"),
+        names.test: None if hidden or personal else final.get(names.test),
     }
     if personal and not hidden:
-        summary[disclosed.COMMON] = final.get(disclosed.COMMON)
+        summary[names.common] = final.get(names.common)
     if not hidden:
         summary |= {name: final[name] for name in (*MEASURES, disclosed.CONFUSION) if name in final}
     summary["upload_bytes"] = sum(row["upload_bytes"] for row in metrics)
@@ -143,7 +145,7 @@ def summarise(
     if test == NO_TEST or hidden:
         summary["test_data"] = test
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
-    summary |= _last_measures(metrics)
+    summary |= _last_measures(metrics, names)
     if privacy is not None:
         summary[disclosed.GUARANTEE] = privacy
     if sources := own_sources(settings):
@@ -154,7 +156,7 @@ def summarise(
     return summary
 
 
-def _last_measures(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _last_measures(metrics: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
     """Returns the last measures by domain, by model and by client, and the last generator's."""
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     measures: dict[str, Any] = {}
@@ -162,9 +164,9 @@ def _last_measures(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         measures["domain_average"] = last["domain_average"]
     if disclosed.MODELS in last:
         measures[disclosed.MODELS] = {
-            name: {"test_accuracy": entry["test_accuracy"]}
+            name: {names.test: entry[names.test]}
             for name, entry in last[disclosed.MODELS].items()
-            if "test_accuracy" in entry
+            if names.test in entry
         }
     generators = [row[GENERATOR] for row in metrics if GENERATOR in row]
     if generators:
@@ -383,7 +385,13 @@ class RunRecord:
             declared = disclosed.SUMMARY
         device = str(context.device)
         summary = summarise(
-            self.settings, self.rows, final, device=device, test=self.test, privacy=privacy
+            self.settings,
+            self.rows,
+            final,
+            device=device,
+            test=self.test,
+            privacy=privacy,
+            names=self.measure.names,
         )
         allowed = self._allowed(summary, declared)
         public = dict(allowed.public)

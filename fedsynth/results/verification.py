@@ -19,6 +19,7 @@ from fedsynth.core.capabilities import Measurements
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS, TENSORS
 from fedsynth.errors import FedsynthError, PrivacyError, short_key, short_repr
+from fedsynth.evaluation import NAMES
 from fedsynth.federation import run_data
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
@@ -261,7 +262,8 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     for values in (row, *models.values()):
         if run.start.test_images != run_data.PUBLIC and values.keys() & set(ON_TEST):
             yield f"has an accuracy on test images of kind {run.start.test_images!r}"
-        domains = {*values.get("domain_accuracy", ()), *values.get(DOMAIN_MEASURES, ())}
+        keys = (*(names.domains for names in NAMES.values()), DOMAIN_MEASURES)
+        domains = {domain for key in keys for domain in values.get(key, ())}
         if not domains <= set(run.spec.domains):
             yield "has an accuracy for a domain that the data set does not have"
     sizes = row.get("client_upload_bytes", [])

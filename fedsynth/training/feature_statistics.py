@@ -129,13 +129,15 @@ def channels(
 def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor:
     """Computes a differentiable histogram of each feature over a batch.
 
-    The result is [D, bins], and its rows sum to 1.
+    The result is [D, bins], and its rows sum to 1. Feature maps [N, D, H, W] are averaged first.
 
     A sigmoid maps each feature z to s in (0, 1), so that clients need not agree on a range. The
     bins divide this interval into equal parts. The membership of s in the bins is softmax((w·s +
     b)/temperature) with w = 1 … L, where b is the negative cumulative sum of the cut points (soft
     binning, Yang et al. 2018). A lower temperature gives sharper bins.
     """
+    if features_ND.dim() > 2:
+        features_ND = features_ND.mean(dim=(2, 3))
     squashed = features_ND.sigmoid()
     w = torch.arange(1, bins + 1, device=squashed.device, dtype=squashed.dtype)
     cuts = torch.arange(bins, device=squashed.device, dtype=squashed.dtype) / bins

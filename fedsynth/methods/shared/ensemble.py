@@ -70,6 +70,7 @@ class EnsembleDistillation(TrainsLocally, HeterogeneousClients):
     state = EnsembleState
     presets: ClassVar[Presets] = {"digits": {"local_epochs": 20}}
     features_refusal = "the server distils on images. Use fedavg instead"
+    masks_refusal = "the server distils class probabilities"
     robust_refusal = "the server distils the clients' models and averages no models"
     oca_refusal = "a run ends with the distilled model"
 

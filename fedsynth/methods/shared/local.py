@@ -55,6 +55,7 @@ from fedsynth.privacy.dpsgd import DpSgdSettings, check_model
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.training import digest, many_clients, sgd
+from fedsynth.training.segmentation import network_losses
 from fedsynth.validation import in_range, one_of
 
 # The name of the release plan of the trained model.
@@ -91,8 +92,8 @@ class LocalObjective(sgd.Objective):
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network, images x [N, C, H,
-            W] and labels y [N], and returns the loss of each example [N]. With differential
-            privacy, the loss of an example must not depend on other examples.
+            W] and labels y [N] or masks [N, H, W], and returns the loss of each example [N]. With
+            differential privacy, the loss of an example must not depend on other examples.
         penalty: a function that takes the network in training and returns a scalar, which is added
             to the loss of each step. It must not use the client's data.
         before_step: a function that is called with the network in training before each step, for
@@ -175,6 +176,7 @@ class TrainsLocally(Measurements):
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("dp-sgd",)
     robust_refusal = ""
     features_refusal = ""
+    masks_refusal = ""
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         "stragglers": public("drawn from the run's seed", dict[str, COUNT]),
         "stragglers_dropped": public("a setting", bool),
@@ -211,6 +213,16 @@ class TrainsLocally(Measurements):
     ) -> LocalObjective:
         """Returns what the method adds to this client's local training in this round."""
         return LocalObjective()
+
+    def _objective(
+        self, client: int, message: Request, state: ClientState, context: RoundContext
+    ) -> LocalObjective:
+        """Returns the client's task. If it has no loss and the data have masks, the loss is that of
+        segmentation."""
+        objective = self.task(client, message, state, context)
+        if context.spec.has_masks and objective.loss is None:
+            return replace(objective, loss=network_losses)
+        return objective
 
     def optimiser(self) -> sgd.Optimiser:
         """Returns the optimiser with which a client trains its model. It is the same with and
@@ -255,7 +267,7 @@ class TrainsLocally(Measurements):
     ) -> tuple[Message, ClientState]:
         """Trains the model of a single client, and returns the client's upload and new state."""
         (number,) = client.ids
-        objective = self.task(number, message, state, context)
+        objective = self._objective(number, message, state, context)
         epochs = self.straggler_epochs(context).get(number)
         model = self.start_model(number, message, state, context)
         learner = self._learner(model, client, objective, epochs, context)
@@ -287,7 +299,7 @@ class TrainsLocally(Measurements):
     ) -> tuple[Message, ClientState]:
         """Trains the model of a single client by DP-SGD, with as many steps as were charged."""
         (number,) = client.ids
-        objective = self.task(number, message, state, context)
+        objective = self._objective(number, message, state, context)
         model = self.start_model(number, message, state, context)
         plan = client.plan(MODEL)
         settings = DpSgdSettings(
@@ -307,7 +319,7 @@ class TrainsLocally(Measurements):
         """Returns the objectives of all clients if all are plain, and an empty list otherwise."""
         objectives: list[LocalObjective] = []
         for client, state in zip(clients.ids, states, strict=True):
-            objective = self.task(client, message, state, context)
+            objective = self._objective(client, message, state, context)
             if not objective.plain:
                 return []
             objectives.append(objective)
