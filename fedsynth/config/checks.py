@@ -18,7 +18,7 @@ from fedsynth.errors import (
     UnaccountedReleaseError,
     unknown_value,
 )
-from fedsynth.models.registry import SEGMENTS
+from fedsynth.models.registry import UNET
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -84,16 +84,20 @@ def check_task(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
     if not spec.has_masks:
-        if SEGMENTS in names:
-            reason = f"needs a data set with masks, but {spec.name} has classes. Use convnet instead"
-            raise SettingError("model", "name", reason, value=SEGMENTS)
+        if UNET in names:
+            reason = (
+                f"needs a data set with masks, but {spec.name} has classes. Use convnet instead"
+            )
+            raise SettingError("model", "name", reason, value=UNET)
         return
     if method.masks_refusal:
-        reason = f"needs a class for each image, but {spec.name} has masks: {method.masks_refusal}. "
+        reason = (
+            f"needs a class for each image, but {spec.name} has masks: {method.masks_refusal}. "
+        )
         reason += "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
         raise SettingError("run", "method", reason, value=method.name)
-    if names != {SEGMENTS} or settings.model.projection:
-        reason = f"must be {SEGMENTS!r}, without projection, because {spec.name} has masks"
+    if names != {UNET} or settings.model.projection:
+        reason = f"must be {UNET!r}, without projection, because {spec.name} has masks"
         raise SettingError("model", "name", reason, value=settings.model.name)
     if settings.privacy is not None:
         reason = (

@@ -39,6 +39,15 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "femnist": {"partition": {"kind": "natural"}},
     "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
     "domainnet-10": {"partition": {"kind": "domain", "clients": 6}},
+    "shapes": {
+        "run": {"rounds": 5},
+        "partition": {"kind": "domain", "clients": 4},
+        "model": {"name": "unet", "width": 8},
+    },
+    "prostate-mri": {
+        "partition": {"kind": "domain", "clients": 6},
+        "model": {"name": "unet", "width": 32},
+    },
 }
 
 

@@ -114,7 +114,7 @@ def missing(path: Path) -> FileNotFoundError:
 class Split:
     """The images and labels of one split of a data set, such as its training split.
 
-    Images are [N, C, H, W], and labels are [N]. `domains` and `groups` [N] give the number of the
+    Images are [N, C, H, W], and labels are [N], or masks [N, H, W]. `domains` and `groups` [N] give the number of the
     domain and the group that each example comes from. They are None if the data set does not have
     domains or groups.
     """
@@ -123,6 +123,16 @@ class Split:
     labels: IntArray
     domains: IntArray | None = None
     groups: IntArray | None = None
+
+
+# The folders of a site's images and masks, for segmentation.
+IMAGES, MASKS = "images", "masks"
+
+
+def sites_with_masks(root: Path) -> list[Path]:
+    """Returns the folders of the sites that have images and masks, sorted by name."""
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    return [f for f in folders if (f / IMAGES).is_dir() and (f / MASKS).is_dir()]
 
 
 USERS_FILE = "users.csv"

@@ -22,11 +22,12 @@ from fedsynth.data.files import (
     USERS_FILE,
     read_table,
     same_name,
+    sites_with_masks,
 )
 from fedsynth.data.medical import DICOM_EXTENSIONS, NIFTI_EXTENSIONS
 from fedsynth.data.pixels import EXTENSIONS, is_image, read_patients
 from fedsynth.data.records import Entry, Records, check_names, check_splits, counted, names_array
-from fedsynth.errors import DataFilesCorruptError, DataFilesMissingError, one_line
+from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
 # The name of the folder with privacy ledgers, which may be inside the folder of images.
@@ -61,6 +62,11 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
     """
     if not folder.exists():
         raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
+    if sites_with_masks(folder):
+        raise DataError(
+            f"{one_line(folder)} has images with masks, which only runs without privacy can read. "
+            "Use fedsynth train --folder, or folders of classes"
+        ).with_code("data.masks")
     manifest = manifest_of(folder)
     if manifest.exists():
         files = _files_in_manifest(manifest)

@@ -49,7 +49,9 @@ import torch
 from fedsynth.data import published_folders
 from fedsynth.data.files import Split, expanded
 from fedsynth.data.images import Bytes, Floats, ImageData, IntArray
+from fedsynth.data.masks import read_prostate_mri
 from fedsynth.data.registry import DOWNLOADS, DatasetSpec, dataset_spec, synthetic_parameters
+from fedsynth.data.shapes import make_shapes
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 from fedsynth.files import read_regular
 from fedsynth.seeding import numpy_generator
@@ -69,7 +71,7 @@ def load_dataset(
 
     Args:
         name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` is part of the
-            package and synthetic data sets are computed, so both need no files.
+            package, and `shapes` and synthetic data sets are computed, so they need no files.
         root: the data folder. None uses the environment variable FEDSYNTH_DATA.
         download: whether to download missing files through torchvision. Existing files are never
             replaced.
@@ -90,6 +92,8 @@ def load_dataset(
     parameters = synthetic_parameters(name)
     if name == "digits":
         train, test = _read_digits()
+    elif name == "shapes":
+        train, test = make_shapes(spec)
     elif parameters is not None:
         train, test = make_synthetic(spec, parameters)
     else:
@@ -283,6 +287,7 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "office-caltech-10": published_folders.read_office_caltech,
     "domainnet-10": published_folders.read_domainnet,
     "femnist": published_folders.read_femnist,
+    "prostate-mri": read_prostate_mri,
 }
 
 

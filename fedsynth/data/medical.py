@@ -500,6 +500,26 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         return Picture(scaled(upright, decoding.window), losses)
 
 
+def read_volume(path: Path) -> Floats:
+    """Decodes all axial slices of a NIfTI file, [D, H, W], oriented as by `read_nifti`.
+
+    Raises:
+        UnsupportedImageError: the file is damaged, too large, or not a volume of grey values.
+        OSError: the file cannot be read.
+    """
+    file = _opened_nifti(path)
+    with _plain_errors("NIfTI"):
+        import nibabel
+
+        image = nibabel.as_closest_canonical(nibabel.Nifti1Image.from_stream(file))
+        if image.ndim != 3 or image.get_data_dtype().kind not in "iuf":
+            raise UnsupportedImageError("the NIfTI file must have one volume of grey values")
+        volume = np.asarray(image.dataobj, np.float64)
+        if not np.isfinite(volume).all():
+            raise UnsupportedImageError("the values of the volume are not finite")
+        return np.ascontiguousarray(volume[::-1, ::-1].transpose(2, 1, 0))
+
+
 def _opened_nifti(path: Path) -> BinaryIO:
     """Opens a NIfTI file, which is decompressed only while it is read.
 

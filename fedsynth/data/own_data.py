@@ -29,12 +29,21 @@ from fedsynth.data.declaration import (
     require_declared,
     require_declared_counts,
 )
-from fedsynth.data.files import TEST, TRAIN
+from fedsynth.data.files import TEST, TRAIN, sites_with_masks
 from fedsynth.data.folders import find_declared_files, find_files, with_patients
 from fedsynth.data.images import Bytes, ImageData, IntArray, from_arrays, image_shape_of
+from fedsynth.data.masks import read_masked_folder
 from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import file_hashes, read_headers, read_pixels
-from fedsynth.data.records import Note, Records, by_site, counted, note_shared_users, with_classes
+from fedsynth.data.records import (
+    Note,
+    Records,
+    by_site,
+    counted,
+    note_shared_users,
+    site_names,
+    with_classes,
+)
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.data.tables import is_record_file, parts_of, read_part
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
@@ -84,7 +93,8 @@ def load_records(place: str | Path, **settings: Any) -> OwnerData:
 
     Args:
         place: a folder with the layout SITE/CLASS/files or CLASS/files, or with a manifest.csv, or
-            the manifest itself. Each site is a client. A manifest has the columns path and label
+            the manifest itself. Each site is a client. For segmentation, the layout is
+            SITE/images/files and SITE/masks/files (`fedsynth.data.masks`). A manifest has the columns path and label
             and, optionally, site and user. Images are JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI
             files of any size, in grey or colour. Or a file .npz, .npy, .safetensors, .parquet or
             .csv, or `hf:` with a folder of Parquet files or with the name of a data set on the
@@ -130,6 +140,8 @@ def read_own_data(
             the folder's name is used.
         declaration: the declaration of the training records, or None.
     """
+    if sites_with_masks(Path(settings.folder)):
+        return _with_masks(settings, name or default_name(settings.folder), declaration)
     decoding = settings.decoding(declaration)
     ledger = getattr(declaration, "ledger", None)
     splits = splits_of(settings.folder, settings, note, decoding, settings.revision, ledger)
@@ -163,6 +175,27 @@ def read_own_data(
     if excluded:
         left_out.append(counted(excluded))
     return OwnerData(train, test, kind, sites, names, skipped, ", ".join(left_out), declaration)
+
+
+def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | None) -> OwnerData:
+    """Reads a folder of sites with images and masks.
+
+    Raises:
+        DataError: the folder has a declaration, which only private runs need.
+    """
+    if declaration is not None:
+        raise DataError(
+            f"{one_line(settings.folder)} has images with masks, on which runs cannot be private. "
+            "Remove the declaration, or use folders of classes"
+        ).with_code("data.masks")
+    train = read_masked_folder(settings, settings.folder, name)
+    test = None
+    if settings.test_folder:
+        test = read_masked_folder(settings, settings.test_folder, name, train.spec)
+    domains, _ = train.origins()
+    sites = tuple(np.flatnonzero(domains == site) for site in range(len(train.spec.domains)))
+    kind = settings.test or ("none" if test is None else "private")
+    return OwnerData(train, test, kind, sites, site_names(train.spec.domains))
 
 
 def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str) -> ImageData:

@@ -113,10 +113,10 @@ def read_pixels(
     losses: Counter[str] = Counter()
 
     def read(position: int) -> tuple[str, ...]:
-        values, lost = _read_picture(paths[position], decoding)
+        values, lost = read_picture(paths[position], decoding)
         if values.dtype != np.uint8:
             values = np.rint(values * 255).astype(np.uint8)
-        images[position] = _decoded(Image.fromarray(values), channels, height, width)
+        images[position] = decoded(Image.fromarray(values), channels, height, width)
         if values.ndim == 3 and channels == 1:
             lost = (*lost, COLOUR_LOST)
         return lost
@@ -173,7 +173,7 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
                     f"the image is {image.width}×{image.height}, but images of {spec.name} are "
                     f"{spec.width}×{spec.height}. Extract the data set again"
                 )
-            images[position] = _decoded(image, *spec.image_shape)
+            images[position] = decoded(image, *spec.image_shape)
 
     _, faults = _attempt(read, range(len(paths)))
     for position, fault in faults.items():
@@ -236,7 +236,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 def _read_header(path: Path) -> ImageHeader:
     if medical.medical_reader(path) is not None:
         # any window, so that a bad window in the file does not matter to a run with its own
-        values = _read_picture(path, Decoding(window=(0.5, 1.0))).values
+        values = read_picture(path, Decoding(window=(0.5, 1.0))).values
         return ImageHeader(len(values), values.shape[1], values.ndim == 2)
     with opened_image(path) as image:
         height, width = image.height, image.width
@@ -253,7 +253,7 @@ def _is_grey(image: Image.Image) -> bool:
     return image.mode in ("L", "1", "LA", "La") or _has_wide_levels(image)
 
 
-def _read_picture(path: Path, decoding: Decoding) -> Picture:
+def read_picture(path: Path, decoding: Decoding) -> Picture:
     """Decodes an image file, turned upright, and lists what the decoding lost."""
     reader = medical.medical_reader(path)
     if reader is not None:
@@ -284,7 +284,7 @@ def _read_picture(path: Path, decoding: Decoding) -> Picture:
         return Picture(np.asarray(upright.convert(mode)), tuple(losses))
 
 
-def _decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
+def decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
     """Decodes an image as an array uint8 [channels, height, width]."""
     mode = {1: "L", 3: "RGB"}[channels]
     plain = image.convert(mode).resize((width, height), Image.Resampling.LANCZOS)

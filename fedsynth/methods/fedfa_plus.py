@@ -199,7 +199,7 @@ class FedFAPlus(TrainsLocally):
             rules[f"mean.{stage}"] = Array((width,))
             rules[f"std.{stage}"] = Array((width,), low=0.0)
         if self.parts != "augmentation":
-            features = model.classifier.weight.shape[1]  # type: ignore[union-attr,index]
+            features: int = model.classifier.weight.shape[1]  # type: ignore[union-attr,index,assignment]
             shape = (features, self.bins)
             rules[HISTOGRAM] = Array(shape, low=0.0, high=1.0 + 1e-5, sums_to_one=True)
         return rules

@@ -50,6 +50,7 @@ class AmplitudeNorm(nn.Module):
     """
 
     amplitude: Tensor
+    low: Tensor
 
     def __init__(self, spec: DatasetSpec, decay: float, window: float) -> None:
         super().__init__()
@@ -59,6 +60,9 @@ class AmplitudeNorm(nn.Module):
         rows, columns = (abs(torch.arange(n) - n // 2) <= reach for n in (H, W))
         self.register_buffer("low", rows[:, None] & columns, persistent=False)
         self.register_buffer("amplitude", torch.zeros(C, H, W))
+
+    def extra_repr(self) -> str:
+        return f"decay={self.decay}, learns={self.learns}"  # with it, trainings are told apart
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         mean, std = pixel_constants(self.spec, x_NCHW.device)

@@ -43,8 +43,8 @@ LIBRARY_NORMS = ("own", "group")
 # The networks that can use a feature map.
 ON_FEATURES = ("linear", "mlp")
 
-# The network for segmentation.
-SEGMENTS = "unet"
+# The name of the network for segmentation.
+UNET = "unet"
 
 CNN_NORMS = ("batch", "group", "instance")
 _COUNTED = 1024  # parameters are counted before a network with a wider layer is made
@@ -96,7 +96,7 @@ _MODELS = {
     "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
     "resnet50": _Architecture(_large("resnet50"), ("batch", "group")),
     "alexnet": _Architecture(_large("AlexNet"), ("batch", "group")),
-    SEGMENTS: _Architecture(UNet, CNN_NORMS),
+    UNET: _Architecture(UNet, CNN_NORMS),
 }
 
 

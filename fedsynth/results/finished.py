@@ -24,7 +24,17 @@ NONE = "–"
 UNDEFINED = "undefined"
 
 
-_SHARES = ("accuracy", "dice", "auroc", "f1", "calibration_error", "amp", "wlp", "agreement", "share")
+_SHARES = (
+    "accuracy",
+    "dice",
+    "auroc",
+    "f1",
+    "calibration_error",
+    "amp",
+    "wlp",
+    "agreement",
+    "share",
+)
 
 
 class RunFolderError(FedsynthError, code="files.run"):

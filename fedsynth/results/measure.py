@@ -1,7 +1,8 @@
 """Measures the accuracy of a run's models on the test set and on the clients' own test splits.
 
-In segmentation, the mean Dice coefficient of the images takes the place of the accuracy. Accuracies on the clients' splits and on a private test set are exact functions of private data.
-With differential privacy, they are written only to the folder `simulation_only`.
+In segmentation, the mean Dice coefficient of the images takes the place of the accuracy. Accuracies
+on the clients' splits and on a private test set are exact functions of private data. With
+differential privacy, they are written only to the folder `simulation_only`.
 """
 
 from __future__ import annotations

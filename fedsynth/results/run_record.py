@@ -49,8 +49,8 @@ class RunResult:
         settings: the run's settings, with the actual name of the data set and the actual kind of
             partition.
         accuracy: the accuracy of the global model on the test set, in [0, 1], or the mean Dice
-            coefficient in segmentation. None if there is no test set or no round. For a method with personal models (FedBN, SOLO), this accuracy is
-            not the result: use AMP, in `local` in the last round's metrics. On a private test set,
+            coefficient in segmentation. None if there is no test set or no round. For a method with
+            personal models (FedBN, SOLO), this accuracy is not the result: use AMP, in `local` in the last round's metrics. On a private test set,
             the accuracy is an exact function of private data. It is available here to whoever runs
             the simulation, but is in no file outside `simulation_only`.
         metrics: the metrics of each round.

@@ -219,7 +219,7 @@ def test_oversized_images_are_rejected_before_decoding(
 
 def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     active, concurrent = threading.Semaphore(0), []
-    decoded = pixels._decoded
+    decoded = pixels.decoded
 
     def counted(*arguments: Any) -> Any:
         active.release()
@@ -229,7 +229,7 @@ def test_large_images_are_decoded_singly(tmp_path: Path, monkeypatch: pytest.Mon
         finally:
             active.acquire()
 
-    monkeypatch.setattr(pixels, "_decoded", counted)
+    monkeypatch.setattr(pixels, "decoded", counted)
     paths = [tmp_path / f"{number}.png" for number in range(8)]
     for path in paths:
         path.write_bytes(png(2000, 1000))

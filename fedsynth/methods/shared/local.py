@@ -184,7 +184,10 @@ class TrainsLocally(Measurements):
     variant_names = ("aca", "oca")
     oca_refusal: ClassVar[str] = ""
     """The reason why a run cannot end with the average of all clients' last models, or empty."""
-    presets: ClassVar[Presets] = {"digits": {"batch": 32}}
+    presets: ClassVar[Presets] = {
+        "digits": {"batch": 32},
+        "shapes": {"local_epochs": 2, "batch": 8, "lr": 0.05},
+    }
 
     local_epochs: int = in_range(10, 1)
     batch: int = in_range(256, 1)

@@ -1,0 +1,241 @@
+"""Reads images with masks, for segmentation. The files are untrusted input.
+
+Each site has a folder SITE/images and a folder SITE/masks, whose files have equal names apart from
+the extension: images and grey or palette images, or NIfTI volumes. The values of a mask are
+classes, or 0 and 255. A volume gives an example for each slice with a mask, as in the public codes
+of HarmoFL and FedFA: the slice and its two neighbours are the three channels, and values above the
+99th percentile of the volume are clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from fedsynth.data.declaration import FolderSettings
+from fedsynth.data.files import IMAGES, MASKS, Split, sites_with_masks
+from fedsynth.data.images import Bytes, ImageData, from_arrays
+from fedsynth.data.medical import NIFTI_EXTENSIONS, Array, Decoding, read_volume
+from fedsynth.data.pixels import decoded, is_image, opened_image, read_picture
+from fedsynth.data.registry import MAX_MASK_CLASSES, SEGMENTATION, DatasetSpec, custom_spec
+from fedsynth.errors import DataError, DataFilesCorruptError, one_line
+from fedsynth.seeding import numpy_generator
+
+
+class Pair(NamedTuple):
+    """The files of an image, or of a volume, and of its mask."""
+
+    image: Path
+    mask: Path
+
+
+class Example(NamedTuple):
+    """An image [H, W] or [H, W, 3], uint8, and its mask [H, W] in the file `path`."""
+
+    image: Bytes
+    mask: Array
+    path: Path
+
+
+def pairs_of(site: Path) -> list[Pair]:
+    """Returns the pairs of a site, sorted by name.
+
+    Raises:
+        DataFilesCorruptError: a file has no partner with its name, or two have one name.
+    """
+    images, masks = ({_stem(f): f for f in _files(site / name)} for name in (IMAGES, MASKS))
+    alone = sorted(images.keys() ^ masks.keys())
+    if alone or not images:
+        name = one_line(alone[0]) if alone else "any name"
+        raise DataFilesCorruptError(
+            f"{one_line(site)} must have a file of {name} in {IMAGES} and in {MASKS}. Add the "
+            "missing file, or remove the other"
+        ).with_code("data.mask_pairs")
+    return [Pair(images[name], masks[name]) for name in sorted(images)]
+
+
+def _files(folder: Path) -> list[Path]:
+    files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".") and is_image(f)]
+    if len(set(map(_stem, files))) < len(files):
+        raise DataFilesCorruptError(
+            f"{one_line(folder)} has two files of one name. Remove one of them"
+        ).with_code("data.mask_pairs")
+    return files
+
+
+def _stem(file: Path) -> str:
+    return file.name.removesuffix(".gz").rpartition(".")[0]
+
+
+def examples_in(pair: Pair) -> Iterator[Example]:
+    """Yields the examples of a pair.
+
+    Raises:
+        DataFilesCorruptError: a file cannot be read, or the sizes of image and mask differ.
+    """
+    is_volume = pair.image.name.lower().endswith(NIFTI_EXTENSIONS)
+    image, mask = (_read(path, is_volume, path == pair.mask) for path in pair)
+    expected = image.shape if is_volume else image.shape[:2]
+    if mask.shape != expected:
+        raise DataFilesCorruptError(
+            f"the mask {one_line(pair.mask)} must have the size {list(expected)} of its image, got "
+            f"{list(mask.shape)}"
+        ).with_code("data.mask_size")
+    if not is_volume:
+        yield Example(image, mask, pair.mask)
+        return
+    for i in range(1, len(image) - 1):
+        if mask[i].any():
+            yield Example(np.stack(list(image[i - 1 : i + 2]), axis=2), mask[i], pair.mask)
+
+
+def _read(path: Path, is_volume: bool, is_mask: bool) -> Array:
+    """Reads a mask, or an image of bytes: [H, W], [H, W, 3] or, for a volume, [D, H, W]."""
+    try:
+        if is_volume:
+            volume = read_volume(path)
+            if is_mask:
+                return volume
+            low, high = volume.min(), np.quantile(volume, 0.99)
+            unit = (volume - low) / max(high - low, np.finfo(np.float64).tiny)
+            return (255 * unit.clip(0, 1)).astype(np.uint8)
+        if is_mask:
+            with opened_image(path) as file:
+                return np.asarray(file)
+        values = read_picture(path, Decoding()).values
+        return values if values.dtype == np.uint8 else np.rint(255 * values).astype(np.uint8)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a damaged file may raise anything
+        raise DataFilesCorruptError(
+            f"{one_line(path)} cannot be read: {one_line(error)}"
+        ).with_code("data.unreadable_images") from None
+
+
+def classes_in(examples: Iterable[Example]) -> int:
+    """Returns the number of classes in masks without a specification: two, if values are 0 and 255,
+    and otherwise the largest value plus one."""
+    values: set[Any] = set()
+    for example in examples:
+        values.update(np.unique(example.mask).tolist())
+    return 2 if values <= {0, 255} else max(2, int(max(values)) + 1)
+
+
+def stacked(examples: Sequence[Example], spec: DatasetSpec) -> tuple[Bytes, Bytes]:
+    """Resizes examples to the size of a specification: images [N, C, H, W] and masks [N, H, W].
+
+    Raises:
+        DataFilesCorruptError: a value of a mask is not a class. The message names file and value.
+    """
+    images = [decoded(Image.fromarray(e.image), *spec.image_shape) for e in examples]
+    size = spec.width, spec.height
+    masks = []
+    for example in examples:
+        mask = Image.fromarray(_as_classes(example, spec.classes))
+        masks.append(np.asarray(mask.resize(size, Image.Resampling.NEAREST)))
+    return np.stack(images), np.stack(masks)
+
+
+def _as_classes(example: Example, classes: int) -> Bytes:
+    mask = example.mask
+    if classes == 2:
+        mask = np.where(mask == 255, 1, mask)
+    wrong = mask[~np.isin(mask, np.arange(classes))]
+    if wrong.size:
+        raise DataFilesCorruptError(
+            f"the mask {one_line(example.path)} must have the classes 0 to {classes - 1} as values, "
+            f"got {wrong.flat[0]:g}"
+        ).with_code("data.mask_value")
+    return mask.astype(np.uint8)
+
+
+# -------------------------------------------------------------------------------------- ProstateMRI
+
+TRAIN_SHARE, TEST_SHARE, FEWEST = 0.6, 0.2, 32
+
+
+def read_prostate_mri(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    """Reads ProstateMRI: prostate-mri/SITE with the folders `images` and `masks`, or with the files
+    of the release, CaseNN.nii.gz and CaseNN_segmentation.nii.gz.
+
+    The slices of a site are permuted at random. The first 60 %, but at least 32, are training
+    images, and the last 20 % test images, as in FedFA's code, whose permutation is stored in a file
+    and here follows from a public seed. The 20 % between them, for validation, are not used. Slices
+    of one patient may be in both splits.
+    """
+    splits: list[list[tuple[Bytes, Bytes, int]]] = [[], []]
+    for number, name in enumerate(spec.domains):
+        site = root / spec.name / name
+        pairs = pairs_of(site) if (site / IMAGES).is_dir() else _release_pairs(site)
+        examples = [e for pair in pairs for e in examples_in(pair)]
+        if not (site / IMAGES).is_dir():  # some masks distinguish two zones of the prostate
+            examples = [e._replace(mask=np.minimum(e.mask, 1)) for e in examples]
+        order = numpy_generator(0, "slices of ProstateMRI", number).permutation(len(examples))
+        first, last = max(FEWEST, int(TRAIN_SHARE * len(order))), int(TEST_SHARE * len(order))
+        for split, chosen in zip(splits, (order[:first], order[len(order) - last :]), strict=True):
+            split.append((*stacked([examples[i] for i in chosen], spec), number))
+    return _joined(splits[0]), _joined(splits[1])
+
+
+def _release_pairs(site: Path) -> list[Pair]:
+    masks = [f for f in sorted(site.iterdir()) if "_segmentation.nii" in f.name.lower()]
+    return [Pair(site / f"{mask.name[: len('Case00')]}.nii.gz", mask) for mask in masks]
+
+
+def _joined(sites: Sequence[tuple[Bytes, Bytes, int]]) -> Split:
+    images, masks, numbers = zip(*sites, strict=True)
+    domains = np.repeat(numbers, list(map(len, masks)))
+    return Split(np.concatenate(images), np.concatenate(masks), domains)
+
+
+# -------------------------------------------------------------------------------------- own folders
+
+
+def read_masked_folder(
+    settings: FolderSettings, folder: str, name: str, spec: DatasetSpec | None = None
+) -> ImageData:
+    """Reads a user's folder of sites with images and masks. The domains of the result are the sites.
+
+    Args:
+        settings: the size and the channels of the images.
+        folder: the folder.
+        name: the name of the data set.
+        spec: the specification, or None to derive it from the images.
+
+    Raises:
+        DataError: the images have several sizes, and `image_size` is not set; or the specification
+            does not have a site.
+        DataFilesCorruptError: a file cannot be used.
+    """
+    by_site = {}
+    for site in sites_with_masks(Path(folder)):
+        by_site[site.name] = [e for pair in pairs_of(site) for e in examples_in(pair)]
+    examples = [example for site in by_site.values() for example in site]
+    if spec is None:
+        spec = _derived_spec(settings, examples, name, tuple(by_site))
+    images, masks = stacked(examples, spec)
+    sites = np.repeat(list(by_site), list(map(len, by_site.values())))
+    return from_arrays(images, masks, spec, domains=sites)
+
+
+def _derived_spec(
+    settings: FolderSettings, examples: Sequence[Example], name: str, sites: tuple[str, ...]
+) -> DatasetSpec:
+    size = settings.size()
+    sizes = {example.mask.shape for example in examples}
+    if size is None and len(sizes) > 1:
+        raise DataError(
+            f"the images in {one_line(settings.folder)} have {len(sizes)} different sizes. Set a "
+            "common size, such as --image-size 256x256 (data.image_size)"
+        ).with_code("data.sizes")
+    height, width = size or min(sizes)
+    is_grey = all(example.image.ndim == 2 for example in examples)
+    channels = settings.channels or (1 if is_grey else 3)
+    classes = map(str, range(min(classes_in(examples), MAX_MASK_CLASSES)))
+    facts = {"source": "images and masks in a folder", "train_size": len(examples)}
+    shape = channels, height, width
+    return custom_spec(name, shape, classes, domains=sites, task=SEGMENTATION, **facts)
