@@ -50,9 +50,10 @@ class RunResult:
             partition.
         accuracy: the accuracy of the global model on the test set, in [0, 1], or the mean Dice
             coefficient in segmentation. None if there is no test set or no round. For a method with
-            personal models (FedBN, SOLO), this accuracy is not the result: use AMP, in `local` in the last round's metrics. On a private test set,
-            the accuracy is an exact function of private data. It is available here to whoever runs
-            the simulation, but is in no file outside `simulation_only`.
+            personal models (FedBN, SOLO), this accuracy is not the result: use AMP, in `local` in
+            the last round's metrics. On a private test set, the accuracy is an exact function of
+            private data. It is available here to whoever runs the simulation, but is in no file
+            outside `simulation_only`.
         metrics: the metrics of each round.
         model: the final model, on the run's device.
         uploads: the uploads of the last round, by client.

@@ -255,6 +255,8 @@ def test_data_sets_have_published_sizes() -> None:
         "femnist": ((1, 28, 28), 62, 724_737, 80_526),  # nine and one tenths of the published total
         "office-caltech-10": ((3, 64, 64), 10, 2_042, 491),
         "domainnet-10": ((3, 64, 64), 10, 20_000, 9_000),  # round figures
+        "prostate-mri": ((3, 384, 384), 2, 1_111, 369),
+        "shapes": ((1, 32, 32), 2, 80, 40),
     } | {
         f"synthetic({variant})": ((1, 1, 60), 10, 6_743, 764)
         for variant in ("iid", "0,0", "0.5,0.5", "1,1")

@@ -21,6 +21,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.errors import DivergedError, SettingError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.fedharmo import AmplitudeNorm
 from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.qffl import TINY, FairModel
 from fedsynth.methods.scaffold import ControlState, ControlUp
@@ -293,6 +294,64 @@ def test_fedbn_equals_numpy(device: torch.device) -> None:
         np.testing.assert_allclose(personal["norm.running_mean"], running, atol=1e-5)
     with raises(SettingError, "model.norm"):
         method.check_model(network())
+
+
+def harmonised(images: Array, average: Array | None, window: float) -> Array:
+    """Returns images [N, 2, 2] whose amplitudes at the chosen frequencies are the average's."""
+    spectrum = np.fft.fft2(images)
+    low = np.ones((2, 2), bool) if window else np.array([[True, False], [False, False]])
+    amplitude = np.abs(spectrum) if average is None else np.where(low, average, np.abs(spectrum))
+    return np.asarray(np.fft.ifft2(amplitude * np.exp(1j * np.angle(spectrum))).real)
+
+
+@pytest.mark.parametrize("window", [0.0, 0.5])
+def test_fedharmo_equals_numpy(window: float, device: torch.device) -> None:
+    def numeric(loss: Callable[[Array], float], w: Array) -> Array:
+        return np.array([(loss(w + e) - loss(w - e)) / 2e-5 for e in np.eye(len(w)) * 1e-5])
+
+    images = tiny.X.reshape(9, 2, 2)
+    amplitudes = [np.abs(np.fft.fft2(images[part.numpy()])).mean(axis=0) for part in PARTS]
+    w, expected = tiny.START, []
+    for averages in (amplitudes, [np.mean(amplitudes, axis=0)] * 3):  # own, then the server's
+        trained = []
+        for part, average in zip(PARTS, averages, strict=True):
+            x = harmonised(images[part.numpy()], average, window).reshape(-1, 4)
+            loss = partial(tiny.cross_entropy, x=x, y=LABELS[part.numpy()])
+            v = w
+            for _ in range(3):
+                g = numeric(loss, v)
+                v = v - 0.5 * numeric(loss, v + 0.3 * g / np.linalg.norm(g))
+            trained.append(v)
+        w = np.mean(trained, axis=0)
+        expected.append(w)
+    method = fs.FedHarmo(**FULL, alpha=0.3, window=window)
+    models, *_ = tiny.run_rounds(method, lambda: method.with_layers(TwoLayers(), tiny.SPEC), device)
+    for model, exact in zip(models, expected, strict=True):
+        plain = {name.removeprefix("network."): value for name, value in model.items()}
+        np.testing.assert_allclose(tiny.flat(plain), exact, atol=1e-4)
+        average = np.fft.ifftshift(model["norm.amplitude"][0])
+        np.testing.assert_allclose(average, np.mean(amplitudes, axis=0), atol=1e-5)
+
+
+def test_fedharmo_without_its_parts_is_fedavg_and_averages_batches() -> None:
+    settings = {"local_epochs": 2, "batch": 16}
+    models = []
+    for method in (fs.FedAvg(**settings), fs.FedHarmo(**settings, alpha=0, normalise=False)):  # type: ignore[arg-type]
+        run = fs.RunSettings(method, rounds=2, model=ModelSettings("linear"), device="cpu")
+        parts = np.arange(150).reshape(3, 50)  # of equal sizes
+        result = fs.simulate(run, data=(fs.load_dataset("digits")[0], None), parts=list(parts), quiet=True)
+        models.append(flatten_named(result.model.state_dict(), result.model))
+    torch.testing.assert_close(*models, rtol=0, atol=0)
+    norm = AmplitudeNorm(tiny.SPEC, decay=0.25, window=0.5)
+    x = torch.from_numpy(tiny.X).float().view(9, 1, 2, 2)
+    torch.testing.assert_close(norm(x), x)  # no average is known
+    norm.learns = True
+    for batch in (x[:4], x[4:]):
+        norm(batch)
+    norm.eval()(x)
+    first, second = (np.abs(np.fft.fft2(b[:, 0].numpy())).mean(axis=0) for b in (x[:4], x[4:]))
+    expected = np.fft.fftshift(0.75 * first + 0.25 * second)
+    np.testing.assert_allclose(norm.amplitude[0].numpy(), expected, atol=1e-6)
 
 
 def test_solo_clients_keep_their_models(device: torch.device) -> None:

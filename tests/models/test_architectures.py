@@ -52,6 +52,7 @@ def test_parameter_counts() -> None:
         ("resnet18", CIFAR, 10, {}, 11_181_642),  # FedAF's
         ("resnet50", CIFAR, 10, {"norm": "group"}, 23_528_522),
         ("linear", (1, 1, 60), 10, {}, 610),
+        ("unet", (3, 384, 384), 2, {"width": 32}, 7_763_074),  # FedFA's
         ("lenet5", MNIST, 10, {}, 156 + 2_416 + 48_120 + 10_164 + 850),
         ("lenet5", MNIST, 26, {}, 63_066),
         # convolutions, shortcuts, norms, classifier
@@ -138,7 +139,11 @@ def test_projection_head_replaces_the_last_layer(name: str) -> None:
 LARGE_NETWORKS = {"resnet18", "resnet50", "alexnet"}
 
 
-@pytest.mark.parametrize("name", by_family(model_names(), set(model_names()) - LARGE_NETWORKS))
+# without unet: runs on masks are not private
+CLASSIFIERS = [name for name in model_names() if name != "unet"]
+
+
+@pytest.mark.parametrize("name", by_family(CLASSIFIERS, set(CLASSIFIERS) - LARGE_NETWORKS))
 def test_architectures_support_private_steps(name: str) -> None:
     """DP-SGD excludes in-place activations and dropout."""
     norm = "group" if ModelSettings(name).norm == "batch" else ""
@@ -160,6 +165,7 @@ def test_architectures_support_private_steps(name: str) -> None:
 def test_invalid_settings_and_dropout_are_refused() -> None:
     for name, shape, settings, message in (
         ("alexnet", (3, 62, 64), {}, "63×63"),
+        ("unet", (1, 40, 32), {}, "multiples of 16"),
         ("googlenet", (1, 14, 14), {}, "15×15"),  # torch would raise "Output size is too small"
         ("convnet", (1, 8, 8), {"depth": 4}, "depth"),
         ("convnet", (1, 8, 8), {"width": 0}, "width"),

@@ -22,7 +22,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.core.feature_cache import feature_table
 from fedsynth.data.images import normalise
 from fedsynth.errors import ForbiddenLayerError, SettingError, UnknownNameError
-from fedsynth.evaluation.accuracy import correct
+from fedsynth.evaluation.accuracy import predict, scores
 from fedsynth.features import feature_map
 from fedsynth.features.feature_map import Shape
 from fedsynth.methods import METHODS, method_class
@@ -255,7 +255,7 @@ def test_images_and_vectors_have_equal_logits() -> None:
         hidden = np.maximum(0, 8 * Z @ a.T + b)
         np.testing.assert_allclose(small(x).numpy(), hidden @ c.T + d, atol=1e-4)
     is_correct = (Z @ w.T).argmax(axis=1) == IMAGES.labels.numpy()
-    actual = correct(linear, IMAGES, among=torch.tensor([3, 5]))
+    actual = scores(predict(linear, IMAGES, among=torch.tensor([3, 5])), IMAGES.labels[[3, 5]])
     assert actual.tolist() == is_correct[[3, 5]].tolist()
 
 
