@@ -65,7 +65,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
     if sites_with_masks(folder):
         raise DataError(
             f"{one_line(folder)} has images with masks, which only runs without privacy can read. "
-            "Use fedsynth train --folder, or folders of classes"
+            "Use fedsynth train --data, or folders of classes"
         ).with_code("data.masks")
     manifest = manifest_of(folder)
     if manifest.exists():
