@@ -48,9 +48,9 @@ def pairs_of(site: Path) -> list[Pair]:
         DataFilesCorruptError: a file has no partner with its name, or two have one name.
     """
     images, masks = ({_stem(f): f for f in _files(site / name)} for name in (IMAGES, MASKS))
-    alone = sorted(images.keys() ^ masks.keys())
-    if alone or not images:
-        name = one_line(alone[0]) if alone else "any name"
+    unpaired = sorted(images.keys() ^ masks.keys())
+    if unpaired or not images:
+        name = one_line(unpaired[0]) if unpaired else "any name"
         raise DataFilesCorruptError(
             f"{one_line(site)} must have a file of {name} in {IMAGES} and in {MASKS}. Add the "
             "missing file, or remove the other"

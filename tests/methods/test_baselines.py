@@ -339,7 +339,9 @@ def test_fedharmo_without_its_parts_is_fedavg_and_averages_batches() -> None:
     for method in (fs.FedAvg(**settings), fs.FedHarmo(**settings, alpha=0, normalise=False)):  # type: ignore[arg-type]
         run = fs.RunSettings(method, rounds=2, model=ModelSettings("linear"), device="cpu")
         parts = np.arange(150).reshape(3, 50)  # of equal sizes
-        result = fs.simulate(run, data=(fs.load_dataset("digits")[0], None), parts=list(parts), quiet=True)
+        result = fs.simulate(
+            run, data=(fs.load_dataset("digits")[0], None), parts=list(parts), quiet=True
+        )
         models.append(flatten_named(result.model.state_dict(), result.model))
     torch.testing.assert_close(*models, rtol=0, atol=0)
     norm = AmplitudeNorm(tiny.SPEC, decay=0.25, window=0.5)
