@@ -10,6 +10,7 @@ of HarmoFL and FedFA: the slice and its two neighbours are the three channels, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,13 +79,10 @@ def examples_in(pair: Pair) -> Iterator[Example]:
         DataFilesCorruptError: a file cannot be read, or the sizes of image and mask differ.
     """
     is_volume = pair.image.name.lower().endswith(NIFTI_EXTENSIONS)
-    image, mask = (_read(path, is_volume, path == pair.mask) for path in pair)
-    expected = image.shape if is_volume else image.shape[:2]
-    if mask.shape != expected:
-        raise DataFilesCorruptError(
-            f"the mask {one_line(pair.mask)} must have the size {list(expected)} of its image, got "
-            f"{list(mask.shape)}"
-        ).with_code("data.mask_size")
+    with _reading(pair.image):
+        image = _volume(pair.image) if is_volume else _picture(pair.image)
+    with _reading(pair.mask):
+        mask = _mask(pair.mask, image.shape if is_volume else image.shape[:2], is_volume)
     if not is_volume:
         yield Example(image, mask, pair.mask)
         return
@@ -93,27 +91,47 @@ def examples_in(pair: Pair) -> Iterator[Example]:
             yield Example(np.stack(list(image[i - 1 : i + 2]), axis=2), mask[i], pair.mask)
 
 
-def _read(path: Path, is_volume: bool, is_mask: bool) -> Array:
-    """Reads a mask, or an image of bytes: [H, W], [H, W, 3] or, for a volume, [D, H, W]."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Replaces errors about the content of a file by one that names the file."""
     try:
-        if is_volume:
-            volume = read_volume(path)
-            if is_mask:
-                return volume
-            low, high = volume.min(), np.quantile(volume, 0.99)
-            unit = (volume - low) / max(high - low, np.finfo(np.float64).tiny)
-            return (255 * unit.clip(0, 1)).astype(np.uint8)
-        if is_mask:
-            with opened_image(path) as file:
-                return np.asarray(file)
-        values = read_picture(path, Decoding()).values
-        return values if values.dtype == np.uint8 else np.rint(255 * values).astype(np.uint8)
-    except FileNotFoundError:
+        yield
+    except (FileNotFoundError, DataFilesCorruptError):
         raise
     except Exception as error:  # a damaged file may raise anything
         raise DataFilesCorruptError(
             f"{one_line(path)} cannot be read: {one_line(error)}"
         ).with_code("data.unreadable_images") from None
+
+
+def _picture(path: Path) -> Bytes:
+    values = read_picture(path, Decoding()).values
+    return values if values.dtype == np.uint8 else np.rint(255 * values).astype(np.uint8)
+
+
+def _volume(path: Path) -> Bytes:
+    volume = read_volume(path)
+    low, high = volume.min(), np.quantile(volume, 0.99)
+    unit = (volume - low) / max(high - low, np.finfo(np.float64).tiny)
+    return (255 * unit.clip(0, 1)).astype(np.uint8)
+
+
+def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
+    """Reads a mask of a given shape. The shape of an image file is checked before it is decoded."""
+    if is_volume:
+        mask = read_volume(path)
+        shape = mask.shape
+    else:
+        with opened_image(path) as file:
+            shape = (file.height, file.width, len(file.getbands()))
+            if shape == (*expected, 1):
+                return np.asarray(file)
+    if shape != expected:
+        raise DataFilesCorruptError(
+            f"the mask {one_line(path)} must have the size {list(expected)} of its image and one "
+            f"channel, got {list(shape)}"
+        ).with_code("data.mask_size")
+    return mask
 
 
 def classes_in(examples: Iterable[Example]) -> int:

@@ -156,8 +156,9 @@ def count_matrix(
 ) -> IntArray:
     """Counts the examples of each class at each client, int64 [K, C].
 
-    Images with masks count as class 0.
+    Images with masks are counted as of one class.
     """
+    classes = 1 if labels.ndim == 3 else classes
     labels = classes_of_images(labels)
     counts = np.zeros((len(parts), classes), dtype=np.int64)
     for row, part in zip(counts, parts, strict=True):

@@ -264,7 +264,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
     """Returns rounded log-probabilities of a network for public images, from which the network can
-    be recognised later.
+    be recognised later. In segmentation, they are those of the logits' means over pixels.
     """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training
@@ -273,6 +273,7 @@ def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
         pixels = to_stored(images, spec)
         device = next(iter(network.state_dict().values())).device
         logits = network(normalise(pixels, spec).to(device)).float().cpu()
+    logits = logits.flatten(2).mean(dim=2) if spec.has_masks else logits
     network.train(mode)
     rounded: list[list[float]] = logits.log_softmax(dim=1).mul(1000).round().div(1000).tolist()
     return rounded

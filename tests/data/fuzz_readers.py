@@ -25,6 +25,7 @@ from pydicom.uid import JPEGBaseline8Bit, RLELossless
 
 from fedsynth.data.folders import with_listed_users
 from fedsynth.data.load import read_idx
+from fedsynth.data.masks import Pair, examples_in, stacked
 from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import read_images, read_patients, read_pixels
 from fedsynth.data.published_folders import read_domainnet_list, read_femnist
@@ -39,6 +40,7 @@ from tests.fuzz.mutations import altered, altered_json, json_bytes
 # two images of no known class, site or user
 IMAGES = np.array([["a.png", "b.png"], *[["", ""]] * 3], object)
 OFFICE, FEMNIST, DOMAINNET = map(dataset_spec, ("office-caltech-10", "femnist", "domainnet-10"))
+SHAPES = dataset_spec("shapes")
 
 
 def saved(save: Callable[..., Any], *content: Any, **options: Any) -> bytes:
@@ -114,6 +116,16 @@ def read_user_image(path: Path) -> None:
     read_patients([path])
 
 
+def read_mask(path: Path) -> None:
+    image = path.with_name(f"image of {path.name}")
+    image.write_bytes(MASKED[path.suffix])
+    examples = list(examples_in(Pair(image, path)))
+    if examples:
+        images, masks = stacked(examples, SHAPES)
+        assert (images.shape[1:], masks.shape[1:]) == ((1, 32, 32), (32, 32))
+        assert masks.max() < SHAPES.classes
+
+
 def read_writer(path: Path) -> None:
     for split in ("train", "test"):
         copy = path.parent / "femnist" / split / "a.json"
@@ -165,7 +177,15 @@ HOSTILE_RECORDS = {
 VOLUME = np.arange(6 * 7 * 5, dtype=np.int16).reshape(6, 7, 5)
 NIFTI = nibabel.Nifti1Image(VOLUME, np.eye(4)).to_bytes()
 IDX = bytes([0, 0, 8, 3, 0, 0, 0, 2, 0, 0, 0, 28, 0, 0, 0, 28]) + bytes(1568)
+MASK = Image.fromarray(np.eye(16, dtype=np.uint8))
+MASKS = [
+    saved(MASK.convert(mode).save, name) for mode in ("L", "1", "P") for name in ("PNG", "TIFF")
+]
+MASKED = {".png": MASKS[0], ".gz": gzip.compress(NIFTI)}
+BINARY = nibabel.Nifti1Image((VOLUME % 2).astype(np.uint8), np.eye(4)).to_bytes()
 KINDS = {
+    "mask": Kind("mask.png", read_mask, MASKS, (), in_head),
+    "mask volume": Kind("mask.nii.gz", read_mask, [BINARY, gzip.compress(BINARY)], (), in_head),
     "image": Kind(
         *("image.png", read_image, pictures()),
         [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 64\n%%EndComments\nshowpage\n"],
