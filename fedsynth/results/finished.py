@@ -24,17 +24,7 @@ NONE = "–"
 UNDEFINED = "undefined"
 
 
-_SHARES = (
-    "accuracy",
-    "dice",
-    "auroc",
-    "f1",
-    "calibration_error",
-    "amp",
-    "wlp",
-    "agreement",
-    "share",
-)
+_SHARES = ("accuracy", "dice", "auroc", "f1", "error", "amp", "wlp", "agreement", "share")
 
 
 class RunFolderError(FedsynthError, code="files.run"):
