@@ -344,14 +344,15 @@ def test_fedharmo_without_its_parts_is_fedavg_and_averages_batches() -> None:
         )
         models.append(flatten_named(result.model.state_dict(), result.model))
     torch.testing.assert_close(*models, rtol=0, atol=0)
-    norm = AmplitudeNorm(tiny.SPEC, decay=0.25, window=0.5)
-    x = torch.from_numpy(tiny.X).float().view(9, 1, 2, 2)
+    spec = replace(tiny.SPEC, mean=(0.5,), std=(0.25,))
+    norm, pixels = AmplitudeNorm(spec, decay=0.25, window=0.5), tiny.X.reshape(9, 2, 2)
+    x = (torch.from_numpy(pixels).float()[:, None] - 0.5) / 0.25
     torch.testing.assert_close(norm(x), x)  # no average is known
     norm.learns = True
     for batch in (x[:4], x[4:]):
         norm(batch)
     norm.eval()(x)
-    first, second = (np.abs(np.fft.fft2(b[:, 0].numpy())).mean(axis=0) for b in (x[:4], x[4:]))
+    first, second = (np.abs(np.fft.fft2(b)).mean(axis=0) for b in (pixels[:4], pixels[4:]))
     expected = np.fft.fftshift(0.75 * first + 0.25 * second)
     np.testing.assert_allclose(norm.amplitude[0].numpy(), expected, atol=1e-6)
 

@@ -131,13 +131,13 @@ def save(file: Path, values: Any) -> None:
         nibabel.save(nibabel.Nifti1Image(np.asarray(values), np.eye(4)), file)
 
 
-def write_sites(root: Path) -> Any:
-    """Two sites of four images each, whose masks have the values 0 and 255."""
+def write_sites(root: Path, value: int = 255) -> Any:
+    """Two sites of four images each, whose masks have the values 0 and `value`."""
     masks = RNG.integers(0, 2, (2, 4, 16, 16))
     for site, name in enumerate(("nord", "süd")):
         for k in range(4):
             save(root / name / "images" / f"{k}.png", RNG.integers(0, 256, (16, 16)))
-            save(root / name / "masks" / f"{k}.png", 255 * masks[site, k])
+            save(root / name / "masks" / f"{k}.png", value * masks[site, k])
     return masks
 
 
@@ -155,9 +155,13 @@ def test_sites_of_a_folder_are_clients(tmp_path: Path) -> None:
         quiet=True,
     )
     assert len(result.uploads) == 2
+    assert (
+        fs.load_records(tmp_path / "data").train.labels.numpy() == masks.reshape(8, 16, 16)
+    ).all()
+    masks = write_sites(tmp_path / "data", value=2)
     data = fs.load_records(tmp_path / "data", image_size=32)
-    assert data.train.spec.image_shape == (1, 32, 32)
-    enlarged = masks.reshape(8, 16, 16).repeat(2, axis=1).repeat(2, axis=2)
+    assert (data.train.spec.image_shape, data.train.spec.classes) == ((1, 32, 32), 3)
+    enlarged = 2 * masks.reshape(8, 16, 16).repeat(2, axis=1).repeat(2, axis=2)
     assert (data.train.labels.numpy() == enlarged).all()  # classes, not blends of neighbours
 
 
@@ -198,7 +202,7 @@ def test_prostate_mri_has_three_slices_and_known_splits(release: bool, tmp_path:
     })  # fmt: skip
     volume = np.arange(52)[None, None] + np.zeros((16, 16, 1))  # slice i has the value i
     mask = np.zeros((16, 16, 52))
-    mask[3, 5, 1:51] = 1 + release
+    mask[3, 5] = 1 + release  # also in the first and the last slice, which lack a neighbour
     for site in spec.domains:
         folder = tmp_path / "prostate-mri" / site
         names = ("Case00.nii.gz", "Case00_Segmentation.nii.gz")
