@@ -16,7 +16,7 @@ from torch import nn
 import fedsynth as fs
 from fedsynth.data.folders import find_files
 from fedsynth.data.images import record_digests
-from fedsynth.data.masks import read_masked_folder, read_prostate_mri
+from fedsynth.data.masks import Pair, examples_in, read_masked_folder, read_prostate_mri
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, SettingError
 from fedsynth.evaluation.accuracy import predict
@@ -210,6 +210,7 @@ def test_prostate_mri_has_three_slices_and_known_splits(release: bool, tmp_path:
             names = ("images/a.nii.gz", "masks/a.nii.gz")
         save(folder / names[0], volume)
         save(folder / names[1], mask)
+    assert len(list(examples_in(Pair(*(folder / name for name in names))))) == 50
     train, test = read_prostate_mri(spec, tmp_path)
     assert np.bincount(train.domains).tolist() == [32, 32]  # of 50 slices, at least 32
     assert np.bincount(test.domains).tolist() == [10, 10]
