@@ -59,6 +59,9 @@ DISTILLATION = {
     "generator_batch": 8, "latent": 8, "server_lr": 0.05,
 }  # fmt: skip
 LOCAL = {"local_epochs": 2, "batch": 64, "lr": 0.05}
+AUTOENCODER = {
+    "local_epochs": 2, "batch": 64, "width": 4, "latent": 4, "samples": 60, "server_epochs": 3,
+}  # fmt: skip
 TINY: Mapping[str, Mapping[str, Any]] = {
     "feddm": CONDENSATION,
     "fedaf": {**CONDENSATION, "local_weight": 0.1, "global_weight": 0.5, "directions": 8},
@@ -70,6 +73,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **DISTILLATION, "generator_lr": 0.001, "stratification_steps": 2, "stratification_batch": 8,
         "stratification_lr": 0.001,
     },
+    "fedcvae-ens": AUTOENCODER,
+    "fedcvae-kd": {**AUTOENCODER, "decoder_samples": 60, "decoder_epochs": 3},
     "fedkf": {**LOCAL, "generator_width": 4, "generator_batch": 8, "latent": 8},
     "fedfm": {**LOCAL, "lr": 0.01},
     "fedstats": {"features": "pixels"},
