@@ -61,8 +61,10 @@ def test_server_samples_label_distributions_and_truncated_normal() -> None:
     inputs, pixels, labels = method.draw_from(teachers, 1000, torch_generator(0, "draws"))
     of_first, of_second = labels.split([615, 385])  # ⌊1000 · 8/13⌋ and the rest
     assert stats.chisquare(np.bincount(of_first)[[0, 2]], [0.75 * 615, 0.25 * 615]).pvalue > 0.01
-    assert set(of_first.tolist()) == {0, 2} and set(of_second.tolist()) == {1}
-    assert torch.equal(inputs[:, 3:].argmax(1), labels) and float(inputs[:, :3].abs().max()) <= 3
+    assert set(of_first.tolist()) == {0, 2}
+    assert set(of_second.tolist()) == {1}
+    assert torch.equal(inputs[:, 3:].argmax(1), labels)
+    assert float(inputs[:, :3].abs().max()) <= 3
     for decoder, part in zip(decoders, (slice(615), slice(615, None)), strict=True):
         torch.testing.assert_close(pixels[part], torch.sigmoid(decoder(inputs[part])))
 
@@ -122,7 +124,9 @@ def test_round_equals_plain_torch(method: Any, device: torch.device) -> None:
         np.testing.assert_allclose(models[0][name], value.cpu().numpy(), atol=2e-4)
     torch.testing.assert_close(state.images, images, atol=2e-4, rtol=0)
     synthetic, labels, soft = method.synthetic(state, context(1, device))
-    assert synthetic is state.images and len(labels) == 10 and soft is None
+    assert synthetic is state.images
+    assert len(labels) == 10
+    assert soft is None
 
 
 def test_private_noise_of_an_example_depends_only_on_it() -> None:

@@ -10,6 +10,7 @@ decoder crops its output.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ def _layers(
 ) -> list[nn.Module]:
     """Returns convolutions of stride 2, each with norm and ReLU, and one to `last` channels."""
     layers: list[nn.Module] = []
-    for width, out in zip(widths, widths[1:], strict=False):
+    for width, out in pairwise(widths):
         group_norm = nn.GroupNorm(max(1, out // PER_GROUP), out)
         normalised = nn.BatchNorm2d(out) if norm == "batch" else group_norm
         layers += [kind(width, out, 4, 2, 1), normalised, nn.ReLU()]
@@ -51,9 +52,7 @@ class Decoder(nn.Module):
             PaddedLinear(latent + spec.classes, 2 * width * rows * columns),
             nn.Unflatten(1, (2 * width, rows, columns)),
             nn.ReLU(),
-            *_layers(
-                nn.ConvTranspose2d, [2 * width, 2 * width, width, width], norm, spec.channels
-            ),
+            *_layers(nn.ConvTranspose2d, [2 * width, 2 * width, width, width], norm, spec.channels),
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
