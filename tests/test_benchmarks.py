@@ -59,7 +59,8 @@ def test_compare_has_all_methods_with_family_settings(script: Any) -> None:
     assert {method for method, _ in compare.METHODS.values()} == set(METHODS)
     assert compare.METHODS["feddm"] == ("feddm", compare.CONDENSE)
     assert set(compare.PERSONAL) == {"solo", "fedbn"}
-    assert set(compare.SINGLE_ROUND) == {"fedavg, one shot", "feddf", "dense", "fedhydra"}
+    distilling = {"feddf", "dense", "fedhydra", "fedcvae-ens", "fedcvae-kd"}
+    assert set(compare.SINGLE_ROUND) == {"fedavg, one shot", *distilling}
     cell = script("library.grid").Cell(device="cpu", quick=False)
     for name in compare.METHODS:  # FedStats and FedSum lack some settings of their family
         assert compare.settings_for(name, 0, 0.1, cell).rounds in (1, 5)
