@@ -133,6 +133,7 @@ METHODS: list[Case] = [
     ("fedaf", {"iterations": 2, "ipc": 2}, {}),
     ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
     ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
+    ("fedcvae-ens", {"local_steps": 1, "width": 4}, {}),
     ("moon", {"local_steps": 1}, {}),
     ("scaffold", {"local_steps": 1}, {}),
 ]
