@@ -378,14 +378,14 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
     """Returns a problem for each file that no run writes. Such a file could hold anything."""
-    known = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
+    allowed = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
     try:
         names = plain_files(folder, leave_out=[EXCLUDED])
     except OSError as error:
         return [Problem("files", str(error.strerror))]
     problems = []
     for name in names:
-        patterns = [p for p in known if p.count("/") == name.count("/")]
+        patterns = [p for p in allowed if p.count("/") == name.count("/")]
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
             text = f"{short_repr(name)} is no file of a run. Move it out of the run folder"
             problems.append(Problem("files", text))
