@@ -378,6 +378,8 @@ class _Passes:
             replacements, labels = self._inputs.draw(3, self._inputs.length)
             for unchanged in (even, ~even):
                 self._compare(unchanged, MIXES, records=replacements, labels=labels)
+            copies, labels = self._x.roll(1, 0), self._y.roll(1)
+            self._compare(even, MIXES, records=copies, labels=labels)
             self._fill = 1.0
             self._compare(self._positions >= 0, KEEPS_STATE)
         return Dependence(self._fault, self._moved, values=values)
