@@ -21,6 +21,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +41,7 @@ from fedsynth.methods import is_own_method
 from fedsynth.privacy.batch_independence import (
     ADVICE,
     AMONG_OTHERS,
+    MIXES,
     STATE,
     Dependence,
     GlobalGenerators,
@@ -92,7 +94,8 @@ class TrialClientView(PrivateClientView):
     """Clients of public random images, whose releases try the values that a step computes.
 
     All clients have the same images. In a pass with records of two clients, each image is a record
-    of one of them. A client whose records are computed alone is tried only if it is the first.
+    of one of them, which its first pixel decides. A client whose records are computed alone is
+    tried only if it is the first.
 
     Args:
         trial: the trial.
@@ -150,18 +153,26 @@ class TrialClientView(PrivateClientView):
             raise _LastReleaseError
         grad_mode = torch.is_grad_enabled()
 
-        def values(x: Tensor, labels: Tensor) -> Tensor:
+        def values(x: Tensor, labels: Tensor, *, apart: bool = False) -> Tensor:
+            """Computes the values of records, of all clients together or of each client apart."""
             self._show(x, labels)
-            samples = list(map(Sample, torch.arange(len(x)).tensor_split(len(mechanisms))))
+            owners = (1000 * x.flatten(1)[:, 0]).long().cpu() % len(mechanisms)
             vectors: list[Tensor] = []
-            with torch.set_grad_enabled(grad_mode):
-                compute = prepare(samples)
-                for parts in passes_of(samples, count):
-                    vectors += map(_vectors, compute(parts))
-            return torch.cat(vectors)
+            order: list[Tensor] = []
+            for client in range(len(mechanisms)) if apart else [None]:
+                samples = []
+                for number in range(len(mechanisms)):
+                    chosen = (owners == number) & (client in (None, number))
+                    samples.append(Sample(chosen.nonzero().flatten()))
+                order += [sample.records for sample in samples]
+                with torch.set_grad_enabled(grad_mode):
+                    compute = prepare(samples)
+                    for parts in passes_of(samples, count):
+                        vectors += map(_vectors, compute(parts))
+            return torch.cat(vectors)[torch.cat(order).argsort().to(vectors[0].device)]
 
         if mechanisms[0].owner in (None, self._trial.clients[0]):
-            self._trial.compare(values)
+            self._trial.compare(values, len(mechanisms))
             self._trial.releases_left -= 1
             if self._ends and not self._trial.releases_left:
                 raise _LastReleaseError
@@ -233,7 +244,7 @@ class StepTrial:
         for release in plan.client_plans(clients[0], self.context):
             steps = min(release.steps, 2 if thorough else 1)
             self._plans.append(replace(release, steps=steps, shares=1, addends=None))
-        records = records_of_step(self._plans, context, len(clients))
+        records = records_of_step(self._plans, context)
         self.inputs = StepInputs(
             context.spec.image_shape,
             context.device,
@@ -305,8 +316,14 @@ class StepTrial:
         mechanism.trial = self
         return mechanism
 
-    def compare(self, values: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Compares the values of records in one release, or with those of the first run."""
+    def compare(self, values: Callable[..., Tensor], clients: int) -> None:
+        """Compares the values of records in one release, or with those of the first run.
+
+        Args:
+            values: computes the values of records. With `apart`, it computes those of each client
+                alone.
+            clients: the number of clients whose records are computed together.
+        """
         expected = None
         if self.repeats:
             if not self._expected:
@@ -315,6 +332,13 @@ class StepTrial:
         result = dependence_in_step(values, self.inputs_of_run, thorough=self.thorough)
         self._values.append(result.values)
         self._report(result)
+        if clients > 1:
+            alone = partial(values, apart=True)
+            self._report(
+                dependence_in_step(
+                    alone, self.inputs_of_run, result.values, fault=MIXES, thorough=True
+                )
+            )
         if expected is not None:
             self._report(dependence_in_step(values, self.inputs, expected, thorough=True))
 
@@ -325,16 +349,13 @@ class StepTrial:
             raise _LastReleaseError
 
 
-def records_of_step(
-    plans: Sequence[ReleasePlan], context: RoundContext, clients: int = 1
-) -> int:
+def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
     """Returns the number of random records for a trial of user code.
 
     It is about the number of records in a step of the run. It is limited by memory and by the
     number of records that are computed at once (`fedsynth.privacy.passes`).
     """
-    rate = max(release.sample_rate for release in plans)
-    expected = max(1.0, clients * context.nominal_size * rate)
+    expected = max(1.0, context.nominal_size * max(release.sample_rate for release in plans))
     widest = max(release.dimension // release.groups for release in plans)
     likely = expected + 4 * math.sqrt(expected)
     pass_length = min(chunk(context.device), math.isqrt(int(128 * expected)))
