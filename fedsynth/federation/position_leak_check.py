@@ -153,13 +153,13 @@ class TrialClientView(PrivateClientView):
             raise _LastReleaseError
         grad_mode = torch.is_grad_enabled()
 
-        def values(x: Tensor, labels: Tensor, *, apart: bool = False) -> Tensor:
+        def values(x: Tensor, labels: Tensor, *, by_client: bool = False) -> Tensor:
             """Computes the values of records, of all clients together or of each client apart."""
             self._show(x, labels)
             owners = (1000 * x.flatten(1)[:, 0]).long().cpu() % len(mechanisms)
             vectors: list[Tensor] = []
             order: list[Tensor] = []
-            for client in range(len(mechanisms)) if apart else [None]:
+            for client in range(len(mechanisms)) if by_client else [None]:
                 samples = []
                 for number in range(len(mechanisms)):
                     chosen = (owners == number) & (client in (None, number))
@@ -176,7 +176,9 @@ class TrialClientView(PrivateClientView):
             self._trial.releases_left -= 1
             if self._ends and not self._trial.releases_left:
                 raise _LastReleaseError
-            if self._trial.thorough:  # other calls than in the other run, so that their state differs
+            if (
+                self._trial.thorough
+            ):  # other calls than in the other run, so that their state differs
                 inputs = self._trial.inputs
                 values(*inputs.draw(14 if self._trial.repeats else 4, inputs.length))
         for mechanism in mechanisms:
@@ -320,7 +322,7 @@ class StepTrial:
         """Compares the values of records in one release, or with those of the first run.
 
         Args:
-            values: computes the values of records. With `apart`, it computes those of each client
+            values: computes the values of records. With `by_client`, it computes those of each client
                 alone.
             clients: the number of clients whose records are computed together.
         """
@@ -333,10 +335,10 @@ class StepTrial:
         self._values.append(result.values)
         self._report(result)
         if clients > 1:
-            alone = partial(values, apart=True)
+            by_client = partial(values, by_client=True)
             self._report(
                 dependence_in_step(
-                    alone, self.inputs_of_run, result.values, fault=MIXES, thorough=True
+                    by_client, self.inputs_of_run, result.values, fault=MIXES, thorough=True
                 )
             )
         if expected is not None:
@@ -500,9 +502,7 @@ def _isolated(
     return StepCheck([*warnings, warning], isolated=is_stable)
 
 
-def _refused(
-    settings: RunSettings, finding: str, advice: str, *, own_model: bool
-) -> SettingError:
+def _refused(settings: RunSettings, finding: str, advice: str, *, own_model: bool) -> SettingError:
     setting = ("model", "name") if own_model else ("method", "features")
     if is_own_method(settings.method):
         setting = ("run", "method")
