@@ -13,6 +13,11 @@ lengths of the run (the "pass lengths" of `fedsynth.privacy.passes`). It compute
 other positions and among other images (`dependence_in_step`). The step of user code then runs a
 second time, among other images. Its values of the same images must be those of the first time. No
 client's ledger is charged, and the step receives seeded noise.
+
+A user's method is also tried in round 2, with the client's state after round 1, if the step ends
+with the releases of the trial. If a simulation computes several clients together, two are tried in
+one pass, and their values must be those of each client alone. A step of user code that raises
+before its last release is refused, because nothing was tried then.
 """
 
 from __future__ import annotations
@@ -176,9 +181,8 @@ class TrialClientView(PrivateClientView):
             self._trial.releases_left -= 1
             if self._ends and not self._trial.releases_left:
                 raise _LastReleaseError
-            if (
-                self._trial.thorough
-            ):  # other calls than in the other run, so that their state differs
+            # other calls than in the other run, so that their state differs
+            if self._trial.thorough:
                 inputs = self._trial.inputs
                 values(*inputs.draw(14 if self._trial.repeats else 4, inputs.length))
         for mechanism in mechanisms:
