@@ -147,7 +147,6 @@ def sweep(
     """
     from fedsynth.experiments.runner import run_sweep
     from fedsynth.experiments.sweep import FORMATS, read_sweep, render, sweep_rows
-    from fedsynth.results.finished import finished_run
     from fedsynth.validation import check_choice
 
     check_choice(None, "--format", form, FORMATS)
@@ -156,7 +155,7 @@ def sweep(
     if dry_run:
         require_folder(plan.output)
         for cell in plan.cells:
-            state = "finished" if finished_run(plan.folder(cell)) else "to do"
+            state = "finished" if plan.finished(cell) else "to do"
             print(f"{state}  {plan.folder(cell)}  {cell.label}")
         return
     failed = []

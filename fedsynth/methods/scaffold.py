@@ -6,8 +6,10 @@ state). Each client takes K_k steps y ← y − η(g_k(y) − c_k + c), and comp
 c_k⁺ = c_k − c + (x − y)/(K_k·η). It sends y and Δc = c_k⁺ − c_k. The server computes
 x ← x + η_g·mean(y − x) and c ← c + |S|/N·mean(Δc), where S are the clients whose uploads count.
 
-Two things are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
-is set. With `weight_decay`, g_k includes the decay.
+Three things are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
+is set. With `weight_decay`, g_k includes the decay. A client whose upload the server rejects keeps
+c_k⁺ (line 14), because it does not learn of the rejection; c is then the mean of the c_k without
+this Δc_k.
 
 With differential privacy, the weights y are releases. c_k is computed only from them, the server's
 messages and the public K_k. Sending Δc is therefore post-processing.

@@ -33,7 +33,7 @@ from fedsynth.experiments.runner import Job, Runner, rows_by_hash
 from fedsynth.files import claim
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
-from fedsynth.results.file_names import LOCK
+from fedsynth.results.file_names import INCOMPLETE, LOCK
 from fedsynth.results.finished import unfinished_run
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.validation import to_toml
@@ -259,6 +259,27 @@ def test_cut_row_is_made_again(complete: Path, jobs: list[Job], tmp_path: Path) 
     file.write_bytes(file.read_bytes()[:-9])  # as after a power cut
     assert run_jobs(tmp_path, jobs) == ["existing", "finished"]
     assert rows_by_hash(tmp_path).keys() == rows_by_hash(complete).keys()
+
+
+def test_rows_with_an_earlier_default_are_made_again(
+    complete: Path, jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a row is named by a hash that leaves defaults out. A run that was stopped with
+    the earlier default is not resumed."""
+    shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
+    runner = replace(runner_in(tmp_path), report=print)
+    [config] = runner.run_folder(jobs[0]).glob("*/config.toml")
+    config.write_text(config.read_text().replace("momentum = ", "momentum = 1"))
+    stopped = config.parent.with_name(f"x{INCOMPLETE}")
+    stopped.mkdir()
+    shutil.copy(config, stopped)
+    assert [outcome.status for outcome in runner.run(jobs)] == ["finished", "existing"]
+    assert (
+        "its row is outdated, because method.momentum was 10.0 and is 0.0"
+        in capsys.readouterr().out
+    )
+    assert len((tmp_path / "fedprox-synthetic.jsonl").read_text().splitlines()) == 3
+    assert run_jobs(tmp_path, jobs) == ["existing", "existing"]
 
 
 def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
