@@ -111,13 +111,12 @@ class FedSR(TrainsLocally, ExtendsNetwork):
             r = normal(*network.reference(y).chunk(2, dim=1))  # r(z|y)
             z = mean
             if self.sample:
-                drawn = shared
-                if not private:
-                    drawn = torch.empty_like(mean).normal_(generator=noise)
+                drawn = shared if private else torch.empty_like(mean).normal_(generator=noise)
                 z = mean + p.stddev * drawn
             cross_entropy = F.cross_entropy(network.classifier(z), y, reduction="none")
             information = kl_divergence(p, r).sum(dim=1)
             return cross_entropy + self.alpha * z.norm(dim=1) + self.beta * information
 
         changed = {"noise": noise, "shared": shared}
-        return LocalObjective(loss=loss, before_step=before_step, state=changed)
+        draw = before_step if private else None
+        return LocalObjective(loss=loss, before_step=draw, state=changed)

@@ -108,14 +108,14 @@ def prototype_losses(
 ) -> tuple[Tensor, Tensor]:
     """Computes L_CPCL [N] and L_UPCR [N] of each example. They are 0 for examples of a class without
     a prototype."""
-    own = labels_N[:, None] == classes_P
-    known = own.any(dim=1)
+    same_class = labels_N[:, None] == classes_P
+    has_prototype = same_class.any(dim=1)
     s = row_product(F.normalize(z_ND, dim=1), F.normalize(prototypes_PD, dim=1)) / temperature
     # without a prototype, all count as positive: the difference and its gradient are zero
-    positive = s.masked_fill(~own & known[:, None], -torch.inf)
+    positive = s.masked_fill(~same_class & has_prototype[:, None], -torch.inf)
     contrastive = s.logsumexp(dim=1) - positive.logsumexp(dim=1)
     distance = (z_ND - unbiased_CD[labels_N]).square().mean(dim=1)
-    return contrastive, torch.where(known, distance, 0.0)
+    return contrastive, torch.where(has_prototype, distance, 0.0)
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ METHODS: list[Case] = [
     ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
     ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
     ("moon", {"local_steps": 1}, {}),
+    ("fpl", {"local_steps": 1}, {}),
     ("scaffold", {"local_steps": 1}, {}),
 ]
 
