@@ -116,10 +116,10 @@ class FedMGDAPlus(TrainsLocally):
         sizes = np.array([upload.weight for upload in uploads.values()])
         scaled = scales[:, None] * G * scales
         weights = min_norm_weights(scaled, sizes / sizes.sum(), self.epsilon) * scales
-        factors = torch.from_numpy(self.server_lr * weights).to(context.device)
+        factors_1K = torch.from_numpy(self.server_lr * weights)[None].to(context.device)
         parameters = average(uploads)  # of buffers
         for name in trainable(context):
-            step = factors @ updates(name, w_t, uploads)
+            step = factors_1K @ updates(name, w_t, uploads)
             parameters[name] = (w_t[name].double() - step.view_as(w_t[name])).to(w_t[name].dtype)
         return replace(state, parameters=parameters)
 
