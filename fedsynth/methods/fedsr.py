@@ -12,8 +12,8 @@ as parts of the model. The public code computes both μ and σ by the last layer
 
 The paper and the public code leave some points open:
 
-- The code takes the length ‖z‖ for L2R, and its default α belongs to it. The paper's ‖z‖² grows
-  with the number of features, so that no α would fit all networks.
+- The code takes the length ‖z‖ for L2R, and not ‖z‖². We do the same, because the default α is that
+  of the code.
 - In the code, each client keeps its own r(z|y). We average it, because CMI aligns the clients'
   representations only if they share the reference.
 - The code multiplies z by a learned constant in CMI. The KL divergence does not change if z and r

@@ -17,7 +17,7 @@ Round 1 has no prototypes, so it is a round of FedAvg. Four points follow the pu
 from it:
 
 - FINCH makes a hierarchy of partitions. We use the first one, which links nearest neighbours. The
-  code uses the last one, which mostly has two or three clusters.
+  code uses the last one, which is often the same with few clients.
 - L_UPCR is the mean over the coordinates of z, as in the code.
 - The embeddings are those of the trained model. The code collects them during the last local epoch,
   while the model changes.
