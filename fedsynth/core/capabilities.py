@@ -34,6 +34,7 @@ from fedsynth.errors import MessageError
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
+from fedsynth.seeding import forked_rng
 
 
 class TwoExchanges(Method):
@@ -199,6 +200,20 @@ class OwnNetwork(Method):
         return {}
 
 
+class ExtendsNetwork(Method):
+    """A method that adds layers to the run's model, which are trained and sent with it.
+
+    The layers do not change the network's outputs. Only the method's loss uses them.
+    """
+
+    @abstractmethod
+    def add_layers(self, network: nn.Module) -> None:
+        """Adds the layers to an untrained network, as attributes.
+
+        Initial weights come from torch's global generator, which is seeded by the run.
+        """
+
+
 def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
     """Returns an untrained network of the architecture that the server and the clients share.
 
@@ -210,7 +225,11 @@ def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: in
     """
     if isinstance(method, OwnNetwork):
         return method.network(spec)
-    return build_network(model, spec, seed)
+    network = build_network(model, spec, seed)
+    if isinstance(method, ExtendsNetwork):
+        with forked_rng(seed, "added layers"):
+            method.add_layers(network)
+    return network
 
 
 class Measurements(Method):
@@ -297,5 +316,5 @@ def unused_hooks(method: Method) -> Iterator[str]:
 
 CAPABILITIES: tuple[type[Method], ...] = (
     *(TwoExchanges, VaryingReleases, SyntheticImages, ImagesAtEnd, PersonalModels, OwnNetwork),
-    *(Measurements, PublicImages, PublishedEpsilon),
+    *(ExtendsNetwork, Measurements, PublicImages, PublishedEpsilon),
 )

@@ -25,9 +25,12 @@ from fedsynth.methods.fedgen import FedGen as FedGen
 from fedsynth.methods.fedgkd import FedGKD as FedGKD
 from fedsynth.methods.fedhydra import FedHydra as FedHydra
 from fedsynth.methods.fedkf import FedKF as FedKF
+from fedsynth.methods.fedmgda_plus import FedMGDAPlus as FedMGDAPlus
 from fedsynth.methods.fednova import FedNova as FedNova
+from fedsynth.methods.fedsr import FedSR as FedSR
 from fedsynth.methods.fedstats import FedStats as FedStats
 from fedsynth.methods.fedsum import FedSum as FedSum
+from fedsynth.methods.fpl import FPL as FPL
 from fedsynth.methods.moon import Moon as Moon
 from fedsynth.methods.qffl import QFFL as QFFL
 from fedsynth.methods.real import Real as Real

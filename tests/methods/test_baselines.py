@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,6 +22,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.errors import DivergedError, SettingError, UnaccountedReleaseError, UnknownNameError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
+from fedsynth.methods.fedmgda_plus import min_norm_weights
 from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.qffl import TINY, FairModel
 from fedsynth.methods.scaffold import ControlState, ControlUp
@@ -93,6 +95,7 @@ def test_special_cases_equal_fedavg(device: torch.device) -> None:
         (fs.FedAvg(**FULL, weight_decay=0.1), fedavg_rounds(SIZES, 0.1)),
         (fs.FedAvgM(**FULL, server_momentum=0.0), by_size),
         (fs.FedGKD(**FULL, gamma=0.0), by_size),
+        (fs.FedMGDAPlus(**FULL, epsilon=0.0, normalise=False), by_size),
         (fs.FedNova(**FULL), by_size),  # equally many steps
         (fs.FedProx(**FULL, mu=0.0), by_size),
         (fs.FedDyn(**FULL, alpha=0.0), even),
@@ -225,6 +228,40 @@ def test_fedgkd_equals_numpy(device: torch.device) -> None:
         past.append(W)
         expected.append(W)
     assert_close(run_rounds(fs.FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_fedmgda_plus_equals_numpy(normalise: bool, device: torch.device) -> None:
+    """On the face of the simplex where the shortest sum lies, its products with all g_k are equal."""
+    W, expected = START, []
+    for _ in range(2):
+        g = np.stack([(W - fit(W, k)).ravel() for k in ALL])
+        if normalise:
+            g /= np.linalg.norm(g, axis=1, keepdims=True)
+        directions = []
+        for face in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+            weights = np.linalg.solve(g[face] @ g[face].T, np.ones(len(face)))
+            if weights.min() > 0:
+                directions.append(weights / weights.sum() @ g[face])
+        W = W - 0.8 * min(directions, key=np.linalg.norm).reshape(W.shape)
+        expected.append(W)
+    settings = {**FULL, "epsilon": 1.0, "normalise": normalise, "server_lr": 0.8}
+    assert_close(run_rounds(fs.FedMGDAPlus(**settings), device), expected)
+
+
+@given(st.integers(0, 99), st.integers(1, 8), st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+def test_min_norm_weights_are_optimal(seed: int, count: int, radius: float) -> None:
+    """No allowed weights have a smaller product with the gradient 2Gλ. Two vectors are equal."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(count, 3)) * 10.0 ** rng.integers(-6, 3)
+    vectors[0] = vectors[-1]
+    center, gram = rng.dirichlet(np.ones(count)), vectors @ vectors.T
+    weights = min_norm_weights(gram, center, radius)
+    assert weights.sum() == pytest.approx(1)
+    assert np.abs(weights - center).max() <= radius + 1e-6
+    box = np.clip([center - radius, center + radius], 0, 1).T
+    best = linprog(gram @ weights, A_eq=np.ones((1, count)), b_eq=[1], bounds=box).x
+    assert (weights - best) @ gram @ weights < 1e-4 * gram.diagonal().max()
 
 
 def test_qffl_equals_numpy(device: torch.device) -> None:

@@ -135,6 +135,7 @@ METHODS: list[Case] = [
     ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
     ("fedcvae-ens", {"local_steps": 1, "width": 4}, {}),
     ("moon", {"local_steps": 1}, {}),
+    ("fpl", {"local_steps": 1}, {}),
     ("scaffold", {"local_steps": 1}, {}),
 ]
 
