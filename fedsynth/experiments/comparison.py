@@ -201,7 +201,7 @@ def lines(
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the finished runs say about a claim of a paper, on one data set and partition.
+    """The evidence of the finished runs for a claim of a paper, on one data set and partition.
 
     Args:
         claim: the claim.
@@ -265,15 +265,16 @@ def judgements(
         for line in lines(table, [cell], range(table.seeds), rows, changes):
             place[cell.method, line.number.metric] = line.values
     result = []
-    for claim, (place, found) in product(table.claims, values.items()):
+    for claim, (place, measurements) in product(table.claims, values.items()):
         names = [(method, claim.metric) for method in (claim.ahead, *claim.of)]
-        if found.keys() >= set(names):
-            ahead = found[names[0]]
+        if measurements.keys() >= set(names):
+            ahead = measurements[names[0]]
             differences = {}
             for rival, name in zip(claim.of, names[1:], strict=True):
-                seeds = ahead.keys() & found[name].keys()
+                rivals = measurements[name]
+                seeds = ahead.keys() & rivals.keys()
                 sign = -1 if claim.lower else 1
-                differences[rival] = [sign * (ahead[k] - found[name][k]) for k in sorted(seeds)]
+                differences[rival] = [sign * (ahead[k] - rivals[k]) for k in sorted(seeds)]
             result.append(Judgement(claim, " ".join(place), differences))
     return result
 
