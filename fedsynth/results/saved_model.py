@@ -121,7 +121,7 @@ class Architecture:
         """
         if self.custom_parts or self.features or not self.takes_model:
             return None
-        return registry.count_parameters(self.model, self.spec.image_shape, self.spec.classes)
+        return registry.count_parameters(self.model, self.spec, self.spec.classes)
 
     def to_metadata(self) -> dict[str, str]:
         """Converts the architecture to text entries for the metadata of a model file.
