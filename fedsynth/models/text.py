@@ -14,8 +14,9 @@ The public code for Sent140 has one more linear layer of 30 values before the la
 nonlinearity between them, both are one linear map, so this layer is left out.
 
 As in TensorFlow's BasicLSTMCell, which the papers used, a cell has one bias vector. TensorFlow adds
-1 to the forget gate. Here the bias of this gate starts at 1, which is the same function. Weights
-start with Glorot's uniform distribution.
+1 to the forget gate. Here the bias of this gate starts at 1, which is the same function. The weights
+of linear layers start with Glorot's uniform distribution, as in TensorFlow. Embeddings start with
+torch's normal distribution, with which learning starts in fewer steps.
 
 A cell consists of linear layers, so DP-SGD obtains the gradient of each example from the inputs and
 outputs of these layers, as for any other network. With equal weights, outputs are those of
@@ -52,14 +53,14 @@ class LstmLayer(nn.Module):
     def forward(self, x_NTD: Tensor) -> Tensor:
         if self._can_fuse(x_NTD):
             weights = [self.inputs.weight, self.recurrent.weight, self.inputs.bias]
-            zeros = x_NTD.new_zeros(1, len(x_NTD), self.recurrent.in_features)
+            zeros = x_NTD.new_zeros(1, x_NTD.shape[0], self.recurrent.in_features)
             no_bias = torch.zeros_like(self.inputs.bias)
             return torch.lstm(
                 *(x_NTD, (zeros, zeros), [*weights, no_bias], True),
                 *(1, 0.0, self.training, False, True),
             )[0]
         from_inputs = self.inputs(x_NTD)
-        h = c = from_inputs.new_zeros(len(x_NTD), self.recurrent.in_features)
+        h = c = from_inputs.new_zeros(x_NTD.shape[0], self.recurrent.in_features)
         outputs = []
         for step in from_inputs.unbind(1):
             i, f, g, o = (step + self.recurrent(h)).chunk(4, dim=1)
@@ -76,7 +77,7 @@ class LstmLayer(nn.Module):
         cells, whose layers it watches.
         """
         watched = bool(self.recurrent._forward_hooks)
-        return not (watched or x_NTD.is_cuda or torch.compiler.is_compiling())
+        return not (watched or x_NTD.is_cuda)
 
 
 class Lstm(EmbeddingNetwork):
@@ -109,9 +110,9 @@ class Lstm(EmbeddingNetwork):
         self.layers = nn.Sequential(LstmLayer(inputs, width), LstmLayer(width, width))
         self.classifier = PaddedLinear(width, classes)
         nn.init.zeros_(self.classifier.bias)
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.xavier_uniform_(parameter)
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
         self.embedding_size = width
         self.largest_activation = 4 * width * length
 
