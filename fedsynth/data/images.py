@@ -1,9 +1,9 @@
 """Holds images with their labels, converts pixels to model inputs, and hashes records.
 
-`ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise` and `denormalise` convert between pixels and
-model inputs. `proxy_images` converts the images of another data set, for FedDF's
-distillation. `record_digests` computes a keyed hash of each record, which does not depend on the
-record's position or owner. Without the key, a hash reveals nothing about its record. With the key,
+`ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise` and
+`denormalise` convert between pixels and model inputs. `proxy_images` converts the images of another
+data set, for FedDF's distillation. `record_digests` computes a keyed hash of each record, which
+does not depend on the record's position or owner. Without the key, a hash reveals nothing about its record. With the key,
 anyone who has the record can compute its hash.
 """
 
@@ -331,8 +331,8 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
 def require_all_classes(data: ImageData) -> None:
     """Raises an error if a class has no training example.
 
-    Classes of tokens need none, because rare characters occur in few texts. The check uses the exact numbers of examples, so only runs without differential privacy may call
-    it.
+    Classes of tokens need none, because rare characters occur in few texts. The check uses the exact
+    numbers of examples, so only runs without differential privacy may call it.
 
     Raises:
         DataError: a class has no example. The message names one such class.

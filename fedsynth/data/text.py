@@ -56,7 +56,7 @@ _LETTER = r"[\n !\"&'(),\-.0-9:;>?A-Z\[\]a-z}]"
 PLAYS = Path(__file__).with_name("plays.txt")
 PLAYS_STEP = 4
 
-WORDS = 25
+TWEET_LENGTH = 25
 _WORD = re.compile(r"[\w']+|[.,!?;]")
 GLOVE = "glove.6B.300d.txt"
 MAX_GLOVE_BYTES = 2**32
@@ -121,7 +121,7 @@ def read_sent140_glove(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     rows: dict[str, int] = {}  # the row of each word in the table of vectors
     splits = _read_tweets(root, lambda word: rows.setdefault(word, len(rows) + 1))
     low, high = spec.bounds or (0.0, 1.0)
-    vectors = _read_vectors(root / "sent140" / GLOVE, rows, spec.channels)
+    vectors = read_vectors(root / "sent140" / GLOVE, rows, spec.channels)
     table = ((vectors - low) / (high - low)).clip(0, 1).astype(np.float32)
 
     def embedded(split: Split) -> Split:
@@ -208,9 +208,9 @@ def _read_tweets(root: Path, number_of: Callable[[str], int]) -> tuple[Split, Sp
     def read(path: Path) -> Users:
         users: Users = {}
         for name, records in _parsed(path, _TweetFile).user_data.items():
-            tokens = np.zeros((len(records.x), 1, 1, WORDS), np.int32)
+            tokens = np.zeros((len(records.x), 1, 1, TWEET_LENGTH), np.int32)
             for row, tweet in zip(tokens[:, 0, 0], records.x, strict=True):
-                numbers = list(map(number_of, _WORD.findall(tweet[4])[:WORDS]))
+                numbers = list(map(number_of, _WORD.findall(tweet[4])[:TWEET_LENGTH]))
                 row[: len(numbers)] = numbers
             labels = [int(y in (1, "4")) for y in records.y]
             users[name] = tokens, np.array(labels, np.int64)
@@ -219,7 +219,7 @@ def _read_tweets(root: Path, number_of: Callable[[str], int]) -> tuple[Split, Sp
     return _read(root / "sent140", read)
 
 
-def _read_vectors(path: Path, rows: Mapping[str, int], size: int) -> Floats:
+def read_vectors(path: Path, rows: Mapping[str, int], size: int) -> Floats:
     """Reads the vectors of the words in `rows` from a file of GloVe, float64 [len(rows) + 1, size].
 
     Row 0 and the rows of words that are not in the file are zero.

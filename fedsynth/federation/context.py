@@ -132,7 +132,9 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     another round, use `replace(context, round=...)`.
     """
     if spec.vocabulary and settings.method.features_refusal:
-        reason = f"needs images, but the records of {spec.name} are tokens. Use fedavg, fedprox or qffl"
+        reason = (
+            f"needs images, but the records of {spec.name} are tokens. Use fedavg, fedprox or qffl"
+        )
         raise SettingError("run", "method", reason, value=settings.method.name)
     privacy = settings.privacy
     partition = settings.partition

@@ -56,8 +56,15 @@ class LstmLayer(nn.Module):
             zeros = x_NTD.new_zeros(1, x_NTD.shape[0], self.recurrent.in_features)
             no_bias = torch.zeros_like(self.inputs.bias)
             return torch.lstm(
-                *(x_NTD, (zeros, zeros), [*weights, no_bias], True),
-                *(1, 0.0, self.training, False, True),
+                x_NTD,
+                (zeros, zeros),
+                [*weights, no_bias],
+                has_biases=True,
+                num_layers=1,
+                dropout=0.0,
+                train=self.training,
+                bidirectional=False,
+                batch_first=True,
             )[0]
         from_inputs = self.inputs(x_NTD)
         h = c = from_inputs.new_zeros(x_NTD.shape[0], self.recurrent.in_features)
@@ -68,7 +75,6 @@ class LstmLayer(nn.Module):
             h = torch.sigmoid(o) * torch.tanh(c)
             outputs.append(h)
         return torch.stack(outputs, dim=1)
-
 
     def _can_fuse(self, x_NTD: Tensor) -> bool:
         """Returns True if one operation of torch may replace the cells.
@@ -123,4 +129,4 @@ class Lstm(EmbeddingNetwork):
             x_NTD = self.embedding(tokens)
         else:
             x_NTD = x_NCHW.flatten(2).transpose(1, 2)
-        return self.layers(x_NTD)[:, -1]  # type: ignore[no-any-return]
+        return self.layers(x_NTD)[:, -1]

@@ -49,7 +49,7 @@ class FromValues(nn.Module):
     def forward(self, values_NCHW: Tensor) -> Tensor:
         """Computes the logits [N, classes] of values [N, C, H, W]."""
         if self.tokens:
-            return self.network(values_NCHW)  # type: ignore[no-any-return]
+            return self.network(values_NCHW)
         x = values_NCHW.clamp(self.low, self.high).sub(self.low).div(self.high - self.low)
         return self.network((x - self.mean) / self.std)
 
