@@ -3,8 +3,8 @@
 `ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise` and
 `denormalise` convert between pixels and model inputs. `proxy_images` converts the images of another
 data set, for FedDF's distillation. `record_digests` computes a keyed hash of each record, which
-does not depend on the record's position or owner. Without the key, a hash reveals nothing about its record. With the key,
-anyone who has the record can compute its hash.
+does not depend on the record's position or owner. Without the key, a hash reveals nothing about its
+record. With the key, anyone who has the record can compute its hash.
 """
 
 from __future__ import annotations

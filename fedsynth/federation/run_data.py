@@ -513,7 +513,8 @@ def data_set_id(run: RunSettings) -> str:
     parts = {}
     for name, value in asdict(run.resolved_partition).items():
         of_other_kind = name.startswith(("missing", "dominant")) and not name.startswith(kind)
-        if name != "local_test" and (name, value) != ("subset", 1) and not of_other_kind:
+        unused = (name, value) in (("subset", 1), ("min_group", 0))
+        if name != "local_test" and not unused and not of_other_kind:
             parts[name] = value
     partition = json.dumps(parts, sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"

@@ -195,10 +195,16 @@ KINDS = {
     ),
     "nifti": Kind("volume.nii.gz", read_user_image, [NIFTI, gzip.compress(NIFTI)], (), in_head),
     "leaf": Kind("leaf", read_writer, leaves),
-    "passages": Kind("all_data.json", read_passages, [json_bytes(leaf_form("a\t" + 82 * "b"))]),
+    "passages": Kind(
+        "all_data.json", read_passages, [json.dumps(leaf_form("a\t" + 82 * "b")).encode()]
+    ),
     "tweets": Kind(
         *("all_data.json", read_tweets),
-        [json_bytes({"user_data": {"w": {"x": [["", "", "", "", "good day"]], "y": ["4"]}}})],
+        [
+            json.dumps(
+                {"user_data": {"w": {"x": [["", "", "", "", "good day"]], "y": ["4"]}}}
+            ).encode()
+        ],
     ),
     "vectors": Kind(
         GLOVE, read_words, [b"good " + b" ".join([b"0.1"] * 300) + b"\nday 1 2\n"], (), in_head
