@@ -75,7 +75,7 @@ class Method(ABC):
             robust rule computes.
         features_refusal: the reason why the method's network cannot use a fixed feature map
             (`ModelSettings.features`). If empty, it can, and the clients' "images" are then feature
-            vectors.
+            vectors. Only these methods accept records that are tokens.
         presets: for each data set, the settings whose defaults the method changes.
 
     >>> from fedsynth import ModelParameters, RunSettings, simulate

@@ -131,6 +131,11 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     The value "auto" of `precision` and `compile` means "fp32" and "off" here (`choose_speed`). For
     another round, use `replace(context, round=...)`.
     """
+    if spec.vocabulary and settings.method.features_refusal:
+        reason = (
+            f"needs images, but the records of {spec.name} are tokens. Use fedavg, fedprox or qffl"
+        )
+        raise SettingError("run", "method", reason, value=settings.method.name)
     privacy = settings.privacy
     partition = settings.partition
     training = spec.train_size * partition.subset * (1 - partition.local_test)
@@ -147,7 +152,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         clients=partition.clients,
         client_architectures=build_client_models(
             settings.model,
-            spec.image_shape,
+            spec,
             spec.classes,
             settings.seed,
             partition.clients,

@@ -462,10 +462,11 @@ def check_private_steps(
 
 def _refuse_dependent_model(settings: RunSettings, context: RoundContext, *, trains: bool) -> None:
     """Refuses a custom model whose outputs, or gradients if DP-SGD trains it, mix examples."""
+    tokens = context.spec.vocabulary
     inputs = StepInputs(
         context.spec.image_shape,
         context.device,
-        bounds=(-3.0, 3.0),  # of normalised images
+        bounds=(0.0, tokens - 1.0) if tokens else (-3.0, 3.0),  # of tokens, of normalised images
         classes=context.spec.classes,
     )
     for architecture in context.client_architectures or (context.architecture,):

@@ -182,7 +182,7 @@ class TrainsLocally(Measurements):
     variant_names = ("aca", "oca")
     oca_refusal: ClassVar[str] = ""
     """The reason why a run cannot end with the average of all clients' last models, or empty."""
-    presets: ClassVar[Presets] = {"digits": {"batch": 32}}
+    presets: ClassVar[Presets] = {"digits": {"batch": 32}, "plays": {"batch": 32, "lr": 1.0}}
 
     local_epochs: int = in_range(10, 1)
     batch: int = in_range(256, 1)
