@@ -23,7 +23,10 @@ from fedsynth.methods.fedgen import FedGen as FedGen
 from fedsynth.methods.fedgkd import FedGKD as FedGKD
 from fedsynth.methods.fedhydra import FedHydra as FedHydra
 from fedsynth.methods.fedkf import FedKF as FedKF
+from fedsynth.methods.fedmix import FedMix as FedMix
 from fedsynth.methods.fednova import FedNova as FedNova
+from fedsynth.methods.fedrobust import FedRobust as FedRobust
+from fedsynth.methods.fedsam import FedSAM as FedSAM
 from fedsynth.methods.fedstats import FedStats as FedStats
 from fedsynth.methods.fedsum import FedSum as FedSum
 from fedsynth.methods.moon import Moon as Moon
