@@ -2,16 +2,17 @@
 2107.00233).
 
 Each client sends the means x̄ of its images and ȳ of its one-hot labels, each over M of its examples.
-This happens once, in the first round in which it takes part, before training. Every step of local
-training draws one pair (x̄, ȳ) of any client, with which it approximates the loss of MixUp between
-clients. ℓ(x, y) is the cross-entropy of an image.
+The clients of a round send them before training if one of them has not sent any yet. They are the
+same in every round. Every step of local training draws one pair (x̄, ȳ) of any client, with which it
+approximates the loss of MixUp between clients. ℓ(x, y) is the cross-entropy of an image.
 
     NaiveMix   (1 − λ)·ℓ(x', y) + λ·ℓ(x', ȳ)  with x' = (1 − λ)·x + λ·x̄
     FedMix     (1 − λ)·ℓ(x', y) + λ·ℓ(x', ȳ) + λ·⟨∇_x' (1 − λ)·ℓ(x', y), x̄⟩  with x' = (1 − λ)·x
 
-FedMix is the first-order expansion of MixUp in x̄, without a term in λ². Each example has its own
-gradient, and the losses are averaged over the batch. Flower's version takes the gradient of the
-batch's mean loss and averages again, so its last term is smaller by the number of examples.
+FedMix is the first-order expansion of MixUp in x̄, without the term in λ². Each example has its own
+gradient, and the losses are averaged over the batch. The public code in Flower's baselines takes the
+gradient of the batch's mean loss and averages again, so its last term is smaller by the size of the
+batch.
 
 The method cannot run with differential privacy. The mean images are sent without noise, and the last
 term of FedMix has second derivatives, for which DP-SGD has no gradients of single examples.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.capabilities import TwoExchanges
-from fedsynth.core.client import ExactClientView, chunk
+from fedsynth.core.client import ExactClientView, Group, chunk
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
 from fedsynth.core.method import ClientState, ClientStates, Results
@@ -77,12 +78,12 @@ class FedMix(TrainsLocally, TwoExchanges):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        ratio: λ, the share of the mean images. It is 0.05 for FedMix on CIFAR-10, 0.1 on CIFAR-100,
-            and 0.2 on FEMNIST. With 0, the method is FedAvg, weighted by n_k.
-        mixing: "taylor" for FedMix, "naive" for NaiveMix, for which the paper has 0.1 on CIFAR-10.
-        averaged: M, the number of examples in a mean. With 0, as in the paper's tables, each client
+        ratio: λ, the share of the mean images. Flower's baselines have 0.05 on CIFAR-10, 0.1 on
+            CIFAR-100, and 0.2 on FEMNIST. With 0, the method is FedAvg, weighted by n_k.
+        mixing: "taylor" for FedMix, or "naive" for NaiveMix, which has a ratio of 0.1 on CIFAR-10.
+        averaged: M, the number of examples in a mean. With 0, as in Flower's baselines, each client
             sends a single mean of all its examples. Otherwise it sends ⌊n_k/M⌋ means of at least M
-            examples, and one if it has fewer.
+            examples, or one mean if it has fewer than M.
 
     >>> from fedsynth import FedMix, ModelSettings, RunSettings, simulate
     >>> method, model = FedMix(local_epochs=2, batch=32, lr=0.1), ModelSettings("linear")
@@ -109,15 +110,12 @@ class FedMix(TrainsLocally, TwoExchanges):
     averaged: int = in_range(0, 0)
 
     def first_broadcast(self, state: MeansState, context: RoundContext) -> Message | None:
-        asked = any(str(client) not in state.images for client in context.active)
-        return MeansAsked() if asked else None
+        if all(str(client) in state.images for client in context.active):
+            return None
+        return MeansAsked()
 
     def first_step(
-        self,
-        message: MeansAsked,
-        clients: ExactClientView,
-        states: ClientStates,
-        context: RoundContext,
+        self, message: MeansAsked, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         results: Results = []
         for client, state in zip(clients.split(), states, strict=True):
@@ -133,7 +131,7 @@ class FedMix(TrainsLocally, TwoExchanges):
         labels = torch.zeros(0, spec.classes, device=examples.device)
         for part in examples[order].tensor_split(self._most_means(len(examples))):
             if len(part):  # none without examples
-                sums = [client.images(some).sum(dim=0) for some in part.split(chunk(part.device))]
+                sums = [client.images(block).sum(dim=0) for block in part.split(chunk(part.device))]
                 images = torch.cat([images, torch.stack(sums).sum(dim=0)[None] / len(part)])
                 counts = client.labels(part).bincount(minlength=spec.classes)
                 labels = torch.cat([labels, counts[None] / len(part)])
@@ -168,13 +166,13 @@ class FedMix(TrainsLocally, TwoExchanges):
             if self.mixing == "naive":
                 mixed = mixed + share * x_mean
             logits = network(mixed.requires_grad_())
-            own = (1 - share) * F.cross_entropy(logits, y, reduction="none")
-            losses = own + share * F.cross_entropy(
+            label_losses = (1 - share) * F.cross_entropy(logits, y, reduction="none")
+            losses = label_losses + share * F.cross_entropy(
                 logits, y_mean.expand_as(logits), reduction="none"
             )
             if self.mixing == "naive":
                 return losses
-            (gradient,) = torch.autograd.grad(own.sum(), mixed, create_graph=True)
+            (gradient,) = torch.autograd.grad(label_losses.sum(), mixed, create_graph=True)
             return losses + share * (gradient * x_mean).flatten(1).sum(dim=1)
 
         return LocalObjective(loss=loss, state={"draws": draws})

@@ -9,7 +9,7 @@ Each step takes the gradients of f_k at one point, descends in w with the rate �
 in Λ_k and δ_k with the rate η₂. The shifts start from Λ_k = I and δ_k = 0. They stay on the client,
 which continues them in its next round. The server averages the weights w.
 
-In the paper, λ₁ = λ₂, x is the image as one vector of D numbers, and Λ_k is a D×D matrix. This
+In the paper, x is the image as one vector of D numbers, and Λ_k is a D×D matrix. This
 matrix has 4·D² bytes: 38 MB for images of 32×32 pixels and three colours, and 604 MB at 64×64.
 `shift="channels"` has a C×C matrix and C offsets instead, which are the same for all pixels of an
 image, such as changes of contrast, colour and brightness.
@@ -42,7 +42,9 @@ class FedRobust(TrainsLocally):
 
     Args:
         ascent_lr: η₂, the rate of the ascent in Λ_k and δ_k. With 0, the method is FedAvg, weighted
-            by n_k.
+            by n_k. The defaults of η₂, λ₁ and λ₂ are ours. On the digits with ten clients at
+            Dir(0.3), a linear model reaches 89 %, as with FedAvg. With η₂ = 0.05 and λ = 0.1 the
+            shifts grow until it reaches only 16 %.
         matrix_weight: λ₁, the weight of ‖Λ_k − I‖²_F.
         offset_weight: λ₂, the weight of ‖δ_k‖².
         shift: "full" for Λ_k of the whole image, as in the paper, or "channels" for its channels.
@@ -77,7 +79,9 @@ class FedRobust(TrainsLocally):
         self._ascend(offset, torch.zeros_like(offset), self.offset_weight)
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            shifted = matrix @ x.reshape(len(x), width, -1) + offset[:, None]
+            # not `@`, which copies Λ_k for each example
+            shifted = torch.einsum("ij,njp->nip", matrix, x.reshape(len(x), width, -1))
+            shifted = shifted + offset[:, None]
             return F.cross_entropy(network(shifted.view_as(x)), y)
 
         shifts = {"matrix": matrix.detach(), "offset": offset.detach()}  # share their memory
@@ -92,7 +96,8 @@ class FedRobust(TrainsLocally):
 
         def step(leaf: Tensor) -> None:
             with torch.no_grad():
-                leaf += self.ascent_lr * (leaf.grad - 2 * weight * (leaf - start))
+                leaf -= self.ascent_lr * 2 * weight * (leaf - start)
+                leaf += self.ascent_lr * leaf.grad  # type: ignore[operator]
             leaf.grad = None
 
         shift.register_post_accumulate_grad_hook(step)

@@ -227,6 +227,30 @@ def test_fedgkd_equals_numpy(device: torch.device) -> None:
     assert_close(run_rounds(fs.FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
 
 
+def test_fedsam_equals_numpy(device: torch.device) -> None:
+    W, expected = START, []
+    for _ in range(2):
+
+        def sharpness(V: Array, k: int) -> Array:
+            g = gradient(V, PARTS[k])
+            return gradient(V + 0.6 * g / np.linalg.norm(g), PARTS[k]) - g
+
+        W = (
+            sum(n * fit(W, k, extra=lambda V, k=k: sharpness(V, k)) for k, n in enumerate(SIZES))
+            / 9
+        )  # type: ignore[misc,assignment]
+        expected.append(W)
+    assert_close(run_rounds(fs.FedSAM(**FULL, rho=0.6), device), expected)
+    once = {**FULL, "local_epochs": 1}
+    normed = partial(TwoLayers, norm=True)
+    sam, avg = (
+        tiny.run_rounds(method, normed, device, (ALL,))[1].parameters
+        for method in (fs.FedSAM(**once, rho=0.6), fs.FedAvg(**once))
+    )
+    torch.testing.assert_close(sam["norm.running_var"], avg["norm.running_var"])
+    assert int(sam["norm.num_batches_tracked"]) == 1  # only the first pass changes the statistics
+
+
 def test_qffl_equals_numpy(device: torch.device) -> None:
     W, q, L, expected = START, 0.5, 2.0, []
     for _ in range(2):
@@ -310,6 +334,7 @@ def test_unsupported_settings_and_divergence_are_refused() -> None:
         ({"method": "qffl"}, {"epsilon": 8.0}, "qffl"),
         ({"method": "fedbn"}, {"epsilon": 8.0}, "fedbn"),
         ({"method": "solo"}, {"epsilon": 8.0}, "solo"),
+        *(({"method": n}, {"epsilon": 8.0}, n) for n in ("fedsam", "fedmix", "fedrobust")),
         ({"sampling": "size", "participation": 0.5}, {"epsilon": 8.0}, "sampling"),
         ({"sampling": "size"}, {}, "participation"),
         ({"robust": "median", "participation": 0.4}, {}, r"run\.robust needs at least 3 .*got 2"),
