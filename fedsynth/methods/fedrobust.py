@@ -72,32 +72,32 @@ class FedRobust(TrainsLocally):
     ) -> LocalObjective:
         image_shape = context.spec.image_shape
         width = math.prod(image_shape) if self.shift == "full" else image_shape[0]
-        identity = torch.eye(width, device=context.device)
-        matrix = state.get("matrix", identity).clone().requires_grad_()  # Λ_k
-        offset = state.get("offset", identity[0] * 0).clone().requires_grad_()  # δ_k
-        self._ascend(matrix, identity, self.matrix_weight)
-        self._ascend(offset, torch.zeros_like(offset), self.offset_weight)
+        device = context.device
+        # Λ_k − I and δ_k, which are zero before the client's first round
+        matrix = state.get("matrix", torch.zeros(width, width, device=device)).clone()
+        offset = state.get("offset", torch.zeros(width, device=device)).clone()
+        shifts = {"matrix": matrix.detach(), "offset": offset.detach()}  # share their memory
+        self._ascend(matrix.requires_grad_(), self.matrix_weight)
+        self._ascend(offset.requires_grad_(), self.offset_weight)
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            # not `@`, which copies Λ_k for each example
-            shifted = torch.einsum("ij,njp->nip", matrix, x.reshape(len(x), width, -1))
-            shifted = shifted + offset[:, None]
-            return F.cross_entropy(network(shifted.view_as(x)), y)
-
-        shifts = {"matrix": matrix.detach(), "offset": offset.detach()}  # share their memory
+            pixels = x.reshape(len(x), width, -1)
+            # not `@`, which copies the matrix for each example
+            moved = pixels + torch.einsum("ij,njp->nip", matrix, pixels) + offset[:, None]
+            return F.cross_entropy(network(moved.view_as(x)), y)
 
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             return ModelParameters(model.state_dict(), trained.weight), shifts
 
         return LocalObjective(loss=loss, state=shifts, make_upload=make_upload)
 
-    def _ascend(self, shift: Tensor, start: Tensor, weight: float) -> None:
-        """Makes every backward pass end with a step of ascent in Λ_k or δ_k."""
+    def _ascend(self, shift: Tensor, weight: float) -> None:
+        """Lets every backward pass end with a step of ascent in Λ_k − I or δ_k."""
+        rate = self.ascent_lr
 
         def step(leaf: Tensor) -> None:
             with torch.no_grad():
-                leaf -= self.ascent_lr * 2 * weight * (leaf - start)
-                leaf += self.ascent_lr * leaf.grad  # type: ignore[operator]
+                leaf.mul_(1 - 2 * rate * weight).add_(leaf.grad, alpha=rate)  # type: ignore[arg-type]
             leaf.grad = None
 
         shift.register_post_accumulate_grad_hook(step)
