@@ -228,13 +228,12 @@ def test_fedgkd_equals_numpy(device: torch.device) -> None:
 
 
 def test_fedsam_equals_numpy(device: torch.device) -> None:
+    def sharpness(V: Array, k: int) -> Array:
+        g = gradient(V, PARTS[k])
+        return gradient(V + 0.6 * g / float(np.linalg.norm(g)), PARTS[k]) - g
+
     W, expected = START, []
     for _ in range(2):
-
-        def sharpness(V: Array, k: int) -> Array:
-            g = gradient(V, PARTS[k])
-            return gradient(V + 0.6 * g / np.linalg.norm(g), PARTS[k]) - g
-
         W = (
             sum(n * fit(W, k, extra=lambda V, k=k: sharpness(V, k)) for k, n in enumerate(SIZES))
             / 9
