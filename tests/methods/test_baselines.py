@@ -234,10 +234,8 @@ def test_fedsam_equals_numpy(device: torch.device) -> None:
 
     W, expected = START, []
     for _ in range(2):
-        W = (
-            sum(n * fit(W, k, extra=lambda V, k=k: sharpness(V, k)) for k, n in enumerate(SIZES))
-            / 9
-        )  # type: ignore[misc,assignment]
+        models = [fit(W, k, extra=partial(sharpness, k=k)) for k in ALL]
+        W = np.average(models, axis=0, weights=SIZES)
         expected.append(W)
     assert_close(run_rounds(fs.FedSAM(**FULL, rho=0.6), device), expected)
     once = {**FULL, "local_epochs": 1}
