@@ -26,7 +26,10 @@ from fedsynth.methods.fedgkd import FedGKD as FedGKD
 from fedsynth.methods.fedhydra import FedHydra as FedHydra
 from fedsynth.methods.fedkf import FedKF as FedKF
 from fedsynth.methods.fedmgda_plus import FedMGDAPlus as FedMGDAPlus
+from fedsynth.methods.fedmix import FedMix as FedMix
 from fedsynth.methods.fednova import FedNova as FedNova
+from fedsynth.methods.fedrobust import FedRobust as FedRobust
+from fedsynth.methods.fedsam import FedSAM as FedSAM
 from fedsynth.methods.fedsr import FedSR as FedSR
 from fedsynth.methods.fedstats import FedStats as FedStats
 from fedsynth.methods.fedsum import FedSum as FedSum

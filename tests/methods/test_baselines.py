@@ -264,6 +264,27 @@ def test_min_norm_weights_are_optimal(seed: int, count: int, radius: float) -> N
     assert (weights - best) @ gram @ weights < 1e-4 * gram.diagonal().max()
 
 
+def test_fedsam_equals_numpy(device: torch.device) -> None:
+    def sharpness(V: Array, k: int) -> Array:
+        g = gradient(V, PARTS[k])
+        return gradient(V + 0.6 * g / float(np.linalg.norm(g)), PARTS[k]) - g
+
+    W, expected = START, []
+    for _ in range(2):
+        models = [fit(W, k, extra=partial(sharpness, k=k)) for k in ALL]
+        W = np.average(models, axis=0, weights=SIZES)
+        expected.append(W)
+    assert_close(run_rounds(fs.FedSAM(**FULL, rho=0.6), device), expected)
+    once = {**FULL, "local_epochs": 1}
+    normed = partial(TwoLayers, norm=True)
+    sam, avg = (
+        tiny.run_rounds(method, normed, device, (ALL,))[1].parameters
+        for method in (fs.FedSAM(**once, rho=0.6), fs.FedAvg(**once))
+    )
+    torch.testing.assert_close(sam["norm.running_var"], avg["norm.running_var"])
+    assert int(sam["norm.num_batches_tracked"]) == 1  # only the first pass changes the statistics
+
+
 def test_qffl_equals_numpy(device: torch.device) -> None:
     W, q, L, expected = START, 0.5, 2.0, []
     for _ in range(2):
@@ -347,6 +368,7 @@ def test_unsupported_settings_and_divergence_are_refused() -> None:
         ({"method": "qffl"}, {"epsilon": 8.0}, "qffl"),
         ({"method": "fedbn"}, {"epsilon": 8.0}, "fedbn"),
         ({"method": "solo"}, {"epsilon": 8.0}, "solo"),
+        *(({"method": n}, {"epsilon": 8.0}, n) for n in ("fedsam", "fedmix", "fedrobust")),
         ({"sampling": "size", "participation": 0.5}, {"epsilon": 8.0}, "sampling"),
         ({"sampling": "size"}, {}, "participation"),
         ({"robust": "median", "participation": 0.4}, {}, r"run\.robust needs at least 3 .*got 2"),

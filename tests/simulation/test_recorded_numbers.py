@@ -120,6 +120,7 @@ OWN_MODELS = {"clients": "convnet,cnn2"}  # cnn2 has batch norm
 ONE_ROUND = {"rounds": 1}
 BATCH_NORM = {"norm": "batch"}
 LATE = {"stragglers": 0.5}
+IMAGES = "fedmix", "fedrobust"  # whose clients mix or shift images
 USERS = {"unit": "user", "nominal_size": 10, "noise_multiplier": 3.0}
 
 CASES: dict[str, Sections] = {
@@ -168,7 +169,7 @@ CASES: dict[str, Sections] = {
     # Training of models
     **{
         f"{name}, some clients": case(name, run={**HALF, "rounds": 3})
-        for name in ("fedkf", "scaffold", "feddyn", "fedfm", "fedgen", "moon", "fedbn")
+        for name in (*("fedkf", "scaffold", "feddyn", "fedfm", "fedgen", "moon", "fedbn"), *IMAGES)
     },
     "scaffold, some clients, private": private("scaffold", run={**HALF, "rounds": 3}),
     "fedavg, some clients, oca": case("fedavg", run={**HALF, "rounds": 3}, method={"final": "oca"}),
@@ -374,6 +375,7 @@ SHORT = {
     "feddf, one round", "fedavg, private", "fedavg, some clients, oca", "fedavg, all in one pass",
     "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open",
     "fedfm, open", "fedgen, open", "fedfa-plus, open", "moon, projection",
+    "fedsam, open", "fedmix, some clients", "fedrobust, some clients",
 }  # fmt: skip
 
 
