@@ -13,6 +13,7 @@ from fedsynth.methods.fedavg import FedAvgM as FedAvgM
 from fedsynth.methods.fedavg import FedProx as FedProx
 from fedsynth.methods.fedavg import Solo as Solo
 from fedsynth.methods.fedbn import FedBN as FedBN
+from fedsynth.methods.feddc import FedDC as FedDC
 from fedsynth.methods.feddf import FedDF as FedDF
 from fedsynth.methods.feddm import FedDM as FedDM
 from fedsynth.methods.feddyn import FedDyn as FedDyn
