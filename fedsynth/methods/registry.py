@@ -12,6 +12,7 @@ from fedsynth.methods.fedavg import FedAvg as FedAvg
 from fedsynth.methods.fedavg import FedAvgM as FedAvgM
 from fedsynth.methods.fedavg import FedProx as FedProx
 from fedsynth.methods.fedavg import Solo as Solo
+from fedsynth.methods.fedbe import FedBE as FedBE
 from fedsynth.methods.fedbn import FedBN as FedBN
 from fedsynth.methods.feddc import FedDC as FedDC
 from fedsynth.methods.feddf import FedDF as FedDF
