@@ -442,12 +442,14 @@ def _refused(settings: RunSettings, finding: str, *, own_model: bool) -> Setting
 
 def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:
     method = plan.run.method
-    rounds = [1]
-    if plan.run.rounds > 1 and (isinstance(method, VaryingReleases) or is_own_method(method)):
-        rounds = [1, 2]
+    rounds = {1}
+    if is_own_method(method):
+        rounds.add(min(2, plan.run.rounds))
+    if isinstance(method, VaryingReleases):  # the last round with each kind of step
+        rounds.update({plan.round_plans(n + 1): n + 1 for n in range(plan.run.rounds)}.values())
     trials = []
     for client in clients:
-        for number in rounds:
+        for number in sorted(rounds):
             of_round = replace(context, round=number)
             trials.append(StepTrial(plan, of_round, client, thorough=bool(plan.run.own_code)))
     return trials

@@ -6,6 +6,7 @@ in lower case, with a hyphen before a word that follows capitals: `FedDM` is "fe
 methods does not import them. Type checkers read the names from this file too.
 """
 
+from fedsynth.methods.ccvr import CCVR as CCVR
 from fedsynth.methods.dense import Dense as Dense
 from fedsynth.methods.fedaf import FedAF as FedAF
 from fedsynth.methods.fedavg import FedAvg as FedAvg
