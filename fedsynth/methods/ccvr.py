@@ -217,7 +217,7 @@ class CCVR(TrainsLocally, VaryingReleases):
             if gaussian is not None:
                 mean, root = gaussian
                 normal = torch.randn(self.virtual, len(mean), generator=draws, dtype=root.dtype)
-                features.append(mean + normal.to(root.device) @ root.T)
+                features.append(mean + normal.to(root.device) @ root)
                 labels += [c] * self.virtual
         if not features:
             return state
@@ -228,7 +228,7 @@ class CCVR(TrainsLocally, VaryingReleases):
     def gaussian(
         self, moments_D: Tensor, noise: float, context: RoundContext
     ) -> tuple[Tensor, Tensor] | None:
-        """Computes μ_c [d] and a root [d, d] of Σ_c from the summed moments of a class (Eqs. 3, 4).
+        """Computes μ_c [d] and the symmetric root [d, d] of Σ_c from the moments of a class.
 
         Returns None if the class has no examples, or fewer than noise can hide.
 
@@ -253,7 +253,8 @@ class CCVR(TrainsLocally, VaryingReleases):
         mean = matrix[d, :d] / n
         outer = torch.outer(mean, mean) - mean_variance * torch.eye(d).to(mean)
         values, vectors = torch.linalg.eigh((matrix[:d, :d] - n * outer) / max(n - 1, 1.0))
-        return scale * mean, scale * vectors * denoised(values, noise_edge(noise / n, d)).sqrt()
+        deviations = denoised(values, noise_edge(noise / n, d)).sqrt()
+        return scale * mean, scale * (vectors * deviations) @ vectors.T
 
     def calibrate(
         self, model: nn.Module, features_Nd: Tensor, labels: list[int], context: RoundContext

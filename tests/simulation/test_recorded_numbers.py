@@ -64,6 +64,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "fedaf": {**CONDENSATION, "local_weight": 0.1, "global_weight": 0.5, "directions": 8},
     "fedsum": {"networks": 3, "ipc": 2, "iterations": 6, "server_epochs": 10, "server_lr": 0.05},
     "real": {"ipc": 2, "server_epochs": 10, "server_lr": 0.05, "radius": 0.5},
+    "fedbe": {**LOCAL, "server_steps": 8, "swa_start": 2, "cycle": 3},
     "feddf": {"local_epochs": 2, "batch": 64, "server_steps": 8},
     "dense": DISTILLATION,
     "fedhydra": {
@@ -152,7 +153,7 @@ CASES: dict[str, Sections] = {
     # Training of models
     **{
         f"{name}, some clients": case(name, run={**HALF, "rounds": 3})
-        for name in ("fedkf", "scaffold", "feddyn", "fedfm", "fedgen", "moon", "fedbn")
+        for name in ("fedkf", "scaffold", "feddyn", "feddc", "fedfm", "fedgen", "moon", "fedbn")
     },
     "scaffold, some clients, private": private("scaffold", run={**HALF, "rounds": 3}),
     "fedavg, some clients, oca": case("fedavg", run={**HALF, "rounds": 3}, method={"final": "oca"}),
@@ -353,7 +354,7 @@ SHORT = {
     "fedaf, some clients", "fedsum, open", "fedsum, private", "fedstats, open", "fedstats, private",
     "fedstats, users, secure", "fedkf, open", "dense, one round", "fedhydra, open",
     "feddf, one round", "fedavg, private", "fedavg, some clients, oca", "fedavg, all in one pass",
-    "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open",
+    "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "ccvr, private", "fedbe, open", "fednova, open", "fedbn, open",
     "fedfm, open", "fedgen, open", "fedfa-plus, open", "moon, projection",
 }  # fmt: skip
 
