@@ -29,7 +29,13 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.core.method import ClientState
-from fedsynth.methods.scaffold import ControlDown, ControlState, ControlUp, TrainsWithControls
+from fedsynth.methods.scaffold import (
+    ControlDown,
+    ControlState,
+    ControlUp,
+    TrainsWithControls,
+    controls_of,
+)
 from fedsynth.methods.shared.aggregation import trainable
 from fedsynth.methods.shared.local import LocalObjective, Trained
 from fedsynth.models.flat import flatten_named
@@ -78,7 +84,7 @@ class FedDC(TrainsWithControls):
         corrected = super().task(client, message, state, context)
         linear = self.alpha * flatten_named(h, network)
         if self.correction:
-            linear += corrected.penalty.linear
+            linear += flatten_named(controls_of(message, state, context)[1], network)
 
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             upload, new = corrected.make_upload(model, trained)

@@ -56,6 +56,19 @@ class ControlState(AveragingState):
     control: Tensors = field(default_factory=dict)
 
 
+def controls_of(
+    message: ControlDown, state: ClientState, context: RoundContext
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the client's control variate c_k, and the correction c − c_k of its gradients."""
+    c_k: dict[str, Tensor] = {}
+    correction: dict[str, Tensor] = {}
+    for name in trainable(context):
+        zero = torch.zeros_like(message.parameters[name])
+        c_k[name] = state.get(name, zero)  # 0 before the client's first round
+        correction[name] = message.control.get(name, zero) - c_k[name]
+    return c_k, correction
+
+
 @dataclass(frozen=True)
 class TrainsWithControls(TrainsLocally):
     """Base class of SCAFFOLD and FedDC, whose clients train with control variates.
@@ -91,12 +104,7 @@ class TrainsWithControls(TrainsLocally):
         self, client: int, message: ControlDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         x = message.parameters
-        c_k: dict[str, Tensor] = {}
-        correction: dict[str, Tensor] = {}  # c − c_k
-        for name in trainable(context):
-            zero = torch.zeros_like(x[name])
-            c_k[name] = state.get(name, zero)  # 0 before the client's first round
-            correction[name] = message.control.get(name, zero) - c_k[name]
+        c_k, correction = controls_of(message, state, context)
         center, linear = (flatten_named(v, context.architecture) for v in (x, correction))
         corrects = Pull(0.0, center, linear)  # line 10: adds c − c_k to the gradient
 

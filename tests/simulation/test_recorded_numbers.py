@@ -354,8 +354,8 @@ SHORT = {
     "fedaf, some clients", "fedsum, open", "fedsum, private", "fedstats, open", "fedstats, private",
     "fedstats, users, secure", "fedkf, open", "dense, one round", "fedhydra, open",
     "feddf, one round", "fedavg, private", "fedavg, some clients, oca", "fedavg, all in one pass",
-    "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "ccvr, private", "fedbe, open", "fednova, open", "fedbn, open",
-    "fedfm, open", "fedgen, open", "fedfa-plus, open", "moon, projection",
+    "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open",
+    "ccvr, private", "fedbe, open", "fedfm, open", "fedgen, open", "fedfa-plus, open", "moon, projection",
 }  # fmt: skip
 
 
