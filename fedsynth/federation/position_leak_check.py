@@ -445,8 +445,9 @@ def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> lis
     rounds = {1}
     if is_own_method(method):
         rounds.add(min(2, plan.run.rounds))
-    if isinstance(method, VaryingReleases):  # the last round with each kind of step
-        rounds.update({plan.round_plans(n + 1): n + 1 for n in range(plan.run.rounds)}.values())
+    if isinstance(method, VaryingReleases):  # the first round with each kind of step
+        kinds = {plan.round_plans(number): number for number in range(plan.run.rounds, 0, -1)}
+        rounds.update(kinds.values())
     trials = []
     for client in clients:
         for number in sorted(rounds):
