@@ -21,6 +21,7 @@ QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("feddm", "fedaf", "fedsum"), CONDENSED),
     "real": {"ipc": 2, "server_epochs": 2},
     "fedstats": {"features": "pixels"},
+    "fedbe": {"local_epochs": 1, "server_steps": 3, "swa_start": 1, "cycle": 2, "proxy": "noise"},
     "feddf": {"local_epochs": 1, "server_steps": 3, "proxy": "noise"},
     **dict.fromkeys(("fedcvae-ens", "fedcvae-kd"), AUTOENCODER),
     "dense": GENERATED,

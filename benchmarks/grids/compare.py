@@ -52,6 +52,7 @@ METHOD_SETTINGS: dict[str, Values] = {  # in addition to the family's
     "fedkf": {"generator_width": 8, "generator_batch": 32},
     "fedaf": {"server_lr": 0.01, "local_weight": 1e-3, "global_weight": 2.0},
     "feddf": {"server_steps": 200, "server_batch": 64, "proxy": "mnist"},
+    "fedbe": {"server_steps": 200, "server_batch": 64, "swa_start": 100, "proxy": "mnist"},
 }
 # The names of methods in the table, if they differ.
 ROWS = {"fedfa-plus": "fedfa+"}

@@ -120,7 +120,7 @@ class VaryingReleases(Method):
     """
 
     @abstractmethod
-    def round_plans(self, plans: Plans, round: int) -> Plans:
+    def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
         """Selects the plans whose releases are made in this round, in the order of `plans`.
 
         The result must be public and fixed before any data are read.
@@ -128,6 +128,7 @@ class VaryingReleases(Method):
         Args:
             plans: all release plans of the method.
             round: the number of the round: 1, 2, …
+            rounds: the planned number of rounds.
         """
 
 

@@ -520,9 +520,13 @@ def _trials(
     plan: PrivacyPlan, context: RoundContext, groups: Sequence[Sequence[int]]
 ) -> list[StepTrial]:
     method, own_method = plan.run.method, is_own_method(plan.run.method)
-    rounds = [1]
-    if plan.run.rounds > 1 and (isinstance(method, VaryingReleases) or own_method):
-        rounds = [1, 2]
+    tried = {1}
+    if own_method:
+        tried.add(min(2, plan.run.rounds))
+    if isinstance(method, VaryingReleases):  # the first round with each kind of step
+        kinds = {plan.round_plans(number): number for number in range(plan.run.rounds, 0, -1)}
+        tried.update(kinds.values())
+    rounds = sorted(tried)
     trials = []
     for group in groups:
         states: Sequence[Sequence[ClientState]] = [[{}] * len(group)] * 2

@@ -6,15 +6,18 @@ in lower case, with a hyphen before a word that follows capitals: `FedDM` is "fe
 methods does not import them. Type checkers read the names from this file too.
 """
 
+from fedsynth.methods.ccvr import CCVR as CCVR
 from fedsynth.methods.dense import Dense as Dense
 from fedsynth.methods.fedaf import FedAF as FedAF
 from fedsynth.methods.fedavg import FedAvg as FedAvg
 from fedsynth.methods.fedavg import FedAvgM as FedAvgM
 from fedsynth.methods.fedavg import FedProx as FedProx
 from fedsynth.methods.fedavg import Solo as Solo
+from fedsynth.methods.fedbe import FedBE as FedBE
 from fedsynth.methods.fedbn import FedBN as FedBN
 from fedsynth.methods.fedcvae import FedCVAEEns as FedCVAEEns
 from fedsynth.methods.fedcvae import FedCVAEKd as FedCVAEKd
+from fedsynth.methods.feddc import FedDC as FedDC
 from fedsynth.methods.feddf import FedDF as FedDF
 from fedsynth.methods.feddm import FedDM as FedDM
 from fedsynth.methods.feddyn import FedDyn as FedDyn

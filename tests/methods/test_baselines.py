@@ -99,6 +99,7 @@ def test_special_cases_equal_fedavg(device: torch.device) -> None:
         (fs.FedNova(**FULL), by_size),  # equally many steps
         (fs.FedProx(**FULL, mu=0.0), by_size),
         (fs.FedDyn(**FULL, alpha=0.0), even),
+        (fs.FedDC(**FULL, alpha=0.0, correction=False), even),
         (fs.QFFL(**FULL, q=0.0), even),
         (fs.Scaffold(**FULL), even[:1]),
     ):
@@ -212,6 +213,38 @@ def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
         W = sum(models.values()) / len(ids) - h / alpha
         expected.append(W)
     assert_close(run_rounds(fs.FedDyn(**FULL, alpha=alpha), device, active), expected)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "correction", "same"),
+    [
+        (0.3, True, None),
+        (0.3, False, fs.FedDyn(**FULL, alpha=0.3)),
+        (0.0, True, fs.Scaffold(**FULL)),
+    ],
+)
+def test_feddc_with_absent_client_equals_numpy(
+    alpha: float, correction: bool, same: Any, device: torch.device
+) -> None:
+    """With one of its two terms, it is FedDyn or SCAFFOLD."""
+    active, expected = (ALL, (0, 2), ALL), []
+    w, c, controls, h = START, START * 0, [START * 0] * 3, [START * 0] * 3
+    for ids in active:
+        models, change = [], START * 0
+        for k in ids:
+            linear = alpha * h[k] + correction * (c - controls[k])
+            theta = fit(w, k, extra=lambda V, w=w, linear=linear: alpha * (V - w) + linear)  # type: ignore[misc]
+            c_k = controls[k] - c + (w - theta) / (3 * 0.5)
+            change = change + c_k - controls[k]
+            controls[k], h[k] = c_k, h[k] + theta - w
+            models.append(theta)
+        w, c = np.mean(models, axis=0) + (alpha > 0) * sum(h) / 3, c + change / 3
+        expected.append(w)
+    method = fs.FedDC(**FULL, alpha=alpha, correction=correction)
+    actual = run_rounds(method, device, active)
+    assert_close(actual, expected)
+    if same is not None:
+        np.testing.assert_allclose(actual, run_rounds(same, device, active), atol=5e-6)
 
 
 def test_fedgkd_equals_numpy(device: torch.device) -> None:
@@ -386,7 +419,10 @@ def test_unsupported_settings_and_divergence_are_refused() -> None:
 
 BLOCKS = torch.arange(40).split([8, 1, 15, 5, 11])
 LOCAL: dict[str, Any] = {"batch": 4, "lr": 0.2, "momentum": 0.0, "local_epochs": 2}
-PLAIN = (fs.FedAvg, fs.FedAvgM, fs.FedProx, fs.FedNova, fs.FedDyn, fs.Scaffold, fs.QFFL, fs.Solo)
+PLAIN = (
+    *(fs.FedAvg, fs.FedAvgM, fs.FedProx, fs.FedNova, fs.FedDyn, fs.FedDC, fs.Scaffold, fs.QFFL),
+    fs.Solo,
+)
 LINEAR = Linear(SPEC.image_shape, 10)
 DATA = digits(np.random.default_rng(0).integers(0, 3, 40))
 
@@ -461,7 +497,7 @@ def test_large_q_does_not_overflow() -> None:
         np.testing.assert_allclose(value - start[name], -float(step[0]), atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [fs.Scaffold, fs.FedDyn])
+@pytest.mark.parametrize("kind", [fs.Scaffold, fs.FedDyn, fs.FedDC])
 def test_private_clients_have_separate_penalties(kind: type[fs.TrainsLocally]) -> None:
     method = kind(**LOCAL)
     exact = fs.PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth import (
+    CCVR,
     FPL,
     FedAvg,
     FedFM,
@@ -32,8 +33,10 @@ from fedsynth import (
 )
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.sums import summed
+from fedsynth.data.images import normalise
 from fedsynth.errors import SettingError
 from fedsynth.federation.server import Server
+from fedsynth.methods.ccvr import MOMENTS, moment_rows
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import COUNT_DEVIATIONS, FeatureSums, anchor_losses
@@ -58,7 +61,7 @@ from tests import digits as setup
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
 from tests.methods import tiny_problem as tiny
 from tests.methods.tiny_problem import ALL, FULL, LABELS, PARTS, SIZES, START, Array, X, descend
-from tests.privacy.support import guard
+from tests.privacy.support import HOSTILE, guard
 from tests.quick_runs import quick_sections
 from tests.raising import raises
 from tests.rounds import play_round, take_step
@@ -511,6 +514,95 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
     torch.testing.assert_close(net.embed(x), plain)
     assert set(outputs) == set(net.stage_names)
     assert all(out.dim() == 4 for out in outputs.values())
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_ccvr_rounds_equal_numpy(covariance: str, device: torch.device) -> None:
+    """Eqs. 3 and 4, from each client's counts, means and covariances. Client 0 lacks class 2."""
+    method = CCVR(**FULL, virtual=5, covariance=covariance, calibration_epochs=3)
+    w, states = np.average([fit(START, k) for k in ALL], axis=0, weights=SIZES), dict[int, Any]()
+    server = Server(method, {n: v.to(device) for n, v in tiny.TwoLayers().state_dict().items()})
+    draws, virtual = torch_generator(0, "virtual features", 2), []
+    for c in range(3):
+        groups = [tiny.embeddings(w, X[p.numpy()[LABELS[p] == c]]) for p in PARTS]
+        groups = [f for f in groups if len(f)]
+        N = sum(map(len, groups))
+        mean = sum(len(f) / N * f.mean(0) for f in groups)
+        total = -N / (N - 1) * np.outer(mean, mean)
+        for f in groups:
+            scatter = (f - f.mean(0)).T @ (f - f.mean(0))  # (N_ck − 1)·Σ_ck
+            total += (scatter + len(f) * np.outer(f.mean(0), f.mean(0))) / (N - 1)
+        if covariance == "diagonal":
+            total = np.diag(np.diag(total))
+        values, vectors = np.linalg.eigh(total)
+        root = vectors * np.sqrt(values.clip(0)) @ vectors.T
+        virtual.append(
+            mean + torch.randn(5, 3, generator=draws, dtype=torch.float64).numpy() @ root
+        )
+    g, y = torch.tensor(np.concatenate(virtual)), torch.arange(3).repeat_interleave(5)
+    layer, shuffle = tiny.TwoLayers().classifier.double(), torch_generator(0, "calibration", 2)
+    layer.weight.data, layer.bias.data = torch.tensor(w[12:21]).view(3, 3), torch.tensor(w[21:])
+    sgd = torch.optim.SGD(layer.parameters(), 0.01, momentum=0.9)
+    for part in [p for _ in range(3) for p in torch.randperm(15, generator=shuffle).split(10)]:
+        take_step(sgd, F.cross_entropy(layer(g[part]), y[part]))
+    for number in (1, 2):
+        ctx = replace(tiny.context(number, device), rounds=2)
+        uploads: Any = play_round(server, [tiny.clients(device)], states, ctx)
+    actual = tiny.as_arrays(server.state.parameters)
+    np.testing.assert_allclose(actual["body.weight"].ravel(), w[:12], atol=5e-5)
+    expected = layer.weight.detach().numpy()
+    np.testing.assert_allclose(actual["classifier.weight"], expected, atol=5e-4)
+    np.testing.assert_allclose(actual["classifier.bias"], layer.bias.detach().numpy(), atol=5e-4)
+    assert uploads[0].parameters == {}
+    assert uploads[0].moments.shape == (3, 7 if covariance == "diagonal" else 10)
+
+
+def test_ccvr_without_virtual_features_equals_fedavg() -> None:
+    results = [run_rounds(m(**FULL, **v)) for m, v in ((CCVR, {"virtual": 0}), (FedAvg, {}))]
+    assert_close(results[0][0], results[1][0])
+
+
+FEATURES = st.lists(st.sampled_from(HOSTILE), min_size=4, max_size=4)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@given(features=FEATURES)
+def test_class_moments_are_within_their_clip_and_count_one(
+    diagonal: bool, features: list[float]
+) -> None:
+    """Without the clip of features, the mechanism would scale the whole vector down, and a record
+    with large features would count less than one. A clip of z alone gives norms of up to √3."""
+    f = torch.tensor([features, [1.0, -2.0, 2.0, 4.0]])
+    u = moment_rows(f, diagonal=diagonal, clip=2.0)
+    assert float(u.norm(dim=1).max()) <= 1 + 1e-12
+    assert u[:, -1].tolist() == [0.5, 0.5]  # the last coordinate is half a count
+    if not diagonal:
+        torch.testing.assert_close(u[1].norm(), torch.ones(()).double())  # the bound is reached
+    unclipped = moment_rows(f[1:], diagonal=diagonal, clip=None)
+    assert float(unclipped.norm()) > 9
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_private_ccvr_finds_gaussians_of_clipped_features(covariance: str) -> None:
+    method, data = CCVR(covariance=covariance, feature_clip=2.0), digits(np.arange(300) % 10)
+    ctx = context(PrivacySettings(noise_multiplier=1e-7), noise={MOMENTS: 2e-7})
+    (upload,) = client_uploads(method, ctx, private_clients(method, ctx, data))
+    f = convnet().eval().embed(normalise(data.images[::10], SPEC)).detach()
+    norms = f.norm(dim=1, keepdim=True)
+    assert norms.min() < 2 < norms.max()
+    f = f * (2 / norms).clamp_max(1)
+    moments = upload.moments[0].double()
+    mean, root = method.gaussian(moments, 2e-7, ctx)  # type: ignore[misc]
+    torch.testing.assert_close(mean.float(), f.mean(0), atol=1e-4, rtol=1e-3)
+    expected = f.T.cov() if covariance == "full" else f.T.cov().diag().diag()
+    torch.testing.assert_close((root @ root).float(), expected, atol=1e-3, rtol=1e-2)
+    # noise hides all variances, but not their sum
+    mean, root = method.gaussian(moments, 3.7, ctx)  # type: ignore[misc]
+    torch.testing.assert_close(root, root[0, 0] * torch.eye(16).double(), atol=1e-8, rtol=0)
+    bias = (2 * 2 * 3.7 / 30) ** 2 / 2 * 16  # of the noise of the mean
+    variance = float(f.T.cov().trace()) + bias * 30 / 29
+    assert float(root.square().sum()) == pytest.approx(variance, rel=1e-3)
+    assert method.gaussian(moments, 3.8, ctx) is None  # 30 examples, and a floor of 30.4
 
 
 def test_unsupported_models_and_settings_are_refused() -> None:

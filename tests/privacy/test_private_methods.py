@@ -132,6 +132,8 @@ METHODS: list[Case] = [
     ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
     ("fedaf", {"iterations": 2, "ipc": 2}, {}),
     ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
+    ("ccvr", {"covariance": "full"}, {}),  # a round of statistics
+    ("ccvr", {"covariance": "diagonal"}, {}),
     ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
     ("fedcvae-ens", {"local_steps": 1, "width": 4}, {}),
     ("moon", {"local_steps": 1}, {}),

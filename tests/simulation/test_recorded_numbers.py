@@ -78,6 +78,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "fedaf": {**CONDENSATION, "local_weight": 0.1, "global_weight": 0.5, "directions": 8},
     "fedsum": {"networks": 3, "ipc": 2, "iterations": 6, "server_epochs": 10, "server_lr": 0.05},
     "real": {"ipc": 2, "server_epochs": 10, "server_lr": 0.05, "radius": 0.5},
+    "fedbe": {**LOCAL, "server_steps": 8, "swa_start": 2, "cycle": 3},
     "feddf": {"local_epochs": 2, "batch": 64, "server_steps": 8},
     "dense": DISTILLATION,
     "fedhydra": {
@@ -169,7 +170,10 @@ CASES: dict[str, Sections] = {
     # Training of models
     **{
         f"{name}, some clients": case(name, run={**HALF, "rounds": 3})
-        for name in (*("fedkf", "scaffold", "feddyn", "fedfm", "fedgen", "moon", "fedbn"), *IMAGES)
+        for name in (
+            *("fedkf", "scaffold", "feddyn", "feddc", "fedfm", "fedgen", "moon", "fedbn"),
+            *IMAGES,
+        )
     },
     "scaffold, some clients, private": private("scaffold", run={**HALF, "rounds": 3}),
     "fedavg, some clients, oca": case("fedavg", run={**HALF, "rounds": 3}, method={"final": "oca"}),
@@ -374,8 +378,8 @@ SHORT = {
     "fedstats, users, secure", "fedkf, open", "dense, one round", "fedhydra, open",
     "feddf, one round", "fedavg, private", "fedavg, some clients, oca", "fedavg, all in one pass",
     "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open",
-    "fedfm, open", "fedgen, open", "fedfa-plus, open", "moon, projection",
-    "fedsam, open", "fedmix, some clients", "fedrobust, some clients",
+    "ccvr, private", "fedbe, open", "fedfm, open", "fedgen, open", "fedfa-plus, open",
+    "moon, projection", "fedsam, open", "fedmix, some clients", "fedrobust, some clients",
 }  # fmt: skip
 
 
