@@ -1,5 +1,5 @@
 """The LSTM of FedProx and q-FFL for sequences of characters or words (Li et al. 2020, arXiv
-1812.06127, Appendix C.1, and arXiv 1905.10497, Appendix D.1; their public code and LEAF's).
+1812.06127 and 1905.10497; their public code and LEAF's).
 
 All of them have an embedding, two layers of LSTM cells, and one linear layer on the last output.
 They differ in two sizes, which are settings here or follow from the data:
