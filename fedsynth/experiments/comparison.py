@@ -265,7 +265,7 @@ def judgements(
         for line in lines(table, [cell], range(table.seeds), rows, changes):
             place[cell.method, line.number.metric] = line.values
     result = []
-    for claim, (place, measurements) in product(table.claims, values.items()):
+    for claim, (data, measurements) in product(table.claims, values.items()):
         names = [(method, claim.metric) for method in (claim.ahead, *claim.of)]
         if measurements.keys() >= set(names):
             ahead = measurements[names[0]]
@@ -275,7 +275,7 @@ def judgements(
                 seeds = ahead.keys() & rivals.keys()
                 sign = -1 if claim.lower else 1
                 differences[rival] = [sign * (ahead[k] - rivals[k]) for k in sorted(seeds)]
-            result.append(Judgement(claim, " ".join(place), differences))
+            result.append(Judgement(claim, " ".join(data), differences))
     return result
 
 

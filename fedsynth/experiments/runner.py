@@ -127,7 +127,7 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         OutputError: a file cannot be read, or a line is not the row of a finished run.
     """
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for row in Rows(path).all():
             if not row.keys() >= NEEDED:

@@ -334,7 +334,7 @@ def test_trials_compute_client_steps(method: str, monkeypatch: pytest.MonkeyPatc
 def test_trials_cover_each_kind_of_round(method: str, rounds: list[int]) -> None:
     """CCVR sums features in the last round. A broken version would try the first two rounds."""
     plan = plan_of(replace(trial_settings(method, width=4, depth=2), rounds=4))
-    trials = position_leak_check._trials(plan, context(plan.run), [0])
+    trials = position_leak_check._trials(plan, context(plan.run), [[0]])
     assert [trial.context.round for trial in trials] == rounds
 
 
