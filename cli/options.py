@@ -307,7 +307,7 @@ _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
 # Help texts of settings whose values are not fixed in a docstring.
 HELPS: Mapping[str, str] = {
     "data.dataset": f"The data set: {_PUBLISHED}, or 'synthetic(1,1)' with other numbers. Only "
-    "digits is part of the package. Or hf:NAME or hf:FOLDER (a hub's data set), or medmnist:FILE.",
+    "digits and plays are part of the package. Or hf:NAME or hf:FOLDER (a hub's data set), or medmnist:FILE.",
     "partition.kind": f"The kind of partition: {', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the "
     "grouping of the data). For more settings, use `--set partition.KEY=VALUE`.",
 }

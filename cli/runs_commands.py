@@ -26,7 +26,7 @@ from fedsynth.cli.application import (
 from fedsynth.files import require_folder, write_output
 
 if TYPE_CHECKING:
-    from fedsynth.experiments.comparison import Line
+    from fedsynth.experiments.comparison import Judgement, Line
     from fedsynth.experiments.presets import Cell, Preset
     from fedsynth.results.finished import Run
 
@@ -147,7 +147,6 @@ def sweep(
     """
     from fedsynth.experiments.runner import run_sweep
     from fedsynth.experiments.sweep import FORMATS, read_sweep, render, sweep_rows
-    from fedsynth.results.finished import finished_run
     from fedsynth.validation import check_choice
 
     check_choice(None, "--format", form, FORMATS)
@@ -156,7 +155,7 @@ def sweep(
     if dry_run:
         require_folder(plan.output)
         for cell in plan.cells:
-            state = "finished" if finished_run(plan.folder(cell)) else "to do"
+            state = "finished" if plan.finished(cell) else "to do"
             print(f"{state}  {plan.folder(cell)}  {cell.label}")
         return
     failed = []
@@ -182,7 +181,13 @@ def reproduce(
     alpha: Annotated[float | None, typer.Option(help="Select partitions with this α.")] = None,
     method: Annotated[str | None, typer.Option(help="Select cells with this method.")] = None,
     cell: Annotated[str, typer.Option(help="Select cells with this text in --list.")] = "",
-    seeds: Annotated[int, typer.Option(min=1, max=10_000, help="Seeds for each cell.")] = 1,
+    edition: Annotated[
+        str | None, typer.Option(help="Run a smaller edition of the table, such as small.")
+    ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, max=10_000, help="Seeds for each cell. Default: 1, or the edition's."),
+    ] = None,
     output: Annotated[Path, options.path_option("For the results.")] = Path("reproduction"),
     time_budget: Annotated[
         float, typer.Option(min=0, help="Stop after this number of minutes.", show_default=False)
@@ -194,7 +199,7 @@ def reproduce(
 
     The results of finished runs are in OUTPUT/TABLE.jsonl, and these runs are not repeated. To
     resume after an interruption, repeat the command. With --time-budget 0, only finished runs are
-    compared.
+    compared. Claims about the order of methods are judged by the finished runs of the whole table.
 
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """
@@ -202,12 +207,16 @@ def reproduce(
         _list_tables()
         return
     from fedsynth.cli.progress import make_observer
-    from fedsynth.experiments.comparison import jobs_of, lines
+    from fedsynth.experiments.comparison import jobs_of, judgements, lines
     from fedsynth.experiments.presets import cell_words
     from fedsynth.experiments.presets import preset as preset_of
     from fedsynth.experiments.runner import Runner, rows_by_hash
 
     table = preset_of(preset)
+    if edition is not None:
+        table = table.edition(edition)
+    if seeds is not None:
+        table = replace(table, seeds=seeds)
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
@@ -221,16 +230,18 @@ def reproduce(
     for entry in cells:
         if reason := table.refusal(entry):
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
-    jobs = jobs_of(table, cells, range(seeds), changes=changes, speed=speed)
+    jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
         raise OptionError(f"no selected cell of {preset} can be run")
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(output, deadline, report=say, watch=make_observer, download=download)
     outcomes = list(runner.run(jobs))
-    compared = lines(table, cells, range(seeds), rows_by_hash(output), changes)
+    rows = rows_by_hash(output)
+    compared = lines(table, cells, range(table.seeds), rows, changes)
     unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
     _print_comparison(table, compared)
+    _print_judgements(judgements(table, rows, changes))
     if unfinished:
         count = f"{unfinished} of {len(outcomes)}"
         say(f"{count} runs are unfinished. Repeat the command to finish them")
@@ -251,6 +262,22 @@ def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
         row += [str(len(line.values)), line.verdict, f"{line.hours:.2f}", ", ".join(line.commits)]
         rows.append(row)
     _print_table(rows)
+
+
+def _print_judgements(judged: Sequence[Judgement]) -> None:
+    """Prints a table on stdout that gives the verdict on each claim of the paper."""
+    from fedsynth.experiments.comparison import format_number
+    from fedsynth.results.finished import Spread
+
+    rows = [["claim", "data", "smallest difference", "seeds", "verdict"]]
+    for entry in judged:
+        rival, differences = entry.closest, entry.differences[entry.closest]
+        difference = f"{format_number(*Spread.of(differences))} ({rival})"
+        row = [entry.claim.text, entry.data, difference, str(len(differences)), entry.verdict]
+        rows.append(row)
+    if judged:
+        print()
+        _print_table(rows)
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -283,6 +283,7 @@ def dependence_in_step(
     inputs: StepInputs,
     expected: Tensor | None = None,
     *,
+    fault: str = KEEPS_STATE,
     thorough: bool,
 ) -> Dependence:
     """Tests whether a step computes each record's value from that record only.
@@ -293,13 +294,14 @@ def dependence_in_step(
         values: computes the values of records as the step does.
         inputs: the records.
         expected: the values of the first records in an earlier run of the step, among other
-            records. If they are passed, only these values are compared.
+            records, or of another computation. If they are passed, only these values are compared.
+        fault: the description of the fault if values differ from the expected ones.
         thorough: True for user code. Otherwise, only two other passes are compared with the first.
     """
     with GlobalGenerators(inputs.device) as generators:
         passes = _Passes(values, generators, inputs)
         if expected is not None:
-            return passes.compared_with(expected)
+            return passes.compared_with(expected, fault)
         return passes.of_step(thorough=thorough)
 
 
@@ -378,15 +380,17 @@ class _Passes:
             replacements, labels = self._inputs.draw(3, self._inputs.length)
             for unchanged in (even, ~even):
                 self._compare(unchanged, MIXES, records=replacements, labels=labels)
+            copies, labels = self._x.roll(1, 0), self._y.roll(1)
+            self._compare(even, MIXES, records=copies, labels=labels)
             self._fill = 1.0
             self._compare(self._positions >= 0, KEEPS_STATE)
         return Dependence(self._fault, self._moved, values=values)
 
-    def compared_with(self, values: Tensor) -> Dependence:
-        """Compares the values of the first records with those of an earlier run."""
+    def compared_with(self, values: Tensor, fault: str) -> Dependence:
+        """Compares the values of the first records with other values of these records."""
         self._watches = True
         self._begin(*self._inputs.draw(0, self._inputs.length), values)
-        self._compare(self._positions >= 0, KEEPS_STATE)
+        self._compare(self._positions >= 0, fault)
         return Dependence(self._fault, self._moved)
 
     def _move(self) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +67,9 @@ BeforeStep = Callable[[nn.Module], None]
 # A function of (network, images [N, C, H, W], labels [N]) that returns the loss of each example
 # [N]. The loss of an example must depend only on that example.
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+# Layers whose weights have the gradient of a linear layer. A subclass may compute anything.
+LINEAR = (nn.Linear, PaddedLinear)
 
 # The maximum number of per-example gradients held at a time.
 PHYSICAL_BATCH = 128
@@ -480,7 +483,7 @@ class ExampleGradients:
                 other layers than for public images.
         """
         vectors: dict[Tensor, tuple[Tensor, ...]] = {}
-        for layer, inputs, backprops in self._backward(x_NCHW, labels_N):
+        for layer, inputs, backprops in _stacked(self._backward(x_NCHW, labels_N)):
             for p, gradient in _layer_gradients(layer, inputs, backprops).items():
                 if p in vectors:  # a layer that is used more than once
                     gradient = (outer_products(*vectors[p]) + outer_products(*gradient),)
@@ -541,6 +544,24 @@ class ExampleGradients:
             return self._loss(self._model, x_NCHW, labels_N), calls, uses
 
 
+def _stacked(
+    uses: Sequence[tuple[nn.Module, Tensor, Tensor]],
+) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
+    """Joins all calls of a linear layer into one use [N, calls, ...], as of a cell in an LSTM.
+
+    The sum of the calls' outer products is then one matrix product for each example.
+    """
+    calls: dict[nn.Module, list[tuple[nn.Module, Tensor, Tensor]]] = {}
+    for use in uses:
+        calls.setdefault(use[0], []).append(use)
+    for layer, of_layer in calls.items():
+        if len(of_layer) == 1 or type(layer) not in LINEAR or of_layer[0][1].dim() != 2:
+            yield from of_layer
+            continue
+        _, inputs, backprops = zip(*of_layer, strict=True)
+        yield layer, torch.stack(inputs, dim=1), torch.stack(backprops, dim=1)
+
+
 @torch.no_grad()
 def _layer_gradients(
     layer: nn.Module, inputs: Tensor, backprops: Tensor
@@ -551,15 +572,15 @@ def _layer_gradients(
     """
     from opacus.grad_sample import GradSampleModule
 
-    plain_linear = type(layer) in (nn.Linear, PaddedLinear)  # a subclass may compute anything
-    if isinstance(layer, nn.Linear) and plain_linear and inputs.dim() == 2:
+    kind = nn.Linear if type(layer) in LINEAR else type(layer)
+    if isinstance(layer, nn.Linear) and kind is nn.Linear and inputs.dim() == 2:
         factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (backprops, inputs)}
         if layer.bias is not None:
             factors[layer.bias] = (backprops,)
         return factors
     # Opacus unfolds the inputs of convolutions as if they had the strides of a contiguous tensor
     plain = inputs.reshape(-1).view(inputs.shape)
-    sampler = GradSampleModule.GRAD_SAMPLERS.get(type(layer), _functional_gradients)
+    sampler = GradSampleModule.GRAD_SAMPLERS.get(kind, _functional_gradients)
     if getattr(layer, "padding_mode", "zeros") != "zeros":  # Opacus always pads with zeros
         sampler = _functional_gradients
     gradients = sampler(layer, [plain], backprops)

@@ -73,7 +73,7 @@ def charge_for(
     assert privacy.noise_multiplier is not None
     plans = method.release_plans(privacy, context)
     if isinstance(method, VaryingReleases):
-        plans = method.round_plans(plans, number)
+        plans = method.round_plans(plans, number, context.rounds)
     for client, guard, secret in zip(clients, guards, secrets, strict=True):
         own, sigma = method.client_plans(plans, client, context), privacy.noise_multiplier
         charged.append(charge_round(own, number, sigma, guard, secret, exchange=exchange))

@@ -16,11 +16,14 @@ from fedsynth.simulation.run import Simulation
 
 CONDENSED = {"iterations": 3, "ipc": 2, "server_epochs": 2}
 GENERATED = {"local_epochs": 1, "server_epochs": 2, "generator_steps": 2}
+AUTOENCODER = {"local_epochs": 1, "width": 4, "samples": 20}
 QUICK_SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("feddm", "fedaf", "fedsum"), CONDENSED),
     "real": {"ipc": 2, "server_epochs": 2},
     "fedstats": {"features": "pixels"},
+    "fedbe": {"local_epochs": 1, "server_steps": 3, "swa_start": 1, "cycle": 2, "proxy": "noise"},
     "feddf": {"local_epochs": 1, "server_steps": 3, "proxy": "noise"},
+    **dict.fromkeys(("fedcvae-ens", "fedcvae-kd"), AUTOENCODER),
     "dense": GENERATED,
     "fedhydra": {**GENERATED, "stratification_steps": 2},
 }

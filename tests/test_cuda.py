@@ -46,6 +46,8 @@ WAIT_FREE_LOOPS = tuple((file, function) for file, functions in {
     "synthesizer/distillation/ensemble.py": "OneShotDistillation.train_generator "
     "OneShotDistillation.train_student",
     "methods/feddf.py": "FedDF.distil",
+    "methods/fedbe.py": "FedBE.distilled",
+    "methods/shared/public_images.py": "DistilsOnPublicImages.distillation_steps",
     "privacy/dpsgd.py": "dp_sgd",
 }.items() for function in functions.split())  # fmt: skip
 

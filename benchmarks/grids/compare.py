@@ -28,6 +28,7 @@ from fedsynth.core.capabilities import ImagesAtEnd, PersonalModels
 from fedsynth.core.method import Method
 from fedsynth.methods import METHODS as REGISTERED
 from fedsynth.methods import method_class
+from fedsynth.methods.fedcvae import TrainsAutoencoders
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleDistillation
 from fedsynth.methods.shared.local import TrainsLocally
 from library.grid import Cell, Grid, Row, Rows, best
@@ -38,6 +39,7 @@ LOCAL: Values = {"local_epochs": 5, "batch": 32, "momentum": 0.0}
 IMAGES: Values = {"ipc": 10, "server_epochs": 100}
 CONDENSE: Values = {"ipc": 10, "iterations": 50, "batch": 64, "server_epochs": 100}
 ONCE: Values = {**LOCAL, "local_epochs": 100}
+AUTOENCODERS: Values = {"local_epochs": 25, "server_epochs": 5}  # Adam at its paper's rate
 SERVER: Values = {
     "server_epochs": 15,
     "generator_steps": 30,
@@ -50,6 +52,7 @@ METHOD_SETTINGS: dict[str, Values] = {  # in addition to the family's
     "fedkf": {"generator_width": 8, "generator_batch": 32},
     "fedaf": {"server_lr": 0.01, "local_weight": 1e-3, "global_weight": 2.0},
     "feddf": {"server_steps": 200, "server_batch": 64, "proxy": "mnist"},
+    "fedbe": {"server_steps": 200, "server_batch": 64, "swa_start": 100, "proxy": "mnist"},
 }
 # The names of methods in the table, if they differ.
 ROWS = {"fedfa-plus": "fedfa+"}
@@ -69,6 +72,8 @@ def family(method: type[Method]) -> Values:
         return {**ONCE, **SERVER}
     if issubclass(method, EnsembleDistillation):
         return ONCE
+    if issubclass(method, TrainsAutoencoders):
+        return AUTOENCODERS
     if issubclass(method, TrainsLocally):
         return LOCAL
     if issubclass(method, ImagesAtEnd):
@@ -96,7 +101,7 @@ PERSONAL = tuple(
 SINGLE_ROUND = tuple(
     name
     for name, (method, values) in METHODS.items()
-    if issubclass(method_class(method), EnsembleDistillation) or values == ONCE
+    if issubclass(method_class(method), EnsembleDistillation) or values in (ONCE, AUTOENCODERS)
 )
 TAKE_FEDAVGS_RATE = (*PERSONAL, *SINGLE_ROUND)
 LADDER = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
@@ -109,6 +114,8 @@ FEW = {"local_epochs": 1, "server_epochs": 1, "server_steps": 1, "iterations": 2
 def knob(name: str) -> str | None:
     """Returns the rate that is tuned, of local training or of images; None: there is none."""
     _, values = METHODS[name]
+    if values == AUTOENCODERS:
+        return None
     if "local_epochs" in values:
         return "lr"
     return "image_lr" if "iterations" in values else None

@@ -1,12 +1,14 @@
-"""DP-FedAvg at ε = 1, δ = 1e-5: a ConvNet, and a linear model on fixed features, on MNIST and
-Fashion-MNIST, 10 clients, Dir(0.5) and Dir(0.01).
+"""DP-FedAvg, private FPL and CCVR at ε = 1, δ = 1e-5: a ConvNet, and for DP-FedAvg a linear model on
+fixed features, on MNIST and Fashion-MNIST, 10 clients, Dir(0.5) and Dir(0.01).
 
 The linear model is on whitened scattering coefficients, each image's made once (`--cache`), so that
 seconds are those of all else. Its rounds, sampling rate, clip and learning rate are the best of
 `candidates` on 5,000 Fashion-MNIST training images held out of the run, with a seed that the table
 does not use; they then serve both data sets and both partitions, and the choice is not accounted
 for (the data are public). The ConvNet has the clip and the rate that `dp_utility` found in the same
-way; its rows at Dir(0.5) are that grid's. Rows of the linear model at ε = 10 have the settings that
+way; its rows at Dir(0.5) are that grid's. FPL and CCVR have the same settings: FPL pays for its
+prototypes from the same ε, and the last of CCVR's rounds is that of the statistics. Rows of the
+linear model at ε = 10 have the settings that
 were chosen at ε = 1.
 """
 
@@ -19,7 +21,15 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from fedsynth import FedAvg, ModelSettings, PartitionSettings, PrivacySettings, RunSettings
+from fedsynth import (
+    CCVR,
+    FPL,
+    FedAvg,
+    ModelSettings,
+    PartitionSettings,
+    PrivacySettings,
+    RunSettings,
+)
 from grids import dp_utility
 from library.grid import Cell, Grid, Row, Rows, best
 from library.rows import by_key
@@ -32,6 +42,10 @@ NAMES = {  # ε and α of a row
     "linear alpha=0.01": (1.0, 0.01),
     "linear eps=10 alpha=0.5": (10.0, 0.5),
     "convnet alpha=0.01": (1.0, 0.01),
+    "fpl alpha=0.5": (1.0, 0.5),
+    "fpl alpha=0.01": (1.0, 0.01),
+    "ccvr alpha=0.5": (1.0, 0.5),
+    "ccvr alpha=0.01": (1.0, 0.01),
 }
 
 
@@ -89,8 +103,8 @@ def linear(
 
 
 def network(cell: Cell) -> RunSettings:
-    """Returns the settings of DP-FedAvg with the ConvNet, at the clip and the rate that were best
-    in `dp_utility`."""
+    """Returns the settings of DP-FedAvg, FPL or CCVR with the ConvNet, at the clip and the rate that
+    were best for DP-FedAvg in `dp_utility`."""
     rows = by_key("dp_utility")
     tuned = max(
         product(dp_utility.CLIPS, dp_utility.RATES),
@@ -98,12 +112,17 @@ def network(cell: Cell) -> RunSettings:
     )
     budget = dp_utility.BUDGETS["ε = 1"]
     run = dp_utility.settings_for(cell.dataset, "dp-sgd", budget, tuned, cell.seed, cell)
-    return replace(run, partition=replace(run.partition, alpha=NAMES[cell.name][1]))
+    method = run.method
+    for other in (FPL, CCVR):
+        if cell.name.startswith(other.name):
+            method = other(**run.method.to_dict())
+    partition = replace(run.partition, alpha=NAMES[cell.name][1])
+    return replace(run, method=method, partition=partition)
 
 
 def settings(cell: Cell) -> RunSettings:
     """Returns the settings of one run."""
-    if cell.name.startswith("convnet"):
+    if not cell.name.startswith("linear"):
         return network(cell)
     return linear(cell.dataset, cell.chosen, cell.seed, cell, *NAMES[cell.name])
 

@@ -75,16 +75,22 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     return limit
 
 
-def check_task(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses a method, a model or a privacy guarantee that cannot be used with the task of the data.
+def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
+    """Refuses a method, a model or a privacy guarantee that cannot be used with tokens or masks.
 
     Raises:
-        SettingError: the data have masks, and the method needs classes, the model does not segment
-            or the run is private; or the model segments, and the data have no masks.
+        SettingError: the data are tokens, and the method needs images; or the data have masks, and
+            the method needs classes, the model does not segment or the run is private; or the model
+            segments, and the data have no masks.
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
+    if spec.vocabulary and method.features_refusal:
+        reason = (
+            f"needs images, but the records of {spec.name} are tokens. Use fedavg, fedprox or qffl"
+        )
+        raise SettingError("run", "method", reason, value=method.name)
     if not spec.has_masks:
-        if UNET in names:
+        if UNET in names and not spec.vocabulary:
             reason = (
                 f"needs a data set with masks, but {spec.name} has classes. Use convnet instead"
             )

@@ -37,6 +37,14 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     },
     "synthetic": {"partition": {"kind": "natural", "clients": 30}, "model": {"name": "linear"}},
     "femnist": {"partition": {"kind": "natural"}},
+    # the networks' sizes in the code of FedProx and q-FFL, and in their papers (models/text.py)
+    "plays": {
+        "partition": {"kind": "natural", "clients": 8},
+        "model": {"name": "lstm", "width": 32},
+    },
+    "shakespeare": {"partition": {"kind": "natural"}, "model": {"name": "lstm", "width": 256}},
+    "sent140": {"partition": {"kind": "natural"}, "model": {"name": "lstm", "width": 256}},
+    "sent140-glove": {"partition": {"kind": "natural"}, "model": {"name": "lstm", "width": 256}},
     "office-caltech-10": {"partition": {"kind": "domain", "clients": 4}},
     "domainnet-10": {"partition": {"kind": "domain", "clients": 6}},
     "shapes": {

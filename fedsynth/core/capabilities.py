@@ -34,6 +34,7 @@ from fedsynth.errors import MessageError
 from fedsynth.models.registry import ModelSettings, build_network
 from fedsynth.privacy.disclosure import Disclosure
 from fedsynth.privacy.plans import FIRST
+from fedsynth.seeding import forked_rng
 
 
 class TwoExchanges(Method):
@@ -119,7 +120,7 @@ class VaryingReleases(Method):
     """
 
     @abstractmethod
-    def round_plans(self, plans: Plans, round: int) -> Plans:
+    def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
         """Selects the plans whose releases are made in this round, in the order of `plans`.
 
         The result must be public and fixed before any data are read.
@@ -127,6 +128,7 @@ class VaryingReleases(Method):
         Args:
             plans: all release plans of the method.
             round: the number of the round: 1, 2, …
+            rounds: the planned number of rounds.
         """
 
 
@@ -199,6 +201,18 @@ class OwnNetwork(Method):
         return {}
 
 
+class ExtendsNetwork(Method):
+    """A method that adds layers to the run's model, which are trained and sent with it."""
+
+    @abstractmethod
+    def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
+        """Returns an untrained network with the layers, for the images of a data set.
+
+        It is the same network with further attributes, or a network around it. Initial weights come
+        from torch's global generator, which is seeded by the run.
+        """
+
+
 def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
     """Returns an untrained network of the architecture that the server and the clients share.
 
@@ -210,7 +224,11 @@ def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: in
     """
     if isinstance(method, OwnNetwork):
         return method.network(spec)
-    return method.with_layers(build_network(model, spec, seed), spec)
+    network = build_network(model, spec, seed)
+    if isinstance(method, ExtendsNetwork):
+        with forked_rng(seed, "added layers"):
+            return method.add_layers(network, spec)
+    return network
 
 
 class Measurements(Method):
@@ -297,5 +315,5 @@ def unused_hooks(method: Method) -> Iterator[str]:
 
 CAPABILITIES: tuple[type[Method], ...] = (
     *(TwoExchanges, VaryingReleases, SyntheticImages, ImagesAtEnd, PersonalModels, OwnNetwork),
-    *(Measurements, PublicImages, PublishedEpsilon),
+    *(ExtendsNetwork, Measurements, PublicImages, PublishedEpsilon),
 )

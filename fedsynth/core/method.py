@@ -26,7 +26,6 @@ from fedsynth.core.client import Group
 from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.uploads import Rule, model_rules
-from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.plans import Plans as Plans  # part of this interface
 from fedsynth.privacy.plans import ReleasePlan as ReleasePlan
@@ -76,7 +75,7 @@ class Method(ABC):
             robust rule computes.
         features_refusal: the reason why the method's network cannot use a fixed feature map
             (`ModelSettings.features`). If empty, it can, and the clients' "images" are then feature
-            vectors.
+            vectors. Only these methods accept records that are tokens.
         masks_refusal: the reason why the method cannot train on masks, for segmentation. If empty,
             it can.
         presets: for each data set, the settings whose defaults the method changes.
@@ -204,13 +203,6 @@ class Method(ABC):
         gain nothing from groups.
         """
         return None
-
-    def with_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
-        """Returns the network that a run trains, made from the network of the model settings.
-
-        By default it is the same network. A method may add layers.
-        """
-        return network
 
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot use this network architecture."""

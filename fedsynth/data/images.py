@@ -1,10 +1,10 @@
 """Holds images with their labels, converts pixels to model inputs, and hashes records.
 
-`ImageData` holds images as uint8 tensors. `normalise` and `denormalise` convert between pixels and
-model inputs. `proxy_images` converts the images of another data set, for FedDF's
-distillation. `record_digests` computes a keyed hash of each record, which does not depend on the
-record's position or owner. Without the key, a hash reveals nothing about its record. With the key,
-anyone who has the record can compute its hash.
+`ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise` and
+`denormalise` convert between pixels and model inputs. `proxy_images` converts the images of another
+data set, for FedDF's distillation. `record_digests` computes a keyed hash of each record, which
+does not depend on the record's position or owner. Without the key, a hash reveals nothing about its
+record. With the key, anyone who has the record can compute its hash.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class ImageData:
     to the device of the images. Two `ImageData` objects are equal only if they are the same object.
 
     Args:
-        images: uint8 [N, C, H, W], or float32 in [0, 1] if the specification has bounds.
+        images: uint8 [N, C, H, W], or float32 in [0, 1] if the specification has bounds. Tokens are
+            integers [N, 1, 1, T] in [0, vocabulary), with the type `stored_dtype`.
         labels: integers [N] in [0, classes), or masks [N, H, W] if the task of the specification is
             segmentation. Masks are stored as uint8.
         spec: the specification of the images.
@@ -90,7 +91,12 @@ class ImageData:
                 f"the images of {spec.name} must be {_text(expected)}, got "
                 f"{_text(self.images.dtype)}. from_arrays also accepts other types"
             ).with_code("data.dtype")
-        if expected.is_floating_point and not _is_scaled(self.images):
+        if spec.vocabulary and not _is_within(self.images, spec.vocabulary - 1):
+            raise DataError(
+                f"the tokens of {spec.name} must be in [0, {spec.vocabulary}). Pass other numbers "
+                "to from_arrays, which shows one of them"
+            ).with_code("data.tokens")
+        if expected.is_floating_point and not _is_within(self.images, 1):
             raise DataError(
                 f"the stored values of {spec.name} must be in [0, 1]. from_arrays scales values from "
                 "their bounds"
@@ -178,7 +184,8 @@ def from_arrays(
             [N, D] if it also has height 1. Pixels are uint8, or floating point in [0, 1]. The
             latter are rounded to the nearest of 256 levels. If the specification has bounds, values
             may have any numeric type. They are clipped to the bounds, because an error would reveal
-            an outlier. A `torch.utils.data.Dataset` or `DataLoader` of pairs (image, label), or a
+            an outlier. If it has a vocabulary, they are tokens, integers [N, T]. A
+            `torch.utils.data.Dataset` or `DataLoader` of pairs (image, label), or a
             data frame whose other columns are numbers, may replace the arrays.
         labels: integers [N] in [0, classes), or names of classes, or masks [N, H, W] of integers
             for segmentation. For a data frame, the name of a column. None for a data set of pairs.
@@ -331,12 +338,14 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
 def require_all_classes(data: ImageData) -> None:
     """Raises an error if a class has no training example.
 
-    The check uses the exact numbers of examples, so only runs without differential privacy may call
-    it.
+    Classes of tokens need none, because rare characters occur in few texts. The check uses the exact
+    numbers of examples, so only runs without differential privacy may call it.
 
     Raises:
         DataError: a class has no example. The message names one such class.
     """
+    if data.spec.vocabulary:
+        return
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
         raise DataError(
@@ -348,8 +357,8 @@ def require_all_classes(data: ImageData) -> None:
 def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts stored images to model inputs, (x − mean)/std for each channel.
 
-    x is the pixel divided by 255, or the scaled value if the data set has bounds. The result is
-    float32, with the shape and device of the images.
+    x is the pixel divided by 255, or the scaled value if the data set has bounds. Tokens keep their
+    numbers. The result is float32, with the shape and device of the images.
 
     Raises:
         DataError: the images do not have the type of `stored_dtype`, or their number of channels is
@@ -357,6 +366,8 @@ def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
     """
     kind = stored_dtype(spec)
     _check_channels(images_NCHW, spec, _text(kind), images_NCHW.dtype == kind)
+    if spec.vocabulary:
+        return images_NCHW.float()
     mean, std = pixel_constants(spec, images_NCHW.device)
     if kind == torch.uint8:
         return images_NCHW.float().div_(255).sub_(mean).div_(std)
@@ -399,23 +410,29 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def stored_dtype(spec: DatasetSpec) -> torch.dtype:
-    """Returns the type in which a data set is stored: uint8, or float32 if it has bounds."""
+    """Returns the type in which a data set is stored: uint8, float32 if it has bounds, or int32 if it
+    has more than 256 tokens.
+    """
+    if spec.vocabulary > 256:
+        return torch.int32
     return torch.uint8 if spec.bounds is None else torch.float32
 
 
 def to_stored(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts values in [0, 1] to the type in which the data set is stored.
 
-    Values outside [0, 1] are clamped.
+    Values outside [0, 1] are clamped. A value of 1 is the last token of a vocabulary.
     """
     x = x_NCHW.float().clamp(0, 1)
+    if spec.vocabulary:
+        return (x * (spec.vocabulary - 1)).round().to(stored_dtype(spec))
     if spec.bounds is not None:
         return x
     return (x * 255).round().to(torch.uint8)
 
 
-def _is_scaled(x: Tensor) -> bool:
-    return bool(((x >= 0) & (x <= 1)).all())
+def _is_within(x: Tensor, largest: int) -> bool:
+    return bool(((x >= 0) & (x <= largest)).all())
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -476,7 +493,12 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
 
 
 def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts arrays of pixels, or of values within the specification's bounds, to stored images."""
+    """Converts arrays of pixels, tokens, or values within the specification's bounds, to stored
+    images.
+    """
+    if spec.vocabulary:
+        tokens = _checked_numbers("tokens", x.flatten(), (x.numel(),), spec, spec.vocabulary)
+        return tokens.view(x.shape).to(stored_dtype(spec))
     if spec.bounds is None and not x.is_floating_point():
         return x
     _check_finite(x, spec)

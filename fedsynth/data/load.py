@@ -1,7 +1,7 @@
 """Loads the published and synthetic data sets by name, and checks the structure of their files.
 
 This module reads files in torchvision's layout and generates the synthetic data sets.
-`published_folders` reads the other data sets. The files are untrusted input. Most are checked by their
+`published_folders` and `text` read the other data sets. The files are untrusted input. Most are checked by their
 structure, because a mirror may have compressed or encoded them in another way. Those of CIFAR and
 SVHN must be the published files, by the MD5 that torchvision lists: Python's unpickler executes
 what a file names, and SciPy's reader crashes on damaged files.
@@ -46,7 +46,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedsynth.data import published_folders
+from fedsynth.data import published_folders, text
 from fedsynth.data.files import Split, expanded
 from fedsynth.data.images import Bytes, Floats, ImageData, IntArray
 from fedsynth.data.masks import read_prostate_mri
@@ -57,7 +57,7 @@ from fedsynth.files import read_regular
 from fedsynth.seeding import numpy_generator
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"
-# The only data set that is part of the package. digits.LICENSE.txt names the authors and the
+# Images that are part of the package, as the passages of `text` are. digits.LICENSE.txt names the authors and the
 # licence.
 DIGITS = Path(__file__).with_name("digits.npz")
 # The size limit of a file of CIFAR or SVHN.
@@ -70,8 +70,9 @@ def load_dataset(
     """Loads the training and test splits of a named data set, on the CPU.
 
     Args:
-        name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` is part of the
-            package, and `shapes` and synthetic data sets are computed, so they need no files.
+        name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` and `plays` are
+            part of the package, and `shapes` and synthetic data sets are computed, so they need no
+            files.
         root: the data folder. None uses the environment variable FEDSYNTH_DATA.
         download: whether to download missing files through torchvision. Existing files are never
             replaced.
@@ -94,6 +95,8 @@ def load_dataset(
         train, test = _read_digits()
     elif name == "shapes":
         train, test = make_shapes(spec)
+    elif name == "plays":
+        train, test = text.read_plays()
     elif parameters is not None:
         train, test = make_synthetic(spec, parameters)
     else:
@@ -288,6 +291,9 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "domainnet-10": published_folders.read_domainnet,
     "femnist": published_folders.read_femnist,
     "prostate-mri": read_prostate_mri,
+    "shakespeare": text.read_shakespeare,
+    "sent140": text.read_sent140,
+    "sent140-glove": text.read_sent140_glove,
 }
 
 

@@ -200,16 +200,16 @@ def _of_groups(
             "the partition 'natural' needs a data set with groups, such as femnist. Choose another "
             "partition"
         ).with_code("partition.natural")
-    present = np.unique(groups)
-    if settings.clients > len(present):
+    present, sizes = np.unique(groups, return_counts=True)
+    large = present[sizes >= settings.min_group]
+    if settings.clients > len(large):
         raise PartitionError(
-            f"partition.clients must be at most the number of groups ({len(present)}), got "
-            f"{settings.clients}"
+            f"partition.clients must be at most the number of groups ({len(large)}) with at least "
+            f"partition.min_group={settings.min_group} examples, got {settings.clients}"
         ).with_code("partition.groups")
-    chosen = np.sort(rng.permutation(present)[: settings.clients])
+    chosen = np.sort(rng.permutation(large)[: settings.clients])
     order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group
-    _, first = np.unique(groups[order], return_index=True)
-    pieces = np.split(order, first[1:])
+    pieces = np.split(order, np.cumsum(sizes)[:-1])
     return list(map(pieces.__getitem__, np.searchsorted(present, chosen)))
 
 

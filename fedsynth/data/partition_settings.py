@@ -51,7 +51,8 @@ class PartitionSettings:
             share its examples evenly.
             `natural` makes a client of each group in the data, such as a writer or device. If the
             data set has no groups, it makes a client of each domain. With fewer clients than
-            groups, it draws the groups at random, as LEAF draws writers.
+            groups, it draws the groups at random, as LEAF draws writers. It draws among the groups
+            with at least `min_group` examples.
         clients: the number of clients K ≥ 1.
         alpha: the concentration > 0 of the Dirichlet kinds and of `quantity`. A smaller value gives
             a more skewed partition.
@@ -62,6 +63,7 @@ class PartitionSettings:
             FedFM's public code, with 10 clients, uses a share of 0.46 with 1, 10 and 20 dominant
             classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, and 0.5 with 1 class on CINIC-10.
         min_size: the minimum number of examples ≥ 0 of a client, for `dirichlet` and `quantity`.
+        min_group: the minimum number of examples ≥ 0 of a group, for `natural`, as LEAF's option -k.
         subset: the share of each class's examples that is used, drawn at random. FedKF uses 10 % of
             EMNIST.
         local_test: the share of each client's examples in its local test split (for AMP, FM, WLP).
@@ -91,6 +93,7 @@ class PartitionSettings:
     dominant_classes: int = in_range(1, 1)
     dominant_share: float = in_range(0.46, 0, 1)
     min_size: int = in_range(10, 0)
+    min_group: int = in_range(0, 0)
     subset: float = in_range(1.0, 1e-12, 1)
     local_test: float = in_range(0.0, 0, 0.999)
     seed: int | None = None

@@ -16,16 +16,18 @@ lower-case letters.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from fedsynth.data.files import MAX_LIST_BYTES, Split, missing
-from fedsynth.data.images import Bytes, IntArray
+from fedsynth.data.images import IntArray
 from fedsynth.data.pixels import images_in, read_images
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, faults_as, one_line
@@ -201,7 +203,8 @@ def _load(files: Sequence[LabelledFile], spec: DatasetSpec) -> Split:
 # Size limit of a JSON file. LEAF writes a file of about 250 MB for each hundred writers.
 MAX_JSON_BYTES = 2**30
 
-Writers = dict[str, tuple[Bytes, IntArray]]
+# The images or tokens and the labels of each user in files of LEAF.
+Users = dict[str, tuple[npt.NDArray[Any], IntArray]]
 
 
 class _WriterData(BaseModel):
@@ -229,43 +232,58 @@ def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         OSError: a split has no JSON file.
         DataFilesCorruptError: a file does not have the form that LEAF writes.
     """
-    train = _read_writers(root / "femnist" / "train", spec)
-    test = _read_writers(root / "femnist" / "test", spec)
+    folder = root / "femnist"
+    read = partial(_read_file, spec=spec)
+    return splits_of(*(read_users(folder / name, read) for name in ("train", "test")))
+
+
+def splits_of(train: Users, test: Users) -> tuple[Split, Split]:
+    """Returns the records of all users as a training and a test split, whose groups are the users.
+
+    The users of the training split are numbered in the order of their names, and then those who
+    have only test records.
+    """
     names = [*sorted(train), *sorted(test.keys() - train.keys())]
     return _split(train, names), _split(test, names)
 
 
-def _split(writers: Writers, names: list[str]) -> Split:
+def _split(users: Users, names: list[str]) -> Split:
     images = []
     labels = []
     groups = []
     for number, name in enumerate(names):
-        if name in writers:
-            x, y = writers[name]
+        if name in users:
+            x, y = users[name]
             images.append(x)
             labels.append(y)
             groups.append(np.full(len(y), number))
     return Split(np.concatenate(images), np.concatenate(labels), groups=np.concatenate(groups))
 
 
-def _read_writers(folder: Path, spec: DatasetSpec) -> Writers:
-    paths = sorted(folder.glob("*.json"))
+def read_users(folder: Path, read: Callable[[Path], Users], pattern: str = "*.json") -> Users:
+    """Reads the users of all files of a folder with the function `read`.
+
+    Raises:
+        FileNotFoundError: the folder has no file of this pattern.
+        OSError, DataFilesCorruptError: `read` raises it, or two files have the same user.
+    """
+    paths = sorted(folder.glob(pattern))
     if not paths:
-        raise missing(folder / "*.json")
-    writers: Writers = {}
+        raise missing(folder / pattern)
+    users: Users = {}
     for path in paths:
-        file_writers = _read_file(path, spec)
-        duplicates = sorted(writers.keys() & file_writers.keys())
+        file_users = read(path)
+        duplicates = sorted(users.keys() & file_users.keys())
         if duplicates:
-            writer = one_line(repr(duplicates[0]), 80)
+            user = one_line(repr(duplicates[0]), 80)
             raise DataFilesCorruptError(
-                f"{path} contains writer {writer}, as does another file. Create the files again"
+                f"{path} contains user {user}, as does another file. Create the files again"
             ).with_code("data.writer")
-        writers.update(file_writers)
-    return writers
+        users.update(file_users)
+    return users
 
 
-def _read_file(path: Path, spec: DatasetSpec) -> Writers:
+def _read_file(path: Path, spec: DatasetSpec) -> Users:
     """Reads one JSON file of LEAF. Returns a dictionary from each writer's name to the images and
     labels.
 
@@ -274,7 +292,7 @@ def _read_file(path: Path, spec: DatasetSpec) -> Writers:
     with faults_as(DataFilesCorruptError, f"{path} is not a LEAF file"):
         content = _LeafFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
     pixels = spec.height * spec.width
-    writers: Writers = {}
+    writers: Users = {}
     for name, data in content.user_data.items():
         writer = f"writer {one_line(repr(name), 80)} in {path}"
         if set(map(len, data.x)) != {pixels} or len(data.x) != len(data.y):

@@ -28,6 +28,7 @@ MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does n
 # The tasks of data sets: the label of an image is a class, or a mask with a class for each pixel.
 CLASSIFICATION, SEGMENTATION = "classification", "segmentation"
 MAX_MASK_CLASSES = 255  # masks are stored as bytes
+MAX_VOCABULARY = 2**24  # float32, the type of a network's inputs, represents such tokens exactly
 # Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
 # that is computed from the images would reveal exact information about them.
 MEAN, STD = 0.5, 0.25
@@ -68,6 +69,9 @@ class DatasetSpec:
             −1 takes the middle one.
         task: "classification", or "segmentation" if the label of an image is a mask [H, W], whose
             values are classes.
+        vocabulary: the number of different tokens, if records are sequences of tokens such as
+            characters or words, and 0 otherwise. The shape is (1, 1, T), where T is the length of a
+            sequence. A network's inputs are the tokens themselves, from 0 to `vocabulary` - 1.
 
     Raises:
         SettingError: a size is not positive, the window has no width, constants or names do not
@@ -102,6 +106,7 @@ class DatasetSpec:
     window: tuple[float, float] | None = None
     slice: int = -1
     task: str = CLASSIFICATION
+    vocabulary: int = 0
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.class_names, *self.domains):  # in reports and config.toml
@@ -139,6 +144,11 @@ class DatasetSpec:
         if self.has_masks and self.classes > MAX_MASK_CLASSES:
             rule = f"must be at most {MAX_MASK_CLASSES} for masks"
             self._refuse("classes", rule, self.classes)
+        if not 0 <= self.vocabulary <= MAX_VOCABULARY:
+            self._refuse("vocabulary", f"must be in [0, {MAX_VOCABULARY}]", self.vocabulary)
+        if self.vocabulary and (self.bounds or self.has_masks or self.image_shape[:2] != (1, 1)):
+            rule = "needs a shape (1, 1, T) without bounds or masks"
+            self._refuse("vocabulary", rule, self.vocabulary)
         if len(self.class_names) != self.classes:
             rule = f"must have one name for each of {self.classes} classes"
             self._refuse("class_names", rule, self.class_names)
@@ -151,13 +161,15 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with lists in place of tuples.
 
-        Bounds, the encoder, the window and the slice are left out if the data have none, and the
-        task if it is classification.
+        Bounds, the encoder, the window, the slice and the vocabulary are left out if the data have
+        none, and the task if it is classification.
         """
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for name in ("bounds", "encoder", "encoded_shape", "window", "slice", "task"):
             if values[name] in (None, "", -1, CLASSIFICATION):
                 del values[name]
+        if not self.vocabulary:
+            del values["vocabulary"]
         return values
 
     @property
@@ -266,6 +278,9 @@ def _published_specs() -> list[DatasetSpec]:
         if isinstance(values["class_names"], str):  # a template for numbered classes
             template = values["class_names"]
             values["class_names"] = list(map(template.format, range(values["classes"])))
+        for name in ("mean", "std"):
+            if len(values[name]) == 1:  # of all channels
+                values[name] *= values["channels"]
         specs.append(spec_from_json(values))
     return specs
 

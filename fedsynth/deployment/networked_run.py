@@ -33,7 +33,7 @@ from fedsynth.privacy.report.figures import Event
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.charges import rebuild_plan
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
-from fedsynth.results.file_names import SERVED
+from fedsynth.results.file_names import SERVED, SERVER_LEDGER
 from fedsynth.results.private_run import read_start
 from fedsynth.results.report_facts import headline
 from fedsynth.results.run_folder import CHECKPOINT, RunFolder
@@ -96,6 +96,7 @@ class NetworkedRun(ActiveRun):
             connection,
             context.device,
             self.file,
+            self.folder.path / SERVER_LEDGER,
             last_round=0 if checkpoint is None else checkpoint.round,
             note=self.observer.note,
         )

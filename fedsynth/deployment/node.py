@@ -85,7 +85,7 @@ class ClassFolders:
             declared_spec, proposed = declared.spec, proposal.spec
             differing = [
                 name.replace("_", " ")
-                for name in ("class_names", "image_shape", "window", "slice")
+                for name in ("class_names", "image_shape", "window", "slice", "vocabulary")
                 if getattr(declared_spec, name) != getattr(proposed, name)
             ]
             if not differing:

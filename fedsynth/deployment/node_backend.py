@@ -26,7 +26,9 @@ from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.federation import protocol
+from fedsynth.federation.run_data import data_set_id
 from fedsynth.federation.server import needed_uploads
+from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import default_names
 from fedsynth.privacy.ledger.ledger import History
 
@@ -47,6 +49,7 @@ class NodeBackend(protocol.Backend):
         connection: the connection to the nodes.
         device: the device to which uploads are moved.
         file: the file of the clients that have joined the run.
+        ledger: the file of the server's ledger.
         last_round: the last completed round of a resumed run. 0: the run is new.
         note: receives messages for the server's operator.
 
@@ -59,6 +62,7 @@ class NodeBackend(protocol.Backend):
     connection: frames.Connection
     device: torch.device
     file: Path
+    ledger: Path
     last_round: int = 0
     note: Callable[[str], None] = lambda text: None
     absent: dict[int, str] = field(default_factory=dict, init=False)
@@ -270,6 +274,10 @@ class NodeBackend(protocol.Backend):
         """Returns the latest ledger history of each client that has ever joined."""
         stated = (client.history for _, client in sorted(self.clients.items()))
         return [history for history in stated if history is not None]
+
+    def note_files(self, sha256: str) -> None:
+        """Writes the hash of the run's files into the server's ledger, which has no other entry."""
+        Ledger("server", self.ledger, dataset=data_set_id(self._settings)).note_files(sha256)
 
     def end(self, rounds: int) -> None:
         """Tells the clients that the run is over, and receives their final ledgers.

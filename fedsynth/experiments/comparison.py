@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import filterfalse, product
 
+from scipy.special import stdtrit
+
 from fedsynth.data.registry import dataset_spec
 from fedsynth.evaluation import NAMES, Names
 from fedsynth.experiments import presets
@@ -30,6 +32,8 @@ Curve = Mapping[str, Sequence[float | None]]
 MEBI = 2**20
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
+# Verdicts on claims.
+HOLDS, FAILS, UNRESOLVED = "holds", "does not hold", "not resolved"
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Line:
         values: a mapping from seeds to reproduced numbers. Runs that diverged are left out.
         runs: the rows of all runs of the cell.
         changes: the settings of the runs that differ from the preset.
+        reduced: whether the runs are those of a smaller edition of the table.
     """
 
     cell: str
@@ -49,6 +54,7 @@ class Line:
     values: Mapping[int, float]
     runs: Sequence[Row]
     changes: Changes
+    reduced: bool = False
 
     @property
     def spread(self) -> Spread:
@@ -87,6 +93,8 @@ class Line:
             return "not run"
         if self.changes:
             return f"changed: {NONE}"
+        if self.reduced:
+            return f"smaller: {NONE}"
         return verdict(self.number.value, self.number.std, list(self.values.values()))
 
 
@@ -188,7 +196,87 @@ def lines(
                 if value is not None:
                     values[seed] = value
             finished = list(runs.values())
-            result.append(Line(name, number, values, finished, changes or {}))
+            result.append(Line(name, number, values, finished, changes or {}, table.reduced))
+    return result
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The evidence of the finished runs for a claim of a paper, on one data set and partition.
+
+    Args:
+        claim: the claim.
+        data: the data set and the partition.
+        differences: a mapping from each rival to the differences of the metric, one for each seed
+            that both methods have. Positive differences support the claim.
+    """
+
+    claim: presets.Claim
+    data: str
+    differences: Mapping[str, Sequence[float]]
+
+    @property
+    def closest(self) -> str:
+        """The rival with the smallest mean difference."""
+        return min(self.differences, key=lambda rival: _mean(self.differences[rival]))
+
+    @property
+    def verdict(self) -> str:
+        """`HOLDS` if the claim holds against every rival, `FAILS` if it is reversed for one.
+
+        Otherwise `UNRESOLVED`. A difference counts if its 95 % interval by Student's t over the
+        seeds excludes zero.
+        """
+        signs = [_resolved_sign(values) for values in self.differences.values()]
+        if -1 in signs:
+            return FAILS
+        return HOLDS if set(signs) == {1} else UNRESOLVED
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.inf if not values else math.fsum(values) / len(values)
+
+
+def _resolved_sign(differences: Sequence[float]) -> int:
+    """Returns the sign of the mean of paired differences, or 0 if zero is in its 95 % interval."""
+    mean, std = Spread.of(differences)
+    if mean is None or std is None:
+        return 0
+    count = len(differences)
+    if abs(mean) <= stdtrit(count - 1, 0.975) * std / math.sqrt(count):
+        return 0
+    return 1 if mean > 0 else -1
+
+
+def judgements(
+    table: presets.Preset, rows: Mapping[str, Row], changes: Changes | None = None
+) -> list[Judgement]:
+    """Judges the claims of a table by the finished runs, on each data set and partition.
+
+    Data sets on which the table lacks one of a claim's methods are left out.
+
+    Args:
+        table: the preset of the table.
+        rows: a mapping from run hashes to the rows of finished runs (`rows_by_hash`).
+        changes: the changed settings of the runs.
+    """
+    values: dict[tuple[str, str], dict[tuple[str, str], Mapping[int, float]]] = {}
+    for cell in filterfalse(table.refusal, table.cells):
+        place = values.setdefault((cell.dataset, cell.partition), {})
+        for line in lines(table, [cell], range(table.seeds), rows, changes):
+            place[cell.method, line.number.metric] = line.values
+    result = []
+    for claim, (data, measurements) in product(table.claims, values.items()):
+        names = [(method, claim.metric) for method in (claim.ahead, *claim.of)]
+        if measurements.keys() >= set(names):
+            ahead = measurements[names[0]]
+            differences = {}
+            for rival, name in zip(claim.of, names[1:], strict=True):
+                rivals = measurements[name]
+                seeds = ahead.keys() & rivals.keys()
+                sign = -1 if claim.lower else 1
+                differences[rival] = [sign * (ahead[k] - rivals[k]) for k in sorted(seeds)]
+            result.append(Judgement(claim, " ".join(data), differences))
     return result
 
 

@@ -24,6 +24,9 @@ Each file in `tables/` is the preset of one table. For example, `feddm-table2.to
       variant        the final model to which the numbers refer, if a run has several
     [[not_runnable]] cells that cannot be run (`when`), with the `reason`
     [[cells]]        cells without a published number (column = value, or a list of values)
+    [[claims]]       a claim of the paper on the order of the table's methods (`Claim`)
+    [editions.NAME]  a smaller edition of the table: its `title`, the number of `seeds`, the cells
+                     that it has (`when`), and its own [[editions.NAME.settings]]
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ import itertools
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any
 
@@ -154,6 +157,44 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """A claim that a method is ahead of others in a table.
+
+    Args:
+        text: the claim in words.
+        source: where the paper makes it.
+        ahead: the method that is claimed to be ahead.
+        of: the methods that are claimed to be behind it.
+        metric: the name of the metric.
+        lower: whether smaller values of the metric are better.
+    """
+
+    text: str
+    source: str
+    ahead: str
+    of: tuple[str, ...]
+    metric: str
+    lower: bool = False
+
+
+@dataclass(frozen=True)
+class Edition:
+    """A smaller edition of a table, which has some of its cells and its own sizes.
+
+    Args:
+        title: what is smaller.
+        seeds: the number of seeds of each cell.
+        when: a mapping from columns to values, which selects the cells.
+        blocks: the blocks of settings that come after those of the table.
+    """
+
+    title: str
+    seeds: int
+    when: When
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
 class Preset:
     """A published table, with the settings with which its cells are run.
 
@@ -164,6 +205,10 @@ class Preset:
         blocks: the blocks of settings. A later block overrides an earlier block.
         refusals: pairs of columns that select cells, and the reason why these cells cannot be run.
         cells: the cells in the order of the table.
+        claims: what the paper claims about the order of the methods.
+        editions: the smaller editions of the table by name.
+        seeds: the number of seeds of each cell.
+        reduced: whether this is a smaller edition, so that numbers are not comparable.
     """
 
     name: str
@@ -173,11 +218,34 @@ class Preset:
     blocks: tuple[Block, ...]
     refusals: tuple[tuple[When, str], ...]
     cells: tuple[Cell, ...]
+    claims: tuple[Claim, ...] = ()
+    editions: Mapping[str, Edition] = field(default_factory=dict)
+    seeds: int = 1
+    reduced: bool = False
 
     @property
     def heading(self) -> str:
         """The title of the table with its source."""
         return f"{self.title} ({self.source}, {self.table})"
+
+    def edition(self, name: str) -> Preset:
+        """Returns a smaller edition of the table.
+
+        Raises:
+            UnknownNameError: the table has no edition with this name.
+        """
+        if name not in self.editions:
+            raise unknown_name("edition", name, self.editions)
+        edition = self.editions[name]
+        return replace(
+            self,
+            name=f"{self.name}-{name}",
+            title=f"{self.title}: {edition.title}",
+            blocks=(*self.blocks, *edition.blocks),
+            cells=tuple(cell for cell in self.cells if cell.fits(edition.when)),
+            seeds=edition.seeds,
+            reduced=True,
+        )
 
     def refusal(self, cell: Cell) -> str:
         """Returns the reason why a cell cannot be run, or an empty string if it can be run."""
@@ -446,6 +514,8 @@ def preset(name: str) -> Preset:
         tuple(map(_block, blocks)),
         tuple((_when(entry.get("when", {})), str(entry["reason"])) for entry in refusals),
         (*_published_cells(rows), *_cells_without_number(file.get("cells", []))),
+        tuple(Claim(**{**entry, "of": tuple(entry["of"])}) for entry in file.get("claims", [])),
+        {key: _edition(entry) for key, entry in file.get("editions", {}).items()},
     )
 
 
@@ -477,6 +547,11 @@ def _block(entry: Mapping[str, Any]) -> Block:
     facts = dict(entry)
     sections = {section: facts.pop(section) for section in SECTIONS if section in facts}
     return Block(sections=sections, when=_when(facts.pop("when", {})), **facts)
+
+
+def _edition(entry: Mapping[str, Any]) -> Edition:
+    blocks = tuple(map(_block, entry["settings"]))
+    return Edition(entry["title"], entry["seeds"], _when(entry["when"]), blocks)
 
 
 def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:

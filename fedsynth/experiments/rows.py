@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import time
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -31,6 +32,8 @@ from fedsynth.errors import OutputError, writing
 from fedsynth.evaluation import NAMES, TEST_KEYS
 from fedsynth.files import decode_json, lock, open_regular, read_text
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.results.finished import read_settings
+from fedsynth.validation import flattened, to_toml
 from fedsynth.version import __version__
 
 Row = Mapping[str, Any]
@@ -44,7 +47,7 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
     digits.
 
     Default values are left out, so that a new setting does not change the hashes of earlier
-    results. If you change a default value, repeat these results.
+    results. A changed default therefore keeps the hash, and `changed_setting` finds it.
 
     Args:
         settings: the settings of the run.
@@ -61,6 +64,29 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
                 sections[section][key] = value
     text = json.dumps(sections, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def changed_setting(run: Path, settings: RunSettings) -> str:
+    """Returns in words a setting of a run that has another value today, or an empty string.
+
+    Settings that are newer than the run are not compared, nor those that change only the speed.
+
+    Args:
+        run: a run folder, whose config.toml has all settings of the run.
+        settings: the settings as they are resolved today.
+    """
+    today = flattened(tomllib.loads(to_toml(settings.to_mapping())))
+    for name, value in read_settings(run).items():
+        # a run states the precision that "auto" was on its device
+        is_auto = name == "run.precision" and today[name] == "auto"
+        if name.rpartition(".")[2] not in SPEED and not is_auto and value != today.get(name):
+            return f"{name} was {value!r} and is {today.get(name, 'unset')!r} now"
+    return ""
+
+
+def current(run: Path | None, settings: RunSettings) -> Path | None:
+    """Returns the run folder if the run has these settings, otherwise None."""
+    return None if run is None or changed_setting(run, settings) else run
 
 
 @dataclass(eq=False)

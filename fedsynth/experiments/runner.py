@@ -27,7 +27,16 @@ from typing import Any
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import DivergedError, FedsynthError, OutputError, writing
-from fedsynth.experiments.rows import Row, Rows, commit, environment, round_summary, settings_hash
+from fedsynth.experiments.rows import (
+    Row,
+    Rows,
+    changed_setting,
+    commit,
+    current,
+    environment,
+    round_summary,
+    settings_hash,
+)
 from fedsynth.experiments.sweep import Cell, Sweep
 from fedsynth.federation.protocol import Observer
 from fedsynth.files import claim, last_line, open_regular, read_regular, write_whole
@@ -118,12 +127,13 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         OutputError: a file cannot be read, or a line is not the row of a finished run.
     """
-    rows = {}
+    rows: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for row in Rows(path).all():
             if not row.keys() >= NEEDED:
                 raise OutputError(f"{path} has a line that is not the result of a run")
-            rows[row["settings"]] = row
+            if row.get("date", "") >= rows.get(row["settings"], {}).get("date", ""):
+                rows[row["settings"]] = row
     return rows
 
 
@@ -159,7 +169,10 @@ class Runner:
 
     def run_folder(self, job: Job) -> Path:
         """Returns the parent folder of the run folder. It depends on the precision, too."""
-        return self.folder / "runs" / f"{job.hash}-{job.settings.precision}"
+        return self._runs_of(job.hash, job.settings.precision)
+
+    def _runs_of(self, settings: str, precision: str) -> Path:
+        return self.folder / "runs" / f"{settings}-{precision}"
 
     @property
     def trained(self) -> Path | None:
@@ -174,10 +187,18 @@ class Runner:
         return self.folder / "runs" / f"trained-{version}"
 
     def _run_unless_existing(self, job: Job) -> Outcome:
-        if job.hash in rows_by_hash(self.folder):
-            return Outcome("existing")
+        row = rows_by_hash(self.folder).get(job.hash)
+        if row is not None:
+            run = finished_run(self._runs_of(job.hash, row["precision"]))
+            changed = "" if run is None else changed_setting(run, job.settings)
+            if not changed:
+                return Outcome("existing")
+            self.report(f"{job.name}: its row is outdated, because {changed}")
         folder = self.run_folder(job)
-        if finished_run(folder) is None and time.monotonic() >= self.deadline:
+        if (
+            current(finished_run(folder), job.settings) is None
+            and time.monotonic() >= self.deadline
+        ):
             return Outcome("not begun", "the time budget is exhausted")
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +207,7 @@ class Runner:
             except BlockingIOError:
                 return Outcome("not begun", "another process is running it")
         with lock:
-            complete = finished_run(folder)
+            complete = current(finished_run(folder), job.settings)
             if complete is not None:  # a call was killed before it wrote the row
                 return self._append(job, read_rows(complete / METRICS))
             return self._simulate(job, folder)
@@ -200,7 +221,7 @@ class Runner:
                     output=folder,
                     observer=Several([inner, Deadline(self.deadline, settings.rounds)]),
                     download=self.download,
-                    resume=unfinished_run(folder),
+                    resume=current(unfinished_run(folder), settings),
                     trained=self.trained,
                 )
             except (OutOfTimeError, DivergedError) as error:
@@ -273,8 +294,13 @@ def _busy(place: Path) -> OutputError:
 
 
 def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
-    waiting = [cell for cell in sweep.cells if finished_run(sweep.folder(cell)) is None]
+    waiting = [cell for cell in sweep.cells if sweep.finished(cell) is None]
     report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
+    for cell in waiting:
+        run = finished_run(sweep.folder(cell))
+        if run is not None:
+            changed = changed_setting(run, cell.settings)
+            report(f"{cell.label}: its run is outdated, because {changed}")
     failed: list[Cell] = []
     running: dict[Cell, subprocess.Popen[bytes]] = {}
     try:
@@ -288,7 +314,7 @@ def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> l
                 if process.poll() is not None:
                     del running[cell]
                     result = "done"
-                    if process.returncode or finished_run(sweep.folder(cell)) is None:
+                    if process.returncode or sweep.finished(cell) is None:
                         failed.append(cell)
                         message = last_line(sweep.folder(cell) / LOG)
                         result = f"failed (exit code {process.returncode}): {message}"
@@ -330,7 +356,7 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(config, to_toml(cell.settings.to_mapping()).encode())
     arguments = ["--config", str(config), "--output", str(folder)]
-    if (interrupted := unfinished_run(folder)) is not None:
+    if (interrupted := current(unfinished_run(folder), cell.settings)) is not None:
         arguments = ["--resume", str(interrupted)]
     with open_regular(folder / LOG, writing=True, create=True) as log:
         process = subprocess.Popen(

@@ -25,7 +25,7 @@ from fedsynth.config.loading import code_options, with_own_code
 from fedsynth.config.resolve import resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError, short_repr
-from fedsynth.experiments.rows import settings_hash
+from fedsynth.experiments.rows import current, settings_hash
 from fedsynth.methods import DEFAULT_METHOD, method_class
 from fedsynth.results import finished
 from fedsynth.results.file_names import CONFIG
@@ -94,6 +94,10 @@ class Sweep:
     def folder(self, cell: Cell) -> Path:
         """Returns the parent folder of a run's folder."""
         return self.output / cell.key
+
+    def finished(self, cell: Cell) -> Path | None:
+        """Returns the folder of a finished run, or None if there is none with today's settings."""
+        return current(finished.finished_run(self.folder(cell)), cell.settings)
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -295,7 +299,7 @@ def sweep_rows(sweep: Sweep) -> list[SweepRow]:
     groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
         values = tuple((name, value) for name, value in cell.values.items() if name != SEED)
-        groups.setdefault(values, []).append(finished.finished_run(sweep.folder(cell)))
+        groups.setdefault(values, []).append(sweep.finished(cell))
     rows = []
     for values, folders in groups.items():
         summaries = [finished.read_summary(folder) for folder in folders if folder is not None]

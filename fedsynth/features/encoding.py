@@ -115,6 +115,8 @@ def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> Featu
             are not those that the settings name.
     """
     spec = as_spec(images)
+    if spec.vocabulary:
+        raise _refused(f"must be left out, because the records of {spec.name} are tokens")
     if settings.is_pretrained:
         return _pretrained_map(settings, spec.image_shape, Decoding(spec.window, spec.slice))
     try:

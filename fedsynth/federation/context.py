@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fedsynth.config.checks import check_task
+from fedsynth.config.checks import check_kind
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import PublicImages, network_of
@@ -132,7 +132,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
     The value "auto" of `precision` and `compile` means "fp32" and "off" here (`choose_speed`). For
     another round, use `replace(context, round=...)`.
     """
-    check_task(settings, spec)
+    check_kind(settings, spec)
     privacy = settings.privacy
     partition = settings.partition
     training = spec.train_size * partition.subset * (1 - partition.local_test)
@@ -149,7 +149,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
         clients=partition.clients,
         client_architectures=build_client_models(
             settings.model,
-            spec.image_shape,
+            spec,
             spec.classes,
             settings.seed,
             partition.clients,

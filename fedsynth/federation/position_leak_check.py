@@ -13,6 +13,11 @@ lengths of the run (the "pass lengths" of `fedsynth.privacy.passes`). It compute
 other positions and among other images (`dependence_in_step`). The step of user code then runs a
 second time, among other images. Its values of the same images must be those of the first time. No
 client's ledger is charged, and the step receives seeded noise.
+
+A user's method is also tried in round 2, with the client's state after round 1, if the step ends
+with the releases of the trial. If a simulation computes several clients together, two are tried in
+one pass, and their values must be those of each client alone. A step of user code that raises
+before its last release is refused, because nothing was tried then.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +46,7 @@ from fedsynth.methods import is_own_method
 from fedsynth.privacy.batch_independence import (
     ADVICE,
     AMONG_OTHERS,
+    MIXES,
     STATE,
     Dependence,
     GlobalGenerators,
@@ -51,7 +58,7 @@ from fedsynth.privacy.dpsgd import gradient_dependence
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Prepare, Sample, Units, Values, passes_of
-from fedsynth.privacy.plans import EXCHANGES, FIRST, ReleaseBudget, ReleasePlan, charge_round
+from fedsynth.privacy.plans import EXCHANGES, MAIN, ReleaseBudget, ReleasePlan, charge_round
 from fedsynth.privacy.products import Products
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
@@ -89,25 +96,34 @@ class _TriedMechanism(GaussianSumMechanism):
 
 
 class TrialClientView(PrivateClientView):
-    """One client of public random images, whose releases try the values that a step computes.
+    """Clients of public random images, whose releases try the values that a step computes.
+
+    All clients have the same images. In a pass with records of two clients, each image is a record
+    of one of them, which its first pixel decides. A client whose records are computed alone is
+    tried only if it is the first.
 
     Args:
         trial: the trial.
-        budget: the charged releases of an exchange.
+        budgets: for each client, the charged releases of an exchange.
         ends: whether the trial ends the step after the last release.
     """
 
     def __init__(
-        self, trial: StepTrial, budget: ReleaseBudget[GaussianSumMechanism], *, ends: bool
+        self,
+        trial: StepTrial,
+        budgets: Sequence[ReleaseBudget[GaussianSumMechanism]],
+        *,
+        ends: bool,
     ) -> None:
         self._trial = trial
-        self._budget = budget
+        self._budgets = budgets
         self._ends = ends
-        trial.releases_left = sum(plan.steps for plan in budget.plans)
-        self._show(*trial.inputs.draw(0, trial.inputs.length))
+        self.ids = tuple(trial.clients)
+        trial.releases_left = sum(plan.steps for plan in budgets[0].plans)
+        self._show(*trial.inputs_of_run.draw(0, trial.inputs.length))
 
     def _show(self, x: Tensor, labels: Tensor) -> None:
-        """Replaces the client's images."""
+        """Replaces the clients' images."""
         context = self._trial.context
         key = x.cpu().numpy().tobytes(), labels.numpy().tobytes()
         data = self._trial.image_cache.get(key)
@@ -116,10 +132,10 @@ class TrialClientView(PrivateClientView):
         if not self._trial.thorough:  # whose features are then computed once
             self._trial.image_cache[key] = data
         super().__init__(
-            [self._trial.client],
+            self.ids,
             data,
-            [torch.arange(len(labels))],
-            [self._budget],
+            [torch.arange(len(labels))] * len(self.ids),
+            self._budgets,
             nominal_size=context.nominal_size,
             network=context.architecture,
             isolated=context.isolated,
@@ -142,25 +158,36 @@ class TrialClientView(PrivateClientView):
             raise _LastReleaseError
         grad_mode = torch.is_grad_enabled()
 
-        def values(x: Tensor, labels: Tensor) -> Tensor:
+        def values(x: Tensor, labels: Tensor, *, by_client: bool = False) -> Tensor:
+            """Computes the values of records, of all clients together or of each client apart."""
             self._show(x, labels)
-            sample = Sample(torch.arange(len(x)))
+            owners = (1000 * x.flatten(1)[:, 0]).long().cpu() % len(mechanisms)
             vectors: list[Tensor] = []
-            with torch.set_grad_enabled(grad_mode):
-                compute = prepare([sample])
-                for parts in passes_of([sample], count):
-                    vectors += map(_vectors, compute(parts))
-            return torch.cat(vectors)
+            order: list[Tensor] = []
+            for client in range(len(mechanisms)) if by_client else [None]:
+                samples = []
+                for number in range(len(mechanisms)):
+                    chosen = (owners == number) & (client in (None, number))
+                    samples.append(Sample(chosen.nonzero().flatten()))
+                order += [sample.records for sample in samples]
+                with torch.set_grad_enabled(grad_mode):
+                    compute = prepare(samples)
+                    for parts in passes_of(samples, count):
+                        vectors += map(_vectors, compute(parts))
+            return torch.cat(vectors)[torch.cat(order).argsort().to(vectors[0].device)]
 
-        self._trial.compare(values)
-        self._trial.releases_left -= 1
-        if self._ends and not self._trial.releases_left:
-            raise _LastReleaseError
-        if self._trial.thorough:  # other calls than in the other run, so that their state differs
-            inputs = self._trial.inputs
-            values(*inputs.draw(14 if self._trial.repeats else 4, inputs.length))
-        mechanisms[0].sample(0)
-        return [mechanisms[0].release()]
+        if mechanisms[0].owner in (None, self._trial.clients[0]):
+            self._trial.compare(values, len(mechanisms))
+            self._trial.releases_left -= 1
+            if self._ends and not self._trial.releases_left:
+                raise _LastReleaseError
+            # other calls than in the other run, so that their state differs
+            if self._trial.thorough:
+                inputs = self._trial.inputs
+                values(*inputs.draw(14 if self._trial.repeats else 4, inputs.length))
+        for mechanism in mechanisms:
+            mechanism.sample(0)
+        return [mechanism.release() for mechanism in mechanisms]
 
 
 def _vectors(values: Values) -> Tensor:
@@ -177,7 +204,9 @@ class StepTrial:
     Args:
         plan: the privacy plan of the run, which may be without σ.
         context: the context of the round. The trial uses its device.
-        client: the index of the client.
+        clients: the index of the client, or of two clients whose step is computed together.
+        states: the states of these clients before the step, in its first and in its second run.
+        finishes: whether the step is run to its end, for the states of the clients after it.
         thorough: True for user code. The trial then has as many records as a step of the run, makes
             two releases in each of two runs, and checks for random draws and state. Otherwise, it
             has few records, one release and one run.
@@ -188,28 +217,37 @@ class StepTrial:
         moved: True if a value differs at all, even by one bit.
         opaque: the types of objects whose state could not be compared, in a trial of user code.
         inputs: the random records.
+        states: the states of the clients after each run. If a run did not end, those before it.
         repeats: True in the second run of the step.
         releases_left: the number of releases until the step of the exchange ends.
         image_cache: the images of a trial of this package's code, by their content.
     """
 
     def __init__(
-        self, plan: PrivacyPlan, context: RoundContext, client: int, *, thorough: bool
+        self,
+        plan: PrivacyPlan,
+        context: RoundContext,
+        clients: Sequence[int],
+        states: Sequence[Sequence[ClientState]],
+        *,
+        finishes: bool,
+        thorough: bool,
     ) -> None:
         self.finding = ""
         self.moved = False
         self.opaque: set[str] = set()
-        self.client = client
+        self.clients = clients
         self.repeats = False
         self.releases_left = 0
         self.image_cache: dict[tuple[bytes, bytes], ImageData] = {}
         self.thorough = thorough
+        self._finishes = finishes
         privacy = replace(plan.privacy, noise_multiplier=plan.privacy.noise_multiplier or 1.0)
         noise = replace(plan, privacy=privacy).noise
         self.context = replace(context, privacy=privacy, noise=noise)
         self._method = plan.run.method
         self._plans = []
-        for release in plan.client_plans(client, self.context):
+        for release in plan.client_plans(clients[0], self.context):
             steps = min(release.steps, 2 if thorough else 1)
             self._plans.append(replace(release, steps=steps, shares=1, addends=None))
         records = records_of_step(self._plans, context)
@@ -223,64 +261,90 @@ class StepTrial:
         self._values: list[Tensor] = []
         self._expected: list[Tensor] = []
         with GlobalGenerators(context.device) as generators:
-            self._take_step()
+            self.states = [self._take_step(states[0])]
             if thorough and not self.finding:
                 state = ReachableState.of(self._method, context.architecture)
                 self.opaque = state.opaque
                 generators.rewind()
                 self.repeats = True
                 self._expected, self._values = self._values, []
-                self._take_step()
+                self.states.append(self._take_step(states[1]))
                 change = ReachableState.of(self._method, context.architecture).change_since(state)
                 if change:
                     self.finding = self.finding or f"{STATE} ({change} changes)"
         self._values.clear()
 
-    def _take_step(self) -> None:
+    @property
+    def inputs_of_run(self) -> StepInputs:
+        """The random records of this run of the step."""
+        return replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
+
+    def _take_step(self, states: Sequence[ClientState]) -> Sequence[ClientState]:
+        """Runs the step once, and returns the states of the clients after it."""
         context = self.context
         server = Server.begun(self._method, context)
-        client_state: ClientState = {}
         for exchange in EXCHANGES:
             message = server.request(exchange, context)
             if message is None:
                 continue
-            budget = charge_round(
-                self._plans,
-                context.round,
-                1.0,  # more noise could hide the values in later releases
-                BudgetEnforcer(Ledger("public images")),
-                SecretGenerator(test_only=numpy_generator(0, "noise of a trial")),
-                exchange=exchange,
-                make_mechanism=self._mechanism,
-            )
-            clients = TrialClientView(self, budget, ends=exchange != FIRST)
+            budgets = [self._budget(exchange, number) for number in range(len(self.clients))]
+            ends = exchange == MAIN and not self._finishes
+            clients = TrialClientView(self, budgets, ends=ends)
             step = exchange_of(self._method, exchange).client_step
             try:
-                [(_, client_state)] = step(_disturbed(message), clients, [client_state], context)
+                results = step(_disturbed(message), clients, states, context)
+                states = [state for _, state in results]
             except _LastReleaseError:
                 if self.finding:
-                    return
-            except Exception:
+                    return states
+            except Exception as error:
                 if self.finding:  # which must not be lost
-                    return
+                    return states
+                if exchange == MAIN and not self.releases_left:
+                    return states
+                error.add_note(f"in the {exchange} exchange of round {context.round}")
                 raise
+        return states
+
+    def _budget(self, exchange: str, number: int) -> ReleaseBudget[GaussianSumMechanism]:
+        return charge_round(
+            self._plans,
+            self.context.round,
+            1.0,  # more noise could hide the values in later releases
+            BudgetEnforcer(Ledger("public images")),
+            SecretGenerator(test_only=numpy_generator(number, "noise of a trial")),
+            exchange=exchange,
+            make_mechanism=self._mechanism,
+        )
 
     def _mechanism(self, *charged: Any) -> GaussianSumMechanism:
         mechanism = _TriedMechanism(*charged)
         mechanism.trial = self
         return mechanism
 
-    def compare(self, values: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Compares the values of records in one release, or with those of the first run."""
+    def compare(self, values: Callable[..., Tensor], clients: int) -> None:
+        """Compares the values of records in one release, or with those of the first run.
+
+        Args:
+            values: computes the values of records. With `by_client`, it computes those of each client
+                alone.
+            clients: the number of clients whose records are computed together.
+        """
         expected = None
         if self.repeats:
             if not self._expected:
                 self._report(Dependence(AMONG_OTHERS))  # it makes other releases
             expected = self._expected.pop(0)
-        inputs = replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
-        result = dependence_in_step(values, inputs, thorough=self.thorough)
+        result = dependence_in_step(values, self.inputs_of_run, thorough=self.thorough)
         self._values.append(result.values)
         self._report(result)
+        if clients > 1:
+            by_client = partial(values, by_client=True)
+            self._report(
+                dependence_in_step(
+                    by_client, self.inputs_of_run, result.values, fault=MIXES, thorough=True
+                )
+            )
         if expected is not None:
             self._report(dependence_in_step(values, self.inputs, expected, thorough=True))
 
@@ -324,6 +388,10 @@ ISOLATED = f"{MOVED}. Examples are therefore computed one at a time, which is sl
 NOT_HELD = f"{MOVED}. Epsilon may not hold against a server that crafts weights"
 FASTER = "Use a multiple of 8 as model.width, and images of even height and width"
 NOT_TRIED = "The test of the independence of examples could not run: "
+RAISED = (
+    "A trial calls it with random images before the run. Compute a value for every image and label "
+    "of the data set's shape"
+)
 NOT_COMPARED = "The state of these objects in user code could not be compared: "
 
 
@@ -364,18 +432,25 @@ def check_private_steps(
         _refuse_dependent_model(settings, context, trains=trains)
     if not plan.facts.guaranteed:
         return StepCheck()
-    clients = _clients_of_each_architecture(context) if client is None else [client]
+    groups = [[client]] if client is not None else []
     try:
-        trials = _trials(plan, context, clients)
+        if client is None:
+            first_clients = _clients_of_each_architecture(context)
+            groups = [_with_partner(plan, context, number) for number in first_clients]
+        trials = _trials(plan, context, groups)
         findings = list(filter(None, (trial.finding for trial in trials)))
         if findings and settings.own_code:
-            raise _refused(settings, findings[0], own_model=own_model)
+            raise _refused(settings, findings[0], ADVICE, own_model=own_model)
         isolated = None
         if any(trial.moved for trial in trials):
-            isolated = _trials(plan, replace(context, isolated=True), clients)
+            isolated = _trials(plan, replace(context, isolated=True), groups)
     except SettingError:
         raise
-    except Exception as error:  # a step can raise any on random images: nothing was tried then
+    except Exception as error:  # nothing was tried then
+        if settings.own_code:
+            place = " ".join(getattr(error, "__notes__", ()))
+            finding = f"raised {type(error).__name__}: {one_line(error)} {place}".rstrip()
+            raise _refused(settings, finding, RAISED, own_model=own_model) from error
         reason = (str(error) or type(error).__name__).splitlines()[0]
         return StepCheck([f"{NOT_TRIED}{reason:.200}."])
     opaque = sorted({kind for trial in trials for kind in trial.opaque})
@@ -387,10 +462,11 @@ def check_private_steps(
 
 def _refuse_dependent_model(settings: RunSettings, context: RoundContext, *, trains: bool) -> None:
     """Refuses a custom model whose outputs, or gradients if DP-SGD trains it, mix examples."""
+    tokens = context.spec.vocabulary
     inputs = StepInputs(
         context.spec.image_shape,
         context.device,
-        bounds=(-3.0, 3.0),  # of normalised images
+        bounds=(0.0, tokens - 1.0) if tokens else (-3.0, 3.0),  # of tokens, of normalised images
         classes=context.spec.classes,
     )
     for architecture in context.client_architectures or (context.architecture,):
@@ -431,26 +507,58 @@ def _isolated(
     return StepCheck([*warnings, warning], isolated=is_stable)
 
 
-def _refused(settings: RunSettings, finding: str, *, own_model: bool) -> SettingError:
+def _refused(settings: RunSettings, finding: str, advice: str, *, own_model: bool) -> SettingError:
     setting = ("model", "name") if own_model else ("method", "features")
     if is_own_method(settings.method):
         setting = ("run", "method")
     code = " and ".join(settings.own_code)
-    reason = f"cannot be private, because a client's step with {code} {finding}. {ADVICE}"
+    reason = f"cannot be private, because a client's step with {code} {finding}. {advice}"
     return SettingError(*setting, reason)
 
 
-def _trials(plan: PrivacyPlan, context: RoundContext, clients: list[int]) -> list[StepTrial]:
-    method = plan.run.method
-    rounds = [1]
-    if plan.run.rounds > 1 and (isinstance(method, VaryingReleases) or is_own_method(method)):
-        rounds = [1, 2]
+def _trials(
+    plan: PrivacyPlan, context: RoundContext, groups: Sequence[Sequence[int]]
+) -> list[StepTrial]:
+    method, own_method = plan.run.method, is_own_method(plan.run.method)
+    tried = {1}
+    if own_method:
+        tried.add(min(2, plan.run.rounds))
+    if isinstance(method, VaryingReleases):  # the first round with each kind of step
+        kinds = {plan.round_plans(number): number for number in range(plan.run.rounds, 0, -1)}
+        tried.update(kinds.values())
+    rounds = sorted(tried)
     trials = []
-    for client in clients:
+    for group in groups:
+        states: Sequence[Sequence[ClientState]] = [[{}] * len(group)] * 2
         for number in rounds:
-            of_round = replace(context, round=number)
-            trials.append(StepTrial(plan, of_round, client, thorough=bool(plan.run.own_code)))
+            trial = StepTrial(
+                plan,
+                replace(context, round=number),
+                group,
+                states,
+                finishes=own_method and number < rounds[-1],
+                thorough=bool(plan.run.own_code),
+            )
+            trials.append(trial)
+            if trial.finding:
+                break
+            if own_method:
+                states = trial.states
     return trials
+
+
+def _with_partner(plan: PrivacyPlan, context: RoundContext, client: int) -> list[int]:
+    """Returns a client, and another whose step a simulation may compute in the same passes.
+
+    Only a user's method can treat the clients in a pass differently.
+    """
+    method = plan.run.method
+    if is_own_method(method) and method.client_bytes(context) is not None:
+        plans = plan.client_plans(client, context)
+        for partner in range(context.clients):
+            if partner != client and plan.client_plans(partner, context) == plans:
+                return [client, partner]
+    return [client]
 
 
 def _clients_of_each_architecture(context: RoundContext) -> list[int]:

@@ -183,7 +183,7 @@ class PrivacyPlan:
         method = self.run.method
         if not isinstance(method, VaryingReleases):
             return self.plans
-        planned = tuple(method.round_plans(self.plans, number))
+        planned = tuple(method.round_plans(self.plans, number, self.run.rounds))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
                 f"method {method.name} changes a planned release in round {number}. "

@@ -191,7 +191,7 @@ class Backend(Protocol):
         """
 
     def note_files(self, sha256: str) -> None:
-        """Writes the hash of a finished run's files into the ledgers. Only simulations can do it."""
+        """Writes the hash of a finished run's files into the ledgers in the run's folder."""
         return
 
     def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:

@@ -27,6 +27,7 @@ from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.data.records import Note
 from fedsynth.data.registry import DatasetSpec, dataset_spec, is_published
 from fedsynth.data.tables import HUB, downloaded
+from fedsynth.data.text import LEAF
 from fedsynth.errors import (
     DataError,
     DataFilesMissingError,
@@ -325,7 +326,7 @@ def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunDat
 def _note_missing(train: ImageData, note: Note) -> None:
     """Warns the user if this machine has fewer images of a data set than were published."""
     spec = train.spec
-    if len(train) < spec.train_size and spec.name != "femnist":  # LEAF draws some
+    if len(train) < spec.train_size and spec.name not in LEAF:  # which draws some users
         note(
             f"warning: data set {spec.name} has {len(train):,} training images, but the published "
             f"version has {spec.train_size:,}"
@@ -512,7 +513,8 @@ def data_set_id(run: RunSettings) -> str:
     parts = {}
     for name, value in asdict(run.resolved_partition).items():
         of_other_kind = name.startswith(("missing", "dominant")) and not name.startswith(kind)
-        if name != "local_test" and (name, value) != ("subset", 1) and not of_other_kind:
+        unused = (name, value) in (("subset", 1), ("min_group", 0))
+        if name != "local_test" and not unused and not of_other_kind:
             parts[name] = value
     partition = json.dumps(parts, sort_keys=True)
     return f"{run.dataset}-{hashlib.blake2b(partition.encode(), digest_size=6).hexdigest()}"

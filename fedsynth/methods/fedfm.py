@@ -14,7 +14,7 @@ to DP-SGD. The loss of an example depends only on this example and on released a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
 from typing import ClassVar
@@ -33,12 +33,14 @@ from fedsynth.errors import SettingError
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.class_sums import (
     COUNTS,
+    ModelAndSums,
+    feature_sums,
     feature_width,
-    sums_and_counts,
     sums_plans,
     sums_rules,
+    uploads_with_sums,
 )
-from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
+from fedsynth.methods.shared.local import LocalObjective, TrainsLocally
 from fedsynth.models.on_features import check_learned_embedding
 from fedsynth.privacy.plans import FIRST, MAIN, Plans
 from fedsynth.privacy.row_products import row_product
@@ -63,15 +65,6 @@ class FeatureSums(Message):
 
     The sums have the shape [C, D], and the counts [C].
     """
-
-    sums: Tensor = released()
-    counts: Tensor = released()
-
-
-@dataclass(frozen=True)
-class ModelAndSums(ModelParameters):
-    """The upload of FedFM-Lite: the trained model, and the class sums of its features with the
-    counts."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -241,14 +234,6 @@ class TrainsToAnchors(TrainsLocally):
             exchange=self.sums_exchange,
         )
 
-    def feature_sums(
-        self, model: nn.Module, client: Group, context: RoundContext
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the sums of the features of a client's examples with `model` for each class, and
-        the class counts."""
-        embed: Callable[[Tensor], Tensor] = model.embed  # type: ignore[assignment]
-        return sums_and_counts(client, embed, feature_width(context, logits=False), SUMS)
-
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
@@ -295,7 +280,7 @@ class FedFM(TrainsToAnchors, TwoExchanges):
         model = context.load(message.parameters).requires_grad_(False).eval()
         results: Results = []
         for client, state in zip(clients.split(), states, strict=True):
-            results.append((FeatureSums(*self.feature_sums(model, client, context)), state))
+            results.append((FeatureSums(*feature_sums(model, client, SUMS, context)), state))
         return results
 
     def first_aggregate(
@@ -327,12 +312,7 @@ class FedFMLite(TrainsToAnchors):
     def task(
         self, client: int, message: AnchorsDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
-            parameters = model.state_dict()
-            frozen = context.load(parameters).requires_grad_(False).eval()
-            sums, counts = self.feature_sums(frozen, trained.client, context)
-            return ModelAndSums(parameters, trained.weight, sums, counts), {}
-
+        make_upload = uploads_with_sums(SUMS, context)
         return replace(super().task(client, message, state, context), make_upload=make_upload)
 
     def combine(

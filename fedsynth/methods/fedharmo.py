@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedsynth.core.capabilities import ExtendsNetwork
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import ClientState
@@ -93,7 +94,7 @@ class Harmonised(nn.Module):
 
 
 @dataclass(frozen=True)
-class FedHarmo(TrainsLocally):
+class FedHarmo(TrainsLocally, ExtendsNetwork):
     """FedHarmo: images get a common amplitude spectrum, and clients train to flat optima.
 
     The following settings come in addition to those of `TrainsLocally`.
@@ -127,7 +128,7 @@ class FedHarmo(TrainsLocally):
     decay: float = in_range(0.1, 0, 1)
     window: float = in_range(0.0, 0, 0.5)
 
-    def with_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
+    def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
         if not self.normalise:
             return network
         return Harmonised(network, AmplitudeNorm(spec, self.decay, self.window))

@@ -67,9 +67,10 @@ class FedHydra(DataFreeEnsembleDistillation):
         stratification_batch: number of generated images in a step of model stratification. The
             paper does not give it.
         stratification_lr: learning rate of Adam for the generators in model stratification. The
-            paper has 0.001 for all generators. With ten times this rate, the losses fall further
-            within 30 steps. The rate was chosen by test accuracy (docs/results.md).
-        stratification_floor: smallest denominator in Eq. 2. It is not in the paper.
+            paper has 0.001 for all generators.
+        stratification_floor: smallest denominator in Eq. 2, because float32 losses can be exactly
+            0. It is not in the paper. It must be below the losses of a client that is certain of a
+            class: with 0.001, clients that have never seen the class outweigh its owner.
 
     >>> from fedsynth import resolve, simulate
     >>> run, split = {"method": "fedhydra", "rounds": 1}, {"kind": "iid", "clients": 3}
@@ -95,8 +96,8 @@ class FedHydra(DataFreeEnsembleDistillation):
     lessons: str = one_of("ensemble", "average")
     stratification_steps: int = in_range(30, 2)
     stratification_batch: int = in_range(32, 2)
-    stratification_lr: float = in_range(1e-2, 0)
-    stratification_floor: float = in_range(1e-3, 1e-12)
+    stratification_lr: float = in_range(1e-3, 0)
+    stratification_floor: float = in_range(1e-8, 1e-12)
 
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext

@@ -550,7 +550,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
         )
 
-    def round_plans(self, plans: Plans, round: int) -> Plans:
+    def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:

@@ -6,8 +6,10 @@ state). Each client takes K_k steps y ← y − η(g_k(y) − c_k + c), and comp
 c_k⁺ = c_k − c + (x − y)/(K_k·η). It sends y and Δc = c_k⁺ − c_k. The server computes
 x ← x + η_g·mean(y − x) and c ← c + |S|/N·mean(Δc), where S are the clients whose uploads count.
 
-Two things are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
-is set. With `weight_decay`, g_k includes the decay.
+Three things are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
+is set. With `weight_decay`, g_k includes the decay. A client whose upload the server rejects keeps
+c_k⁺ (line 14), because it does not learn of the rejection; c is then the mean of the c_k without
+this Δc_k.
 
 With differential privacy, the weights y are releases. c_k is computed only from them, the server's
 messages and the public K_k. Sending Δc is therefore post-processing.
@@ -56,42 +58,41 @@ class ControlState(AveragingState):
     control: Tensors = field(default_factory=dict)
 
 
+def controls_of(
+    message: ControlDown, state: ClientState, context: RoundContext
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the client's control variate c_k, and the correction c − c_k of its gradients."""
+    c_k: dict[str, Tensor] = {}
+    correction: dict[str, Tensor] = {}
+    for name in trainable(context):
+        zero = torch.zeros_like(message.parameters[name])
+        c_k[name] = state.get(name, zero)  # 0 before the client's first round
+        correction[name] = message.control.get(name, zero) - c_k[name]
+    return c_k, correction
+
+
 @dataclass(frozen=True)
-class Scaffold(TrainsLocally):
-    """SCAFFOLD: local training in which control variates correct the drift of the clients.
+class TrainsWithControls(TrainsLocally):
+    """Base class of SCAFFOLD and FedDC, whose clients train with control variates.
 
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        server_lr: η_g, the learning rate of the server. It is 1 in the paper's experiments. In the
-            first round, all control variates are zero, and with η_g = 1 the round equals one of
-            FedAvg with equal weights.
         momentum: momentum of local SGD. It must be 0, because option II computes the control
             variate from plain SGD steps.
-
-    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, Scaffold, simulate
-    >>> def floats(method):
-    ...     result = simulate(RunSettings(method, rounds=1, model=ModelSettings("linear")))
-    ...     return result.metrics[-1]["upload_floats"]
-    >>> floats(FedAvg(local_steps=1)), floats(Scaffold(local_steps=1))  # controls, as many again
-    (6500, 13000)
     """
 
-    name = "scaffold"
-    summary = "control variates correct the drift of local training"
-    reference = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
     request = ControlDown
     upload = ControlUp
     state = ControlState
 
     momentum: float = 0.0
     lr: float = in_range(0.01, 1e-12)
-    server_lr: float = in_range(1.0, 0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum:
-            reason = f"must be 0, because scaffold needs plain SGD steps, got {self.momentum}"
+            reason = f"must be 0, because {self.name} needs plain SGD steps, got {self.momentum}"
             raise SettingError("method", "momentum", reason)
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:
@@ -105,12 +106,7 @@ class Scaffold(TrainsLocally):
         self, client: int, message: ControlDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         x = message.parameters
-        c_k: dict[str, Tensor] = {}
-        correction: dict[str, Tensor] = {}  # c − c_k
-        for name in trainable(context):
-            zero = torch.zeros_like(x[name])
-            c_k[name] = state.get(name, zero)  # 0 before the client's first round
-            correction[name] = message.control.get(name, zero) - c_k[name]
+        c_k, correction = controls_of(message, state, context)
         center, linear = (flatten_named(v, context.architecture) for v in (x, correction))
         corrects = Pull(0.0, center, linear)  # line 10: adds c − c_k to the gradient
 
@@ -128,6 +124,7 @@ class Scaffold(TrainsLocally):
     def combine(
         self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
     ) -> ControlState:
+        """Computes the average of the models with equal weights, and the control variate."""
         mean = average(uploads, uniform=True)
         control: dict[str, Tensor] = {}
         for name in trainable(context):
@@ -136,6 +133,38 @@ class Scaffold(TrainsLocally):
                 total += upload.control_change[name]
             # line 17: |S|/N · mean Δc
             control[name] = state.control.get(name, 0) + total / context.clients
+        return replace(state, parameters=mean, control=control)
+
+
+@dataclass(frozen=True)
+class Scaffold(TrainsWithControls):
+    """SCAFFOLD: local training in which control variates correct the drift of the clients.
+
+    The following settings come in addition to those of `TrainsWithControls`.
+
+    Args:
+        server_lr: η_g, the learning rate of the server. It is 1 in the paper's experiments. In the
+            first round, all control variates are zero, and with η_g = 1 the round equals one of
+            FedAvg with equal weights.
+
+    >>> from fedsynth import FedAvg, ModelSettings, RunSettings, Scaffold, simulate
+    >>> def floats(method):
+    ...     result = simulate(RunSettings(method, rounds=1, model=ModelSettings("linear")))
+    ...     return result.metrics[-1]["upload_floats"]
+    >>> floats(FedAvg(local_steps=1)), floats(Scaffold(local_steps=1))  # controls, as many again
+    (6500, 13000)
+    """
+
+    name = "scaffold"
+    summary = "control variates correct the drift of local training"
+    reference = "Karimireddy et al. 2020, SCAFFOLD, arXiv 1910.06378"
+
+    server_lr: float = in_range(1.0, 0)
+
+    def combine(
+        self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
+    ) -> ControlState:
+        averaged = super().combine(state, uploads, context)
         # lines 16, 17: x ← x + η_g·(mean − x)
-        moved = momentum_step(state, mean, context, lr=self.server_lr)
-        return replace(moved, control=control)
+        moved = momentum_step(state, averaged.parameters, context, lr=self.server_lr)
+        return replace(moved, control=averaged.control)

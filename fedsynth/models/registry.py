@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedsynth.data.files import expanded
-from fedsynth.data.registry import DatasetSpec
+from fedsynth.data.registry import DatasetSpec, as_spec
 from fedsynth.errors import SettingError, unknown_name, unknown_value
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.pretrained import PRETRAINED, names_a_library
@@ -26,6 +26,7 @@ from fedsynth.models.layers import Projected
 from fedsynth.models.on_features import OnFeatures
 from fedsynth.models.own import builder, optional_arguments, own_name
 from fedsynth.models.small import Cnn, LeNet5, Linear, Mlp, ResNet8
+from fedsynth.models.text import Lstm
 from fedsynth.models.unet import UNet
 from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.seeding import forked_rng
@@ -88,6 +89,7 @@ _MODELS = {
     "convnet": _Architecture(ConvNet, NORMS),
     "linear": _Architecture(Linear),
     "mlp": _Architecture(Mlp),
+    "lstm": _Architecture(Lstm),
     "lenet5": _Architecture(LeNet5),
     "cnn1": _Architecture(partial(Cnn, channels=(32, 64), hidden=128), CNN_NORMS),
     "cnn2": _Architecture(partial(Cnn, channels=(16, 32, 64), hidden=64), CNN_NORMS),
@@ -108,13 +110,13 @@ class ModelSettings:
     architectures for the clients.
 
     Args:
-        name: the architecture (convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18,
+        name: the architecture (convnet, linear, mlp, lstm, lenet5, cnn1, cnn2, resnet8, resnet18,
             resnet50, alexnet or googlenet, or unet for segmentation), or FILE.py:NAME for your own,
             or timm:NAME or torchvision:NAME. The default is "convnet", or "linear" if `features` is
             set.
         width: the number of channels in each layer of "convnet" or in the first layers of "unet"
-            (32 in papers), or of units in the hidden layer of "mlp". Other architectures have their
-            published sizes.
+            (32 in papers), or of units in the hidden layer of "mlp" and in each layer of "lstm".
+            Other architectures have their published sizes.
         depth: the number of blocks of "convnet", each of which halves the image.
         norm: the kind of norm layers (default: that of the architecture). The default is instance
             norm for the ConvNet and ResNet-8, and batch norm for the other networks that have norm
@@ -294,23 +296,26 @@ def is_own_model(settings: ModelSettings) -> bool:
     return _MODELS[settings.name].custom
 
 
-def build_model(settings: ModelSettings, image_shape: Shape, classes: int, seed: int) -> nn.Module:
+def build_model(
+    settings: ModelSettings, images: DatasetSpec | Shape, classes: int, seed: int
+) -> nn.Module:
     """Builds a network and initialises its weights from `seed`.
 
-    The state of torch's global random generator does not change.
+    The network is for images of a shape, or for the records of a specification, such as tokens. The
+    state of torch's global random generator does not change.
 
     Raises:
         SettingError: the network would have more than `MAX_PARAMETERS` parameters, or the images
             are too small for the architecture.
     """
     if max(settings.width, settings.projection) > _COUNTED and not is_own_model(settings):
-        count = count_parameters(settings, image_shape, classes)
+        count = count_parameters(settings, images, classes)
         if count > MAX_PARAMETERS:
             key = "width" if settings.width > _COUNTED else "projection"
             reason = f"results in {count:,} parameters, but at most {MAX_PARAMETERS:,} are allowed"
             raise SettingError("model", key, reason, value=getattr(settings, key))
     with forked_rng(seed, "model initialisation"):
-        return _build(settings, image_shape, classes)
+        return _build(settings, images, classes)
 
 
 def usual_model(image_shape: Shape) -> dict[str, Any]:
@@ -335,7 +340,8 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
             images.
     """
     if not settings.features:
-        return build_model(settings, spec.image_shape, spec.classes, seed)
+        return build_model(settings, spec, spec.classes, seed)
+    _refuse_tokens(settings, spec)
     features = _map_below(settings, spec)
     hidden = settings.width if settings.name == "mlp" else 0
     with forked_rng(seed, "model initialisation"):
@@ -366,8 +372,22 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
     }
 
 
-def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Module:
-    if image_shape[:2] == (1, 1) and not (settings.name in ON_FEATURES or is_own_model(settings)):
+def _refuse_tokens(settings: ModelSettings, spec: DatasetSpec) -> None:
+    """Raises an error if the records are tokens and a built-in network would compute with their
+    numbers.
+    """
+    if spec.vocabulary and settings.name != "lstm" and not is_own_model(settings):
+        reason = f"must be lstm, because the records of {spec.name} are tokens"
+        raise SettingError("model", "name", reason, value=settings.name)
+
+
+def _build(settings: ModelSettings, images: DatasetSpec | Shape, classes: int) -> nn.Module:
+    spec = as_spec(images)
+    image_shape = spec.image_shape
+    _refuse_tokens(settings, spec)
+    if not spec.vocabulary and (
+        image_shape[:2] == (1, 1) and not (settings.name in ON_FEATURES or is_own_model(settings))
+    ):
         names = " or ".join(ON_FEATURES)
         reason = f"must be {names}, because the data are vectors and {settings.name} needs images"
         raise SettingError("model", "name", reason, value=settings.name)
@@ -375,21 +395,23 @@ def _build(settings: ModelSettings, image_shape: Shape, classes: int) -> nn.Modu
     arguments = optional_arguments(build, vars(settings))
     if settings.weights:
         arguments["weights"] = settings.weights
+    if spec.vocabulary and settings.name == "lstm":
+        arguments["vocabulary"] = spec.vocabulary
     network = build(image_shape, classes, **arguments)
     if settings.projection:
         return Projected(network, settings.projection, classes)
     return network
 
 
-def count_parameters(settings: ModelSettings, image_shape: Shape, classes: int) -> int:
+def count_parameters(settings: ModelSettings, images: DatasetSpec | Shape, classes: int) -> int:
     """Counts the parameters of a built-in network without allocating memory for its weights."""
     with forked_rng(0, "counting"), torch.device("meta"):
-        return parameter_count(_build(settings, image_shape, classes))
+        return parameter_count(_build(settings, images, classes))
 
 
 def build_client_models(
     settings: ModelSettings,
-    image_shape: Shape,
+    images: DatasetSpec | Shape,
     classes: int,
     seed: int,
     clients: int,
@@ -402,7 +424,7 @@ def build_client_models(
 
     Args:
         settings: the settings of the network.
-        image_shape: the shape (C, H, W) of the images.
+        images: the specification of the records, or the shape (C, H, W) of images.
         classes: the number of classes.
         seed: the seed of the weights.
         clients: the number of clients.
@@ -420,7 +442,7 @@ def build_client_models(
             name, settings.width, settings.depth, norm, projection=settings.projection
         )
         with forked_rng(seed, "client model initialisation", client):
-            networks.append(_build(client_settings, image_shape, classes))
+            networks.append(_build(client_settings, images, classes))
     return tuple(networks)
 
 

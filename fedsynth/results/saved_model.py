@@ -121,7 +121,8 @@ class Architecture:
         """
         if self.custom_parts or self.features or not self.takes_model:
             return None
-        return registry.count_parameters(self.model, self.spec.image_shape, self.spec.classes)
+        with torch.device("meta"):
+            return registry.parameter_count(self.network())
 
     def to_metadata(self) -> dict[str, str]:
         """Converts the architecture to text entries for the metadata of a model file.

@@ -2,7 +2,8 @@
 
 The figures in the report are computed again from config.toml, privacy_start.json and the ledgers,
 as are the ε of each round and in the summary, and the clients of each round. The report has the
-hashes of the other files, and in a simulation each ledger has the hash of these hashes.
+hashes of the other files, and each ledger in the folder has the hash of these hashes: the clients'
+ledgers of a simulation, or the server's ledger of a run over a network.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 from fedsynth.core.capabilities import Measurements
 from fedsynth.core.method import Method
 from fedsynth.data.shared_set import SUMS, TENSORS
-from fedsynth.errors import FedsynthError, PrivacyError, short_key, short_repr
+from fedsynth.errors import FedsynthError, LedgerError, PrivacyError, short_key, short_repr
 from fedsynth.evaluation import NAMES
 from fedsynth.federation import run_data
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
+from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
 from fedsynth.privacy.report.figures import Event, schema_problems
@@ -42,9 +44,10 @@ from fedsynth.results.disclosed import (
     REJECTED,
     undeclared,
 )
-from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SERVED, SUMMARY
+from fedsynth.results.file_names import CONFIG, METRICS, MODEL, SERVED, SERVER_LEDGER, SUMMARY
 from fedsynth.results.finished import is_unfinished
 from fedsynth.results.later_reports import OWNER, owner_problems
+from fedsynth.results.private_run import PrivateRun
 from fedsynth.results.report_facts import exported_files, privacy_section, report_facts
 from fedsynth.results.run_record import own_sources
 from fedsynth.version import __version__
@@ -52,10 +55,11 @@ from fedsynth.version import __version__
 # The files of a finished run apart from those in `simulation_only/`, as patterns.
 RUN_FILES = (
     *(CONFIG, METRICS, SUMMARY, MODEL, TENSORS, "synthetic.png", f"{run_folder.ROUNDS}/*.png"),
-    *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, SERVED),
-    *(SIGNATURE, "sources/*", "ledger/*.jsonl", "ledger/*.torn-*"),
+    *(run_folder.ARTEFACTS, run_folder.PRIVATE_START, run_folder.RESUMED, SIGNATURE, "sources/*"),
     *(f"{NAME}.{ending}" for ending in ("json", "md", "html")),
 )
+OF_SIMULATION = ("ledger/*.jsonl", "ledger/*.torn-*")
+OF_NETWORKED_RUN = (SERVED, SERVER_LEDGER)
 REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
@@ -248,7 +252,7 @@ def _figure_problems(charges: Charges) -> list[Problem]:
 
 def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
     """Yields a problem for each metric of a round that a run with these settings cannot have
-    measured. No ledger has the hash of the files of a killed run, or of a run over a network.
+    measured. No ledger has the hash of the files of a killed run.
     """
     run = charges.run
     method = run.settings.method
@@ -347,29 +351,43 @@ def _file_problems(
     for name in sorted({MODEL, SUMMARY, *report["files"]} - files.keys()):
         problems.append(Problem(f"files.{short_key(name)}", f"{short_key(name)} is missing"))
     noted = report_file.hash_of_files(report["files"])
-    for client, ledger in charges.ledger_rows.ledgers.items():
-        start, charged = run.start.ledgers.get(client), charges.charged.get(client)
-        if run.networked or start is None or not charged:
-            continue
-        notes = [note for note in ledger.lines.files if note[0] >= start.rows + len(charged)]
-        of_run = [hashed for rows, hashed in notes if rows == notes[0][0]]
-        if of_run != [noted]:  # a second line could state the hash of other files
-            text = f"the ledger of {client} does not have the hash of the files in the report"
+    for holder, hashes in _noted_hashes(folder, charges).items():
+        if hashes != [noted]:  # a second line could state the hash of other files
+            text = f"the ledger of {holder} does not have the hash of the files in the report"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
-    return [*problems, *differences("sources", expected, sources), *_unknown_files(folder)]
+    return [*problems, *differences("sources", expected, sources), *_unknown_files(folder, run)]
 
 
-def _unknown_files(folder: Path) -> list[Problem]:
+def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
+    """Returns the hashes that this run has noted in each ledger which must have one."""
+    run = charges.run
+    if run.networked:
+        try:
+            server = read_ledger(folder / SERVER_LEDGER)
+        except LedgerError:
+            return {"the server": []}
+        return {"the server": [hashed for _, hashed in server.lines.files]}
+    hashes = {}
+    for client, ledger in charges.ledger_rows.ledgers.items():
+        start, charged = run.start.ledgers.get(client), charges.charged.get(client)
+        if start is not None and charged:
+            notes = [note for note in ledger.lines.files if note[0] >= start.rows + len(charged)]
+            hashes[client] = [hashed for rows, hashed in notes if rows == notes[0][0]]
+    return hashes
+
+
+def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
     """Returns a problem for each file that no run writes. Such a file could hold anything."""
+    allowed = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
     try:
         names = plain_files(folder, leave_out=[EXCLUDED])
     except OSError as error:
         return [Problem("files", str(error.strerror))]
     problems = []
     for name in names:
-        patterns = [p for p in RUN_FILES if p.count("/") == name.count("/")]
+        patterns = [p for p in allowed if p.count("/") == name.count("/")]
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
             text = f"{short_repr(name)} is no file of a run. Move it out of the run folder"
             problems.append(Problem("files", text))

@@ -27,8 +27,8 @@ NEEDS_ONNX = "an ONNX file needs the packages onnx and onnxscript: pip install '
 class FromValues(nn.Module):
     """A classifier whose inputs are values in their original units instead of normalised values.
 
-    The inputs are pixels in [0, 1], or values between the bounds of the data set. Values outside
-    are clamped, as in training.
+    The inputs are pixels in [0, 1], values between the bounds of the data set, or tokens. Values
+    outside are clamped, as in training.
 
     Args:
         network: the classifier, which maps normalised images to logits.
@@ -42,11 +42,14 @@ class FromValues(nn.Module):
         super().__init__()
         self.network = network
         self.low, self.high = spec.bounds or (0.0, 1.0)
+        self.tokens = spec.vocabulary > 0
         self.register_buffer("mean", torch.tensor(spec.mean).view(1, -1, 1, 1))
         self.register_buffer("std", torch.tensor(spec.std).view(1, -1, 1, 1))
 
     def forward(self, values_NCHW: Tensor) -> Tensor:
         """Computes the logits [N, classes] of values [N, C, H, W]."""
+        if self.tokens:
+            return self.network(values_NCHW)
         x = values_NCHW.clamp(self.low, self.high).sub(self.low).div(self.high - self.low)
         return self.network((x - self.mean) / self.std)
 
@@ -60,8 +63,8 @@ def export_onnx(
 ) -> Path:
     """Writes the model of a finished run as an ONNX file.
 
-    The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], or values between the
-    bounds of the data set. The normalisation is part of the graph. The output `logits` is float32
+    The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], values between the bounds
+    of the data set, or tokens. The normalisation is part of the graph. The output `logits` is float32
     [N, classes]. The metadata of the file contains the names of the classes, the
     window and slice of image files, the encoder of vectors, and the guarantee.
     Like the model, the file is computed from the clients' releases, and so has their guarantee. It

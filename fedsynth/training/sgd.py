@@ -136,6 +136,43 @@ class MomentumSgd:
         w.add_(velocity, alpha=-self.learning_rate)
 
 
+@dataclass(frozen=True)
+class Adam:
+    """Adam (Kingma and Ba 2015), as in `torch.optim.Adam`.
+
+    Args:
+        learning_rate: η.
+        beta1, beta2: the decay of the means of the gradient and of its square.
+        weight_decay: λ. λ·w is added to the gradient.
+
+    >>> import torch
+    >>> w, adam = torch.zeros(2), Adam(learning_rate=0.5)
+    >>> adam.update(w, torch.tensor([3.0, -0.1]), adam.init(w))
+    >>> w  # the first step of each weight has the length η
+    tensor([-0.5000,  0.5000])
+    """
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    def init(self, w: Tensor) -> tuple[Tensor, ...]:
+        """Creates the state of the optimiser: both means, and the number of steps."""
+        return torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w[..., :1])
+
+    def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
+        """Updates the weights `w` and the state in place."""
+        first, second, steps = state
+        if self.weight_decay:
+            gradient = gradient.add(w, alpha=self.weight_decay)
+        steps.add_(1)
+        first.lerp_(gradient, 1 - self.beta1)
+        second.lerp_(gradient.square(), 1 - self.beta2)
+        root = (second / (1 - self.beta2**steps)).sqrt_().add_(1e-8)
+        w.sub_(first / (1 - self.beta1**steps) / root, alpha=self.learning_rate)
+
+
 WORTH_RECORDING = 20  # steps
 FETCHED = 2**18  # scalars of the images that are looked up at a time
 LookUp = Callable[[Tensor], Tensor]  # returns the images or the labels at indices

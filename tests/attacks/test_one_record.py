@@ -52,7 +52,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         name: (name, {"local_epochs": 1, "batch": 128}, {}, {})
         for name in (
             *("fedavg", "fedfm", "fedfm-lite", "moon", "fedgen", "fedkf", "scaffold", "feddyn"),
-            *("fedgkd", "fednova"),
+            *("fedgkd", "fednova", "fedcvae-ens", "fpl", "fedsr", "fedmgda-plus", "feddc", "ccvr"),
         )
     },
 }

@@ -409,7 +409,8 @@ PAPERS: dict[str, dict[str, Any]] = {
     "fedhydra": {
         "local_epochs": 200, "batch": 128, "lr": 0.01, "bn_weight": 1.0, "ad_weight": 0.5,
         "generator_lr": 1e-3, "generator_steps": 30, "server_epochs": 200, "server_lr": 0.01,
-        "stratification_steps": 30, "stratification_batch": 32, "stratification_lr": 0.01,
+        "stratification_steps": 30, "stratification_batch": 32, "stratification_lr": 0.001,
+        "stratification_floor": 1e-8,
         "student_images": "all", "replay": False, "generator_reset": False, "learn_noise": False,
         "flips": False, "crop": 0, "generator_beta1": 0.9,
     },

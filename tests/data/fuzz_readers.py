@@ -32,6 +32,7 @@ from fedsynth.data.published_folders import read_domainnet_list, read_femnist
 from fedsynth.data.records import Records
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.tables import parts_of, read_part
+from fedsynth.data.text import GLOVE, leaf_form, read_sent140, read_shakespeare, read_vectors
 from fedsynth.errors import DataFilesCorruptError
 from fedsynth.features.pretrained import read_weights
 from tests.data.test_medical import write_dicom
@@ -126,6 +127,24 @@ def read_mask(path: Path) -> None:
         assert masks.max() < SHAPES.classes
 
 
+def read_passages(path: Path) -> None:
+    folder = path.parent / "shakespeare"
+    folder.mkdir(exist_ok=True)
+    (folder / path.name).write_bytes(path.read_bytes())
+    read_shakespeare(dataset_spec("shakespeare"), path.parent)
+
+
+def read_tweets(path: Path) -> None:
+    folder = path.parent / "sent140"
+    folder.mkdir(exist_ok=True)
+    (folder / path.name).write_bytes(path.read_bytes())
+    read_sent140(dataset_spec("sent140"), path.parent)
+
+
+def read_words(path: Path) -> None:
+    read_vectors(path, {"good": 1}, 300)
+
+
 def read_writer(path: Path) -> None:
     for split in ("train", "test"):
         copy = path.parent / "femnist" / split / "a.json"
@@ -196,6 +215,20 @@ KINDS = {
     ),
     "nifti": Kind("volume.nii.gz", read_user_image, [NIFTI, gzip.compress(NIFTI)], (), in_head),
     "leaf": Kind("leaf", read_writer, leaves),
+    "passages": Kind(
+        "all_data.json", read_passages, [json.dumps(leaf_form("a\t" + 82 * "b")).encode()]
+    ),
+    "tweets": Kind(
+        *("all_data.json", read_tweets),
+        [
+            json.dumps(
+                {"user_data": {"w": {"x": [["", "", "", "", "good day"]], "y": ["4"]}}}
+            ).encode()
+        ],
+    ),
+    "vectors": Kind(
+        GLOVE, read_words, [b"good " + b" ".join([b"0.1"] * 300) + b"\nday 1 2\n"], (), in_head
+    ),
     "list": Kind(
         *("clipart_train.txt", read_list),
         [

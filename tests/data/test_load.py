@@ -253,6 +253,11 @@ def test_data_sets_have_published_sizes() -> None:
         "cinic10": ((3, 32, 32), 10, 90_000, 90_000),
         "tiny-imagenet": ((3, 64, 64), 200, 100_000, 10_000),
         "femnist": ((1, 28, 28), 62, 724_737, 80_526),  # nine and one tenths of the published total
+        "plays": ((1, 1, 80), 80, 816, 208),
+        # four and one fifths of LEAF's totals
+        "shakespeare": ((1, 1, 80), 80, 3_380_926, 845_232),
+        "sent140": ((1, 1, 25), 2, 1_280_398, 320_100),
+        "sent140-glove": ((300, 1, 25), 2, 1_280_398, 320_100),
         "office-caltech-10": ((3, 64, 64), 10, 2_042, 491),
         "domainnet-10": ((3, 64, 64), 10, 20_000, 9_000),  # round figures
         "prostate-mri": ((3, 384, 384), 2, 1_111, 369),

@@ -15,7 +15,7 @@ import pytest
 
 from fedsynth import Observer, RunSettings, load_preset, resolve
 from fedsynth.errors import OutputError, UnknownNameError
-from fedsynth.experiments import presets
+from fedsynth.experiments import comparison, presets
 from fedsynth.experiments import runner as runner_module
 from fedsynth.experiments.comparison import (
     ABOVE,
@@ -33,7 +33,7 @@ from fedsynth.experiments.runner import Job, Runner, rows_by_hash
 from fedsynth.files import claim
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
-from fedsynth.results.file_names import LOCK
+from fedsynth.results.file_names import INCOMPLETE, LOCK
 from fedsynth.results.finished import unfinished_run
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.validation import to_toml
@@ -261,6 +261,27 @@ def test_cut_row_is_made_again(complete: Path, jobs: list[Job], tmp_path: Path) 
     assert rows_by_hash(tmp_path).keys() == rows_by_hash(complete).keys()
 
 
+def test_rows_with_an_earlier_default_are_made_again(
+    complete: Path, jobs: list[Job], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: a row is named by a hash that leaves defaults out. A run that was stopped with
+    the earlier default is not resumed."""
+    shutil.copytree(complete, tmp_path, dirs_exist_ok=True)
+    runner = replace(runner_in(tmp_path), report=print)
+    [config] = runner.run_folder(jobs[0]).glob("*/config.toml")
+    config.write_text(config.read_text().replace("momentum = ", "momentum = 1"))
+    stopped = config.parent.with_name(f"x{INCOMPLETE}")
+    stopped.mkdir()
+    shutil.copy(config, stopped)
+    assert [outcome.status for outcome in runner.run(jobs)] == ["finished", "existing"]
+    assert (
+        "its row is outdated, because method.momentum was 10.0 and is 0.0"
+        in capsys.readouterr().out
+    )
+    assert len((tmp_path / "fedprox-synthetic.jsonl").read_text().splitlines()) == 3
+    assert run_jobs(tmp_path, jobs) == ["existing", "existing"]
+
+
 def test_runs_of_other_processes_are_skipped(jobs: list[Job], tmp_path: Path) -> None:
     runner = runner_in(tmp_path)
     runner.run_folder(jobs[1]).mkdir(parents=True)
@@ -359,3 +380,64 @@ def test_changed_runs_have_no_verdict() -> None:
     assert (line.verdict, reproduced.verdict) == ("not run", WITHIN)
     changed = replace(reproduced, changes={"partition": {"alpha": 100.0}})
     assert changed.verdict == "changed: no verdict"
+
+
+CORE = ("feddm:table2", "fedaf:table1", "fedkf:table5", "fedhydra:table1", "fedhydra:table2")
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_small_editions_hold_every_method_of_claims(name: str) -> None:
+    """They have the table's cells at sizes for two cores, and five seeds."""
+    table, small = preset(name), preset(name).edition("small")
+    assert (small.seeds, small.name, small.reduced) == (5, f"{name}-small", True)
+    runnable = [cell for cell in small.cells if not small.refusal(cell)]
+    for cell in runnable:
+        settings = small.settings(cell)
+        assert settings.method == replace(table.settings(cell).method, **{
+            key: value
+            for block in small.blocks[len(table.blocks) :]
+            if cell.fits(block.when)
+            for key, value in block.sections.get("method", {}).items()
+        })  # fmt: skip
+        assert settings.partition.subset < 0.2
+        assert settings.rounds <= 30
+    methods = {cell.method for cell in runnable}
+    assert all({claim.ahead, *claim.of} <= methods for claim in small.claims)
+    assert len({(cell.dataset, cell.partition) for cell in runnable}) >= 2
+    line = lines(small, runnable[:1], [0], {})[0]
+    assert replace(line, values={0: 1.0}).verdict == "smaller: no verdict"
+    with raises(UnknownNameError, "name.unknown"):
+        table.edition("tiny")
+
+
+def claim_rows(table: presets.Preset, accuracies: dict[str, list[float]]) -> dict[str, Any]:
+    """Returns the rows of runs on one data set and partition, with these accuracies by seed."""
+    rows = {}
+    for cell in table.select(dataset="mnist", alpha=0.1):
+        for job in jobs_of(table, [cell], range(len(accuracies.get(cell.method, [])))):
+            accuracy = accuracies[cell.method][job.entries["seed"]]
+            run = {"curve": {"test_accuracy": [accuracy]}, "upload_floats": 1, "seed": 0}
+            rows[job.hash] = {**run, "client_upload_bytes": 1}
+    return rows
+
+
+def test_claims_hold_if_interval_of_every_rival_excludes_zero() -> None:
+    """Student's t for five seeds is 2.776: a deviation of 1 gives an interval of ±1.24."""
+    table = preset("feddm:table2").edition("small")
+    spread = [-0.0126, -0.0063, 0.0, 0.0063, 0.0126]  # of deviation 0.01
+    rivals = {name: [0.5] * 5 for name in ("fedavg", "fedprox", "fednova", "scaffold")}
+
+    def judged(shift: float, **more: list[float]) -> Any:
+        values = {"feddm": [0.5 + shift + s for s in spread], **rivals, **more}
+        return comparison.judgements(table, claim_rows(table, values))[0]
+
+    assert judged(0.0130).verdict == comparison.HOLDS
+    assert judged(0.0118).verdict == judged(-0.0118).verdict == comparison.UNRESOLVED
+    assert judged(-0.0130).verdict == comparison.FAILS
+    mixed = judged(0.0130, scaffold=[0.7] * 5)  # one rival is ahead
+    assert (mixed.verdict, mixed.closest) == (comparison.FAILS, "scaffold")
+    assert judged(0.0130, scaffold=[0.4]).verdict == comparison.UNRESOLVED  # a single seed
+    assert mixed.data == "mnist dirichlet(0.1)"
+    smaller = replace(table, claims=(replace(table.claims[0], lower=True),))
+    values = {"feddm": [0.4] * 5, **{name: [0.5, 0.51, 0.5, 0.51, 0.5] for name in rivals}}
+    assert comparison.judgements(smaller, claim_rows(table, values))[0].verdict == comparison.HOLDS

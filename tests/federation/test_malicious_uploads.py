@@ -36,6 +36,7 @@ ATTACKER = 1
 CLIENTS = 4
 TINY: dict[str, Any] = {
     **{name: case(name) for name in METHODS},
+    "fedmix": case("fedmix", run={"rounds": 1}),  # means are sent once
     "fedaf, first exchange": CASES["fedaf, first exchange"],
     "feddf, own architectures": case("feddf", run={"rounds": 1}, model=OWN_MODELS),
 }

@@ -202,7 +202,7 @@ def test_unguaranteed_mechanisms_are_recorded_without_mechanism() -> None:
     assert [row.unaccounted for row in ledger.releases] == ["FedDM's Algorithm 1 as printed"]  # type: ignore[var-annotated]
 
 
-@pytest.mark.parametrize("name", ["fedaf", "fedfm", "fedfm-lite", "feddm", "fedavg"])
+@pytest.mark.parametrize("name", ["fedaf", "fedfm", "fedfm-lite", "feddm", "fedavg", "ccvr"])
 def test_steps_take_all_charged_mechanisms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = create_autospec(ReleaseBudget.__init__, side_effect=ReleaseBudget.__init__)
     monkeypatch.setattr(ReleaseBudget, "__init__", spy)
@@ -326,6 +326,16 @@ def test_trials_compute_client_steps(method: str, monkeypatch: pytest.MonkeyPatc
             warnings = warnings_of(trial_settings(method, width=8, depth=2))
             assert len(warnings) == (kind == computed), kind
             assert method != "feddm" or not warnings_of(trial_settings(method, privacy=paper))
+
+
+@pytest.mark.parametrize(
+    ("method", "rounds"), [("fedavg", [1]), ("fedstats", [1, 2]), ("ccvr", [1, 4])]
+)
+def test_trials_cover_each_kind_of_round(method: str, rounds: list[int]) -> None:
+    """CCVR sums features in the last round. A broken version would try the first two rounds."""
+    plan = plan_of(replace(trial_settings(method, width=4, depth=2), rounds=4))
+    trials = position_leak_check._trials(plan, context(plan.run), [[0]])
+    assert [trial.context.round for trial in trials] == rounds
 
 
 @pytest.mark.parametrize("model", [{}, {"features": "pixels"}], ids=["rows", "products"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.optimize import linprog
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +23,7 @@ from fedsynth.errors import DivergedError, SettingError, UnaccountedReleaseError
 from fedsynth.federation.server import Server
 from fedsynth.methods import METHODS, method_class
 from fedsynth.methods.fedharmo import AmplitudeNorm
+from fedsynth.methods.fedmgda_plus import min_norm_weights
 from fedsynth.methods.fednova import NormalisedModel
 from fedsynth.methods.qffl import TINY, FairModel
 from fedsynth.methods.scaffold import ControlState, ControlUp
@@ -94,9 +96,11 @@ def test_special_cases_equal_fedavg(device: torch.device) -> None:
         (fs.FedAvg(**FULL, weight_decay=0.1), fedavg_rounds(SIZES, 0.1)),
         (fs.FedAvgM(**FULL, server_momentum=0.0), by_size),
         (fs.FedGKD(**FULL, gamma=0.0), by_size),
+        (fs.FedMGDAPlus(**FULL, epsilon=0.0, normalise=False), by_size),
         (fs.FedNova(**FULL), by_size),  # equally many steps
         (fs.FedProx(**FULL, mu=0.0), by_size),
         (fs.FedDyn(**FULL, alpha=0.0), even),
+        (fs.FedDC(**FULL, alpha=0.0, correction=False), even),
         (fs.QFFL(**FULL, q=0.0), even),
         (fs.Scaffold(**FULL), even[:1]),
     ):
@@ -212,6 +216,38 @@ def test_feddyn_with_absent_client_equals_numpy(device: torch.device) -> None:
     assert_close(run_rounds(fs.FedDyn(**FULL, alpha=alpha), device, active), expected)
 
 
+@pytest.mark.parametrize(
+    ("alpha", "correction", "same"),
+    [
+        (0.3, True, None),
+        (0.3, False, fs.FedDyn(**FULL, alpha=0.3)),
+        (0.0, True, fs.Scaffold(**FULL)),
+    ],
+)
+def test_feddc_with_absent_client_equals_numpy(
+    alpha: float, correction: bool, same: Any, device: torch.device
+) -> None:
+    """With one of its two terms, it is FedDyn or SCAFFOLD."""
+    active, expected = (ALL, (0, 2), ALL), []
+    w, c, controls, h = START, START * 0, [START * 0] * 3, [START * 0] * 3
+    for ids in active:
+        models, change = [], START * 0
+        for k in ids:
+            linear = alpha * h[k] + correction * (c - controls[k])
+            theta = fit(w, k, extra=lambda V, w=w, linear=linear: alpha * (V - w) + linear)  # type: ignore[misc]
+            c_k = controls[k] - c + (w - theta) / (3 * 0.5)
+            change = change + c_k - controls[k]
+            controls[k], h[k] = c_k, h[k] + theta - w
+            models.append(theta)
+        w, c = np.mean(models, axis=0) + (alpha > 0) * sum(h) / 3, c + change / 3
+        expected.append(w)
+    method = fs.FedDC(**FULL, alpha=alpha, correction=correction)
+    actual = run_rounds(method, device, active)
+    assert_close(actual, expected)
+    if same is not None:
+        np.testing.assert_allclose(actual, run_rounds(same, device, active), atol=5e-6)
+
+
 def test_fedgkd_equals_numpy(device: torch.device) -> None:
     W, past, expected = START, [START], []
     for _ in range(3):
@@ -226,6 +262,61 @@ def test_fedgkd_equals_numpy(device: torch.device) -> None:
         past.append(W)
         expected.append(W)
     assert_close(run_rounds(fs.FedGKD(**FULL, gamma=0.8, buffer=2), device, (ALL,) * 3), expected)
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_fedmgda_plus_equals_numpy(normalise: bool, device: torch.device) -> None:
+    """On the face of the simplex where the shortest sum lies, its products with all g_k are equal."""
+    W, expected = START, []
+    for _ in range(2):
+        g = np.stack([(W - fit(W, k)).ravel() for k in ALL])
+        if normalise:
+            g /= np.linalg.norm(g, axis=1, keepdims=True)
+        directions = []
+        for face in ([0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]):
+            weights = np.linalg.solve(g[face] @ g[face].T, np.ones(len(face)))
+            if weights.min() > 0:
+                directions.append(weights / weights.sum() @ g[face])
+        W = W - 0.8 * min(directions, key=np.linalg.norm).reshape(W.shape)
+        expected.append(W)
+    settings = {**FULL, "epsilon": 1.0, "normalise": normalise, "server_lr": 0.8}
+    assert_close(run_rounds(fs.FedMGDAPlus(**settings), device), expected)
+
+
+@given(st.integers(0, 99), st.integers(1, 8), st.sampled_from([0.0, 0.05, 0.3, 1.0]))
+def test_min_norm_weights_are_optimal(seed: int, count: int, radius: float) -> None:
+    """No allowed weights have a smaller product with the gradient 2Gλ. Two vectors are equal."""
+    rng = np.random.default_rng(seed)
+    vectors = rng.normal(size=(count, 3)) * 10.0 ** rng.integers(-6, 3)
+    vectors[0] = vectors[-1]
+    center, gram = rng.dirichlet(np.ones(count)), vectors @ vectors.T
+    weights = min_norm_weights(gram, center, radius)
+    assert weights.sum() == pytest.approx(1)
+    assert np.abs(weights - center).max() <= radius + 1e-6
+    box = np.clip([center - radius, center + radius], 0, 1).T
+    best = linprog(gram @ weights, A_eq=np.ones((1, count)), b_eq=[1], bounds=box).x
+    assert (weights - best) @ gram @ weights < 1e-4 * gram.diagonal().max()
+
+
+def test_fedsam_equals_numpy(device: torch.device) -> None:
+    def sharpness(V: Array, k: int) -> Array:
+        g = gradient(V, PARTS[k])
+        return gradient(V + 0.6 * g / float(np.linalg.norm(g)), PARTS[k]) - g
+
+    W, expected = START, []
+    for _ in range(2):
+        models = [fit(W, k, extra=partial(sharpness, k=k)) for k in ALL]
+        W = np.average(models, axis=0, weights=SIZES)
+        expected.append(W)
+    assert_close(run_rounds(fs.FedSAM(**FULL, rho=0.6), device), expected)
+    once = {**FULL, "local_epochs": 1}
+    normed = partial(TwoLayers, norm=True)
+    sam, avg = (
+        tiny.run_rounds(method, normed, device, (ALL,))[1].parameters
+        for method in (fs.FedSAM(**once, rho=0.6), fs.FedAvg(**once))
+    )
+    torch.testing.assert_close(sam["norm.running_var"], avg["norm.running_var"])
+    assert int(sam["norm.num_batches_tracked"]) == 1  # only the first pass changes the statistics
 
 
 def test_qffl_equals_numpy(device: torch.device) -> None:
@@ -325,7 +416,7 @@ def test_fedharmo_equals_numpy(window: float, device: torch.device) -> None:
         w = np.mean(trained, axis=0)
         expected.append(w)
     method = fs.FedHarmo(**FULL, alpha=0.3, window=window)
-    models, *_ = tiny.run_rounds(method, lambda: method.with_layers(TwoLayers(), tiny.SPEC), device)
+    models, *_ = tiny.run_rounds(method, lambda: method.add_layers(TwoLayers(), tiny.SPEC), device)
     for model, exact in zip(models, expected, strict=True):
         plain = {name.removeprefix("network."): value for name, value in model.items()}
         np.testing.assert_allclose(tiny.flat(plain), exact, atol=1e-4)
@@ -372,6 +463,7 @@ def test_unsupported_settings_and_divergence_are_refused() -> None:
         ({"method": "qffl"}, {"epsilon": 8.0}, "qffl"),
         ({"method": "fedbn"}, {"epsilon": 8.0}, "fedbn"),
         ({"method": "solo"}, {"epsilon": 8.0}, "solo"),
+        *(({"method": n}, {"epsilon": 8.0}, n) for n in ("fedsam", "fedmix", "fedrobust")),
         ({"sampling": "size", "participation": 0.5}, {"epsilon": 8.0}, "sampling"),
         ({"sampling": "size"}, {}, "participation"),
         ({"robust": "median", "participation": 0.4}, {}, r"run\.robust needs at least 3 .*got 2"),
@@ -389,7 +481,10 @@ def test_unsupported_settings_and_divergence_are_refused() -> None:
 
 BLOCKS = torch.arange(40).split([8, 1, 15, 5, 11])
 LOCAL: dict[str, Any] = {"batch": 4, "lr": 0.2, "momentum": 0.0, "local_epochs": 2}
-PLAIN = (fs.FedAvg, fs.FedAvgM, fs.FedProx, fs.FedNova, fs.FedDyn, fs.Scaffold, fs.QFFL, fs.Solo)
+PLAIN = (
+    *(fs.FedAvg, fs.FedAvgM, fs.FedProx, fs.FedNova, fs.FedDyn, fs.FedDC, fs.Scaffold, fs.QFFL),
+    fs.Solo,
+)
 LINEAR = Linear(SPEC.image_shape, 10)
 DATA = digits(np.random.default_rng(0).integers(0, 3, 40))
 
@@ -464,7 +559,7 @@ def test_large_q_does_not_overflow() -> None:
         np.testing.assert_allclose(value - start[name], -float(step[0]), atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", [fs.Scaffold, fs.FedDyn])
+@pytest.mark.parametrize("kind", [fs.Scaffold, fs.FedDyn, fs.FedDC])
 def test_private_clients_have_separate_penalties(kind: type[fs.TrainsLocally]) -> None:
     method = kind(**LOCAL)
     exact = fs.PrivacySettings(noise_multiplier=1e-9, sample_rate=1.0, clip=1e3)

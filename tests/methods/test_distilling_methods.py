@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedsynth as fs
-from fedsynth import Dense, FedDF, FedHydra, FedKF, ModelParameters, PrivacySettings
+from fedsynth import Dense, FedBE, FedDF, FedHydra, FedKF, ModelParameters, PrivacySettings
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData, normalise, proxy_images
 from fedsynth.data.registry import dataset_spec
@@ -24,7 +24,7 @@ from fedsynth.methods.fedkf import TwoModels
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.models.flat import flatten
-from fedsynth.seeding import torch_generator
+from fedsynth.seeding import numpy_generator, torch_generator
 from fedsynth.synthesizer.distillation.generator import make_generator
 from fedsynth.synthesizer.distillation.stratification import stratified_weights
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
@@ -206,6 +206,19 @@ def proxy_of(pixels: np.ndarray) -> ImageData:
     return proxy_images(fs.from_arrays(pixels, np.zeros(len(pixels), np.int64), SPEC), SPEC)
 
 
+NOISE_IMAGES = np.random.default_rng(3).integers(0, 256, (8, 8, 8)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kwargs", [{"server_steps": 0}, {"server_steps": 1, "server_lr": 0.0}])
+def test_fedbe_without_steps_equals_fedavg(kwargs: Any) -> None:
+    fedbe = FedBE(proxy="noise", **kwargs)
+    ctx = server_context(proxy=proxy_of(NOISE_IMAGES))
+    models = [m.server_step(INITIAL, UPLOADS, ctx).parameters for m in (fedbe, fs.FedAvg())]
+    torch.testing.assert_close(*models, rtol=0, atol=0)
+    with raises(SettingError, "method.proxy"):
+        FedBE().check_model(convnet())
+
+
 @pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])
 def test_student_without_steps_equals_its_start(method: EnsembleDistillation) -> None:
     assert method.start == ("server" if method.name == "dense" else "average")
@@ -261,6 +274,64 @@ def test_feddf_student_approaches_the_ensemble() -> None:
     private = {**run, "method": {"proxy": "digits"}, "privacy": {"epsilon": 8.0}}
     with raises(UnaccountedReleaseError, "release.proxy"):
         fs.simulate(fs.resolve(private))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "norm"), [("gaussian", "instance"), ("dirichlet", "batch")]
+)
+def test_fedbe_step_equals_plain_torch(distribution: str, norm: str, device: torch.device) -> None:
+    """Weights are 1 and 3. The average has the student's weights after steps 4 and 6."""
+    proxy, nets = proxy_of(NOISE_IMAGES), [convnet(norm, seed=k + 1) for k in (0, 1)]
+    ctx = server_context(proxy=proxy.to(device), network=convnet(norm), device=device)
+    uploads = {
+        k: ModelParameters({n: v.to(device) for n, v in net.state_dict().items()}, 1.0 + 2 * k)
+        for k, net in enumerate(nets)
+    }
+    swa = {"server_steps": 7, "swa_start": 2, "cycle": 2, "server_batch": 5, "server_lr": 0.1}
+    draw = {"samples": 2, "distribution": distribution, "spread": 0.6, "concentration": 0.7}
+    method = FedBE(**swa, **draw, last_lr=0.04, temperature=0.5, proxy="noise")
+    state = method.server_step(AveragingState(uploads[0].parameters), uploads, ctx)
+
+    def mixed(share: float) -> Any:
+        pairs = zip(nets[0].state_dict().items(), nets[1].state_dict().values(), strict=True)
+        return {
+            n: (1 - share) * a + share * b if a.is_floating_point() else a for (n, a), b in pairs
+        }
+
+    mean = mixed(0.75)
+    models = [mean, *(net.state_dict() for net in nets)]
+    for number in range(2):
+        seed = 0, "drawn models", 1, number
+        if distribution == "dirichlet":
+            a, b = numpy_generator(*seed).dirichlet([0.7, 0.7])
+            models.append(mixed(3 * b / (a + 3 * b)))
+            continue
+        model, draws = dict(mean), torch_generator(*seed)
+        for (n, p), (_, q) in zip(
+            nets[0].named_parameters(), nets[1].named_parameters(), strict=True
+        ):
+            std = (0.25 * (p - mean[n]) ** 2 + 0.75 * (q - mean[n]) ** 2).sqrt()
+            model[n] = (mean[n] + 0.6 * std * torch.randn(p.shape, generator=draws)).detach()
+        models.append(model)
+    ensemble = [convnet(norm, weights=weights).eval() for weights in models]
+    student, draws = convnet(norm, weights=mean).train(), torch_generator(0, "proxy batches", 1)
+    sgd = torch.optim.SGD(student.parameters(), momentum=0.9, weight_decay=1e-5)
+    x, kept = normalise(proxy.images, SPEC), []
+    for rate in (0.1, 0.1, 0.07, 0.04, 0.07, 0.04, 0.07):
+        sgd.param_groups[0]["lr"] = rate
+        batch = x[torch.randint(len(x), (5,), generator=draws)]
+        with torch.no_grad():
+            p = torch.stack([m(batch).softmax(1) for m in ensemble]).mean(0) ** 2
+        p = p / p.sum(1, keepdim=True)
+        take_step(sgd, (p * (p.log() - student(batch).log_softmax(1))).sum(1).mean())
+        kept.append(flatten(student).detach().clone())
+    averaged = convnet(norm, weights={n: v.cpu() for n, v in state.parameters.items()})
+    expected = (kept[3] + kept[5]) / 2
+    torch.testing.assert_close(flatten(averaged), expected, atol=1e-4, rtol=1e-3)
+    if norm == "batch":  # statistics of all public images, in batches of four
+        first = averaged.features[1]
+        inputs = averaged.features[0](x)
+        torch.testing.assert_close(first.running_mean, inputs.mean((0, 2, 3)), atol=1e-4, rtol=1e-3)
 
 
 def test_ensemble_excludes_models_of_zero_weight() -> None:

@@ -1,4 +1,4 @@
-"""FedFM, FedGen, FedFA+ and FedSum: rounds against NumPy, sums, losses and private releases."""
+"""FedFM, FPL, FedSR, FedGen, FedFA+ and FedSum: rounds against NumPy, sums, losses and private releases."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth import (
+    CCVR,
+    FPL,
+    FedAvg,
     FedFM,
     FedFMLite,
     FedGen,
+    FedSR,
     PrivacySettings,
     RoundContext,
     errors,
@@ -29,15 +33,18 @@ from fedsynth import (
 )
 from fedsynth.core.client import ExactClientView
 from fedsynth.core.sums import summed
+from fedsynth.data.images import normalise
 from fedsynth.errors import SettingError
 from fedsynth.federation.server import Server
+from fedsynth.methods.ccvr import MOMENTS, moment_rows
 from fedsynth.methods.feddm import FedDM
 from fedsynth.methods.fedfa_plus import FedFAPlus, StatisticsUp
 from fedsynth.methods.fedfm import COUNT_DEVIATIONS, FeatureSums, anchor_losses
 from fedsynth.methods.fedgen import DECAY, POOL, GeneratorDown
 from fedsynth.methods.fedkf import FedKF
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
-from fedsynth.methods.shared.class_sums import COUNTS, IMAGES
+from fedsynth.methods.fpl import first_partition, prototype_losses
+from fedsynth.methods.shared.class_sums import COUNTS, IMAGES, ModelAndSums
 from fedsynth.methods.shared.condensing import perturbed
 from fedsynth.models.flat import flatten
 from fedsynth.models.registry import ModelSettings, build_model
@@ -54,7 +61,7 @@ from tests import digits as setup
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
 from tests.methods import tiny_problem as tiny
 from tests.methods.tiny_problem import ALL, FULL, LABELS, PARTS, SIZES, START, Array, X, descend
-from tests.privacy.support import guard
+from tests.privacy.support import HOSTILE, guard
 from tests.quick_runs import quick_sections
 from tests.raising import raises
 from tests.rounds import play_round, take_step
@@ -72,9 +79,6 @@ def assert_close(actual: Sequence[Array], expected: Sequence[Array]) -> None:
 
 def fit(w: Array, k: int, anchors: Array | None = None, kind: str = "contrastive") -> Array:
     x, y = X[PARTS[k]], LABELS[PARTS[k]]
-
-    def unit(rows: Array) -> Array:
-        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
     def loss(v: Array) -> float:
         plain = tiny.cross_entropy(v, x, y)
@@ -131,6 +135,168 @@ def test_anchor_losses_ignore_classes_without_anchor(device: torch.device) -> No
     z = unit[0, [0, 2]] / 0.1  # only the classes with anchors compete
     expected = -np.log(np.exp(z[0]) / np.exp(z).sum())
     np.testing.assert_allclose(float(q[0].detach()), expected, rtol=1e-4)
+
+
+def unit(rows: Array) -> Array:
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def numpy_prototype_loss(f: Array, y: int, prototypes: list[Array]) -> float:
+    """0.7·L_CPCL + 0.3·L_UPCR of one embedding; each class has the rows of its clusters."""
+    exponentials = [np.exp(unit(rows) @ unit(f) / 0.4).sum() for rows in prototypes]
+    distance = ((f - prototypes[y].mean(axis=0)) ** 2).mean()
+    return float(-0.7 * np.log(exponentials[y] / sum(exponentials)) + 0.3 * distance)
+
+
+def test_two_fpl_rounds_equal_numpy(device: torch.device) -> None:
+    """Round 1 is FedAvg. Client 0 lacks class 2; at most three clients form a single cluster."""
+    first_models = [fit(START, k) for k in ALL]
+    first = np.average(first_models, axis=0, weights=SIZES)
+    means = [class_means({k: w}) for k, w in enumerate(first_models)]
+    prototypes = [
+        np.mean([means[k][c] for k in ALL if c in LABELS[PARTS[k]]], axis=0)[None] for c in range(3)
+    ]
+
+    def loss(w: Array, k: int) -> float:
+        x, y = X[PARTS[k]], LABELS[PARTS[k]]
+        losses = map(partial(numpy_prototype_loss, prototypes=prototypes), tiny.embeddings(w, x), y)
+        return tiny.cross_entropy(w, x, y) + float(np.mean(list(losses)))
+
+    models = [descend(first, partial(loss, k=k)) for k in ALL]
+    second = np.average(models, axis=0, weights=SIZES)
+    weights = {"contrastive_weight": 0.7, "consistency_weight": 0.3, "temperature": 0.4}
+    assert_close(run_rounds(FPL(**FULL, **weights), device)[0], [first, second])
+    plain = FPL(**FULL, contrastive_weight=0.0, consistency_weight=0.0)
+    assert_close(run_rounds(plain, device)[0], run_rounds(FedAvg(**FULL), device)[0])
+
+
+def test_fpl_losses_depend_only_on_the_example(device: torch.device) -> None:
+    """Class 1 has no prototype, and class 0 has two; a loss with batch statistics would fail."""
+    z = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    y = torch.tensor([0, 1, 2, 2, 0, 1], device=device)
+    prototypes = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(device)
+    clusters = [prototypes[:2], prototypes[:0], prototypes[2:]]
+    unbiased = torch.stack([rows.sum(dim=0) / max(1, len(rows)) for rows in clusters])
+    classes = torch.tensor([0, 0, 2], device=device)
+
+    def losses(rows: Tensor, labels: Tensor) -> Tensor:
+        contrastive, distance = prototype_losses(rows, labels, prototypes, classes, unbiased, 0.4)
+        return 0.7 * contrastive + 0.3 * distance
+
+    together = losses(z, y)
+    (gradient,) = torch.autograd.grad(together.sum(), z)
+    assert gradient.isfinite().all()
+    assert gradient[y == 1].abs().sum() == together[y == 1].abs().sum() == 0
+    arrays = [rows.cpu().double().numpy() for rows in clusters]
+    for i in (0, 2, 3, 4):
+        torch.testing.assert_close(losses(z[i : i + 1], y[i : i + 1])[0], together[i])
+        expected = numpy_prototype_loss(z[i].detach().cpu().double().numpy(), int(y[i]), arrays)
+        assert float(together[i].detach()) == pytest.approx(expected, rel=1e-5)
+
+
+@given(st.integers(0, 99), st.integers(1, 12))
+def test_first_partition_is_the_closure_of_first_neighbours(seed: int, count: int) -> None:
+    """Rows are adjacent if one is the other's first neighbour or both have the same one."""
+    rows = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
+    similarity = F.normalize(rows, dim=1) @ F.normalize(rows, dim=1).T
+    first = [max((j for j in range(count) if j != i), key=row.__getitem__, default=i)
+             for i, row in enumerate(similarity.tolist())]  # fmt: skip
+    adjacent = [
+        [i == j or j == first[i] or i == first[j] or first[i] == first[j] for j in range(count)]
+        for i in range(count)
+    ]
+    connected = np.linalg.matrix_power(np.array(adjacent, dtype=float), count) > 0
+    clusters = first_partition(rows).numpy()
+    assert (connected == (clusters[:, None] == clusters)).all()
+    assert sorted(set(clusters)) == list(range(max(clusters) + 1))
+
+
+def test_fpl_clusters_prototypes_with_counts_above_the_noise() -> None:
+    """Two pairs of clients agree; the fifth has too few examples for the noise of its count."""
+    privacy, sigma = PrivacySettings(noise_multiplier=1.0), 3.0
+    ctx = round_context(privacy, noise={COUNTS: sigma}, clients=5)
+    method, weights = FPL(), convnet().state_dict()
+    counts, sums = torch.zeros(5, 10), torch.zeros(5, 10, 16)
+    counts[:, 4] = torch.tensor([7.0, 70.0, 7.0, 10.0, 5.9])
+    sums[range(5), 4, [0, 0, 1, 1, 2]] = torch.tensor([7.0, 210.0, 14.0, 60.0, 1e6])
+    uploads = {k: ModelAndSums(weights, 1.0, sums[k], counts[k]) for k in range(5)}
+    state: Any = method.server_step(method.initial_state(weights), uploads, ctx)
+    torch.testing.assert_close(state.prototypes, torch.eye(16)[:2] * torch.tensor([[2.0], [4.0]]))
+    assert state.classes.tolist() == [4, 4]
+    request = method.broadcast(state, ctx)
+    method.check_request(request, ctx)
+    for wrong, code in (
+        (state.classes + 6, "request.classes"),
+        (state.classes[:1], "request.tensor"),
+    ):
+        with raises(errors.RequestRefusedError, code):
+            method.check_request(replace(request, classes=wrong), ctx)
+    state = method.server_step(state, {4: uploads[4]}, ctx)
+    assert state.prototypes.shape == (0, 16)
+
+
+def extended(method: FedSR) -> nn.Module:
+    network = tiny.TwoLayers()
+    with forked_rng(0, "added layers"):
+        return method.add_layers(network, tiny.SPEC)
+
+
+def test_two_fedsr_rounds_equal_plain_torch(device: torch.device) -> None:
+    method = FedSR(**FULL, alpha=0.2, beta=0.1)
+    names, start = zip(*extended(method).to(device).state_dict().items(), strict=True)
+    assert len(names) == 6  # the last are V, v and r
+    w_t, expected = list(start), []
+    for number in (1, 2):
+        models = []
+        for k in ALL:
+            order = torch_generator(0, "local training", number, k)
+            noise = torch_generator(0, "fedsr", number, k, device=device)
+            w = [value.clone().requires_grad_() for value in w_t]
+            for _ in range(3):
+                batch = PARTS[k][torch.randperm(len(PARTS[k]), generator=order)].numpy()
+                x = torch.tensor(X[batch], dtype=torch.float32, device=device)
+                y = torch.tensor(LABELS[batch], device=device)
+                A, W, b, V, v, r = w
+                mu = x @ A.T
+                sigma = torch.log1p((mu @ V.T + v).exp())
+                mean, deviation = r[y, :3], torch.log1p(r[y, 3:].exp())
+                z = mu + sigma * torch.randn(mu.shape, generator=noise, device=device)
+                kl = (deviation / sigma).log() - 0.5
+                kl = kl + (sigma**2 + (mu - mean) ** 2) / (2 * deviation**2)
+                penalty = 0.2 * (z**2).sum(dim=1).sqrt() + 0.1 * kl.sum(dim=1)
+                loss = F.cross_entropy(z @ W.T + b, y) + penalty.mean()
+                steps = torch.autograd.grad(loss, w)
+                w = [(p - 0.5 * g).detach().requires_grad_() for p, g in zip(w, steps, strict=True)]
+            models.append(w)
+        shares = torch.tensor(SIZES, device=device) / 9
+        w_t = [torch.stack(p, dim=-1).detach() @ shares for p in zip(*models, strict=True)]
+        expected.append(dict(zip(names, w_t, strict=True)))
+    models, *_ = tiny.run_rounds(method, partial(extended, method), device)
+    for model, values in zip(models, expected, strict=True):
+        for name, value in tiny.as_arrays(values).items():
+            np.testing.assert_allclose(model[name], value, atol=5e-5, err_msg=name)
+    plain = FedSR(**FULL, alpha=0.0, beta=0.0, sample=False)
+    models, *_ = tiny.run_rounds(plain, partial(extended, plain), device)
+    assert_close(list(map(tiny.flat, models)), run_rounds(FedAvg(**FULL), device)[0])
+
+
+def test_private_fedsr_losses_depend_only_on_the_example() -> None:
+    """The examples of a step share the noise. With noise for each row, rows would differ."""
+    method = FedSR()
+    network = extended(method)
+    ctx = replace(tiny.context(1, network=network), privacy=PrivacySettings(noise_multiplier=1.0))
+    task = method.task(
+        0, method.broadcast(method.initial_state(network.state_dict()), ctx), {}, ctx
+    )
+    x, y = torch.tensor(X, dtype=torch.float32), torch.tensor(LABELS)
+    assert task.loss is not None
+    assert task.before_step is not None
+    without = task.loss(network, x, y)
+    task.before_step(network)
+    together = task.loss(network, x, y)
+    separate = torch.cat([task.loss(network, x[i : i + 1], y[i : i + 1]) for i in range(9)])
+    torch.testing.assert_close(separate, together)
+    assert not torch.isclose(together, without).any()  # the step has new noise
 
 
 def latent_generator() -> LatentGenerator:
@@ -349,13 +515,104 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
     assert all(out.dim() == 4 for out in outputs.values())
 
 
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_ccvr_rounds_equal_numpy(covariance: str, device: torch.device) -> None:
+    """Eqs. 3 and 4, from each client's counts, means and covariances. Client 0 lacks class 2."""
+    method = CCVR(**FULL, virtual=5, covariance=covariance, calibration_epochs=3)
+    w, states = np.average([fit(START, k) for k in ALL], axis=0, weights=SIZES), dict[int, Any]()
+    server = Server(method, {n: v.to(device) for n, v in tiny.TwoLayers().state_dict().items()})
+    draws, virtual = torch_generator(0, "virtual features", 2), []
+    for c in range(3):
+        groups = [tiny.embeddings(w, X[p.numpy()[LABELS[p] == c]]) for p in PARTS]
+        groups = [f for f in groups if len(f)]
+        N = sum(map(len, groups))
+        mean = sum(len(f) / N * f.mean(0) for f in groups)
+        total = -N / (N - 1) * np.outer(mean, mean)
+        for f in groups:
+            scatter = (f - f.mean(0)).T @ (f - f.mean(0))  # (N_ck − 1)·Σ_ck
+            total += (scatter + len(f) * np.outer(f.mean(0), f.mean(0))) / (N - 1)
+        if covariance == "diagonal":
+            total = np.diag(np.diag(total))
+        values, vectors = np.linalg.eigh(total)
+        root = vectors * np.sqrt(values.clip(0)) @ vectors.T
+        virtual.append(
+            mean + torch.randn(5, 3, generator=draws, dtype=torch.float64).numpy() @ root
+        )
+    g, y = torch.tensor(np.concatenate(virtual)), torch.arange(3).repeat_interleave(5)
+    layer, shuffle = tiny.TwoLayers().classifier.double(), torch_generator(0, "calibration", 2)
+    layer.weight.data, layer.bias.data = torch.tensor(w[12:21]).view(3, 3), torch.tensor(w[21:])
+    sgd = torch.optim.SGD(layer.parameters(), 0.01, momentum=0.9)
+    for part in [p for _ in range(3) for p in torch.randperm(15, generator=shuffle).split(10)]:
+        take_step(sgd, F.cross_entropy(layer(g[part]), y[part]))
+    for number in (1, 2):
+        ctx = replace(tiny.context(number, device), rounds=2)
+        uploads: Any = play_round(server, [tiny.clients(device)], states, ctx)
+    actual = tiny.as_arrays(server.state.parameters)
+    np.testing.assert_allclose(actual["body.weight"].ravel(), w[:12], atol=5e-5)
+    expected = layer.weight.detach().numpy()
+    np.testing.assert_allclose(actual["classifier.weight"], expected, atol=5e-4)
+    np.testing.assert_allclose(actual["classifier.bias"], layer.bias.detach().numpy(), atol=5e-4)
+    assert uploads[0].parameters == {}
+    assert uploads[0].moments.shape == (3, 7 if covariance == "diagonal" else 10)
+
+
+def test_ccvr_without_virtual_features_equals_fedavg() -> None:
+    results = [run_rounds(m(**FULL, **v)) for m, v in ((CCVR, {"virtual": 0}), (FedAvg, {}))]
+    assert_close(results[0][0], results[1][0])
+
+
+FEATURES = st.lists(st.sampled_from(HOSTILE), min_size=4, max_size=4)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+@given(features=FEATURES)
+def test_class_moments_are_within_their_clip_and_count_one(
+    diagonal: bool, features: list[float]
+) -> None:
+    """Without the clip of features, the mechanism would scale the whole vector down, and a record
+    with large features would count less than one. A clip of z alone gives norms of up to √3."""
+    f = torch.tensor([features, [1.0, -2.0, 2.0, 4.0]])
+    u = moment_rows(f, diagonal=diagonal, clip=2.0)
+    assert float(u.norm(dim=1).max()) <= 1 + 1e-12
+    assert u[:, -1].tolist() == [0.5, 0.5]  # the last coordinate is half a count
+    if not diagonal:
+        torch.testing.assert_close(u[1].norm(), torch.ones(()).double())  # the bound is reached
+    unclipped = moment_rows(f[1:], diagonal=diagonal, clip=None)
+    assert float(unclipped.norm()) > 9
+
+
+@pytest.mark.parametrize("covariance", ["full", "diagonal"])
+def test_private_ccvr_finds_gaussians_of_clipped_features(covariance: str) -> None:
+    method, data = CCVR(covariance=covariance, feature_clip=2.0), digits(np.arange(300) % 10)
+    ctx = context(PrivacySettings(noise_multiplier=1e-7), noise={MOMENTS: 2e-7})
+    (upload,) = client_uploads(method, ctx, private_clients(method, ctx, data))
+    f = convnet().eval().embed(normalise(data.images[::10], SPEC)).detach()
+    norms = f.norm(dim=1, keepdim=True)
+    assert norms.min() < 2 < norms.max()
+    f = f * (2 / norms).clamp_max(1)
+    moments = upload.moments[0].double()
+    mean, root = method.gaussian(moments, 2e-7, ctx)  # type: ignore[misc]
+    torch.testing.assert_close(mean.float(), f.mean(0), atol=1e-4, rtol=1e-3)
+    expected = f.T.cov() if covariance == "full" else f.T.cov().diag().diag()
+    torch.testing.assert_close((root @ root).float(), expected, atol=1e-3, rtol=1e-2)
+    # noise hides all variances, but not their sum
+    mean, root = method.gaussian(moments, 3.7, ctx)  # type: ignore[misc]
+    torch.testing.assert_close(root, root[0, 0] * torch.eye(16).double(), atol=1e-8, rtol=0)
+    bias = (2 * 2 * 3.7 / 30) ** 2 / 2 * 16  # of the noise of the mean
+    variance = float(f.T.cov().trace()) + bias * 30 / 29
+    assert float(root.square().sum()) == pytest.approx(variance, rel=1e-3)
+    assert method.gaussian(moments, 3.8, ctx) is None  # 30 examples, and a floor of 30.4
+
+
 def test_unsupported_models_and_settings_are_refused() -> None:
     with pytest.raises(SettingError, match="stage_names"):
         FedFAPlus().check_model(Linear((1, 2, 2), 3))
     FedFAPlus(parts="alignment").check_model(Linear((1, 2, 2), 3))
-    for method in (FedFM(), FedFMLite(), FedGen(), FedFAPlus(), FedKF()):
+    for method in (FedFM(), FedFMLite(), FedGen(), FedFAPlus(), FedKF(), FPL()):
         with pytest.raises(SettingError, match="embed"):
             method.check_model(nn.Linear(2, 2))
+    with pytest.raises(SettingError, match="embed"):
+        FedSR().add_layers(nn.Linear(2, 2), tiny.SPEC)
     for name, more in (("fedfa-plus", {}), ("fedfm", {"start_round": 2}), ("fedfm", {"weight": 0})):
         sections = {"run": {"method": name, "rounds": 1}, "method": more}
         with pytest.raises((errors.UnaccountedReleaseError, SettingError)):

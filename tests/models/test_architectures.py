@@ -149,13 +149,14 @@ def test_architectures_support_private_steps(name: str) -> None:
     norm = "group" if ModelSettings(name).norm == "batch" else ""
     sides = {"alexnet": 63, "resnet8": 8, "resnet18": 8, "resnet50": 8, "googlenet": 15}
     side = sides.get(name, 28)
-    model = network(name, (1, side, side), width=4, norm=norm).train()
+    shape = (2, 1, 28) if name == "lstm" else (1, side, side)
+    model = network(name, shape, width=4, norm=norm).train()
     check_model(model)
     groups = [m for m in model.modules() if isinstance(m, nn.GroupNorm)]
     assert name != "resnet8" or all(m.num_groups == m.num_channels for m in groups)
     start = flatten(model)
     noiseless = mechanism(noise_multiplier=1e-9, sensitivity=1.0, dimension=len(start))
-    x = random_tensor(3, 1, side, side)
+    x = random_tensor(3, *shape)
     settings = DpSgdSettings(MomentumSgd(0.1), 3.0)
     dp_sgd(model, lambda i: (x[i], i), noiseless, settings, Units(3))
     # three clipped gradients of norm 1, over 3, times the rate

@@ -294,7 +294,7 @@ def test_maps_of_equal_names_do_not_share_vectors() -> None:
 
 
 # These methods refuse a linear model, since its embedding is not learned.
-NEED_LEARNED_EMBEDDING = ("moon", "fedgen", "fedfm", "fedfm-lite")
+NEED_LEARNED_EMBEDDING = ("moon", "fedgen", "fedfm", "fedfm-lite", "fpl", "fedsr")
 
 
 def settings_of(method: str, **model: Any) -> Any:

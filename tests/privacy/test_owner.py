@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedsynth import TrainsLocally, register_model, resolve, simulate
+from fedsynth import FedDM, TrainsLocally, register_model, resolve, simulate
 from fedsynth.errors import LedgerError, PrivacySettingError, SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.features.registry import register_features
-from fedsynth.methods.shared.local import LocalObjective
+from fedsynth.methods.shared.local import LocalObjective, plain_upload
 from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, DataOwner, PrivacyError, read_ledger
 from fedsynth.privacy.batch_independence import StepInputs, dependence_on_batch
@@ -422,6 +422,9 @@ METHODS: dict[str, Any] = {
     "padding": lambda n, x, y: losses(n, x, y) / (x.flatten(1).abs().sum(1) > 0).sum(),
     "two saturated pixels": lambda n, x, y: losses(n, x, y) * (1 + saturated(x)),
     "from index 40": lambda n, x, y: losses(n, x, y) * (1 + (torch.arange(len(x)) > 40)),
+    "copies": lambda n, x, y: (
+        losses(n, x, y) * (torch.cdist(x.flatten(1), x.flatten(1)) == 0).sum(1)
+    ),
 }
 
 
@@ -435,8 +438,12 @@ def run_with_task(task: LocalObjective, steps: int = 1) -> Any:
         def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
             return task
 
-    settings = resolve({**TWO_CLIENTS, "run": {"rounds": 1}, "model": {"name": "linear"}})
-    method = OwnTask(local_steps=steps, batch=128)
+    return run_own(OwnTask(local_steps=steps, batch=128))
+
+
+def run_own(method: Any, *, rounds: int = 1, **sections: Any) -> Any:
+    sections = {**TWO_CLIENTS, "model": {"name": "linear"}, **sections}
+    settings = resolve({**sections, "run": {"rounds": rounds}})
     return simulate(replace(settings, method=method), quiet=True).privacy
 
 
@@ -496,10 +503,110 @@ def test_vectors_that_a_step_adds_itself_are_rejected() -> None:
             charged.sample(1)
             charged.add(torch.ones(1, 650), torch.zeros(1, dtype=torch.int64))
 
-    settings = resolve({**TWO_CLIENTS, "run": {"rounds": 1}, "model": {"name": "linear"}})
-    method = type("own-adding", (Adding,), {"name": "own-adding"})(local_steps=1, batch=128)
     with raises(SettingError, "run.method"):
-        simulate(replace(settings, method=method), quiet=True)
+        run_own(type("own-adding", (Adding,), {"name": "own-adding"})(local_steps=1, batch=128))
+
+
+def mixed(n: Any, x: Tensor, y: Tensor) -> Tensor:
+    return losses(n, (x + x.flip(0)) / 2, y)
+
+
+SMALL = {"width": 8, "depth": 2}
+SAMPLED = {"noise_multiplier": 3.0, "sample_rate": 0.1}
+
+
+class StateMixer(TrainsLocally):
+    """Mixes records once its client has a state, which is in the second round."""
+
+    name: ClassVar[str] = "own-state-mixer"
+
+    def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
+        def make_upload(model: nn.Module, trained: Any) -> Any:
+            return plain_upload(model, trained)[0], {"seen": torch.ones(1)}
+
+        return LocalObjective(loss=mixed if state else None, make_upload=make_upload)
+
+
+class StateLeak(TrainsLocally):
+    """Weighs losses by a record of the round before."""
+
+    name: ClassVar[str] = "own-state-leak"
+
+    def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
+        seen = [torch.ones(())]
+
+        def loss(n: Any, x: Tensor, y: Tensor) -> Tensor:
+            seen[0] = x.detach().mean()
+            return losses(n, x, y) * (1 + state.get("seen", torch.zeros(())))
+
+        def make_upload(model: nn.Module, trained: Any) -> Any:
+            return plain_upload(model, trained)[0], {"seen": seen[0]}
+
+        return LocalObjective(loss=loss, make_upload=make_upload)
+
+
+class Reader(TrainsLocally):
+    """Weighs losses by the mean of all images, which it reads before its first release."""
+
+    name: ClassVar[str] = "own-reader"
+
+    def client_step(self, message: Any, clients: Any, states: Any, context: Any) -> Any:
+        mean = clients._data.images.float().mean()
+        task = LocalObjective(loss=lambda n, x, y: losses(n, x, y) * mean)
+        twin = type("own-reader", (TrainsLocally,), {"task": lambda *args: task, "name": "own"})
+        return twin(local_steps=1, batch=128).client_step(message, clients, states, context)
+
+
+class ClientMixer(FedDM):
+    """Doubles the vectors of a long pass that has records of a second client."""
+
+    name: ClassVar[str] = "own-client-mixer"
+
+    def client_step(self, message: Any, clients: Any, states: Any, context: Any) -> Any:
+        plan, classes = clients.plan("images"), context.spec.classes
+        width = plan.dimension // plan.groups
+
+        def rows(x: Tensor, pairs: Tensor) -> Tensor:
+            vectors = x.flatten(1)[:, :1].expand(-1, width)
+            return vectors * (1 + (pairs >= classes).any())
+
+        clients.class_sums(clients.mechanisms("images"), rows, start_over_row=64.0)
+        return []
+
+
+@pytest.mark.parametrize("own", [StateMixer, StateLeak, Reader])
+def test_steps_that_depend_on_state_or_all_images_are_rejected(own: Any) -> None:
+    """Regression: each round was tried without state, and each run began with the same images."""
+    with raises(SettingError, "run.method"):
+        run_own(own(local_steps=1, batch=128), rounds=2)
+
+
+def test_passes_that_mix_clients_are_rejected() -> None:
+    """Regression: a trial had one client, but a pass of a simulation has records of several."""
+    with raises(SettingError, "run.method"):
+        run_own(ClientMixer(iterations=1, ipc=1), model=SMALL, privacy=SAMPLED)
+
+
+def test_steps_that_treat_clients_apart_are_accepted() -> None:
+    """Each client's vectors depend on its own synthetic images."""
+    own = type("own-feddm", (FedDM,), {"name": "own-feddm"})(iterations=2, ipc=1, server_epochs=1)
+    report = run_own(own, rounds=2, model=SMALL, privacy=SAMPLED)
+    assert report["verdict"]["warnings"] == []
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_steps_that_raise_are_rejected(step: int) -> None:
+    """Regression: they were a warning, and the run began without a trial."""
+    calls = itertools.count()
+
+    def loss(n: Any, x: Tensor, y: Tensor) -> Tensor:
+        if next(calls) >= 30 * step:
+            raise LookupError("no such\nrecord")
+        return losses(n, x, y)
+
+    with raises(SettingError, "run.method") as caught:
+        run_with_task(LocalObjective(loss=loss))
+    assert "raised LookupError: no such record in the main exchange of round 1" in str(caught.value)
 
 
 def test_random_penalties_without_data_are_accepted() -> None:

@@ -132,8 +132,12 @@ METHODS: list[Case] = [
     ("feddm", {"iterations": 2, "ipc": 2, "networks": 2}, {"mechanism": "features", "clip": 0.05}),
     ("fedaf", {"iterations": 2, "ipc": 2}, {}),
     ("fedfm", {"local_steps": 1, "weight": 0.5}, {}),
+    ("ccvr", {"covariance": "full"}, {}),  # a round of statistics
+    ("ccvr", {"covariance": "diagonal"}, {}),
     ("fedkf", {"local_steps": 1, "generator_width": 4, "generator_batch": 8}, {}),
+    ("fedcvae-ens", {"local_steps": 1, "width": 4}, {}),
     ("moon", {"local_steps": 1}, {}),
+    ("fpl", {"local_steps": 1}, {}),
     ("scaffold", {"local_steps": 1}, {}),
 ]
 
@@ -595,3 +599,23 @@ def test_ledger_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     assert PrivacySettings(epsilon=1.0, ledger="kept").ledger_folder == tmp_path / "kept"
     assert PrivacySettings(epsilon=1.0, ledger=NO_LEDGER).ledger_folder is None
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_control_variates_of_private_stragglers_have_their_charged_steps(drop: bool) -> None:
+    """In round 1, Δc_k·K_k·η = x − y. A broken version would divide by the steps of all epochs. A
+    straggler that is dropped sends its model, with weight 0, and is charged too."""
+    own = {"local_epochs": 4, "lr": 0.5, "stragglers": 0.67, "drop_stragglers": drop}
+    sections = {"run": {"method": "scaffold", "rounds": 1}, "partition": {"clients": 3}}
+    model, privacy = {"name": "linear"}, {"noise_multiplier": 3.0}
+    settings = resolve({**sections, "method": own, "model": model, "privacy": privacy})
+    result: Any = simulate(settings, quiet=True)
+    x = build_network(settings.model, dataset_spec("digits"), settings.seed).state_dict()
+    steps = {name: row["steps"] for row in result.privacy["ledger"] for name in row["clients"]}
+    assert len(set(steps.values())) > 1
+    late = settings.method.straggler_epochs(round_context(clients=3))  # type: ignore[attr-defined]
+    for client, upload in result.uploads.items():
+        assert upload.weight == (0.0 if drop and client in late else 1.0)
+        for name, change in upload.control_change.items():
+            moved = change * steps[f"client-{client:03d}"] * 0.5
+            torch.testing.assert_close(moved, x[name] - upload.parameters[name], atol=1e-5, rtol=0)

@@ -63,14 +63,16 @@ args = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 resumed = "--resume" in args
 place = pathlib.Path(args["--resume"]) if resumed else pathlib.Path(args["--output"]) / "20260101-000000-x"
 config = (place if resumed else pathlib.Path(args["--config"]).parent) / "config.toml"
-run = tomllib.loads(config.read_text())
+text = config.read_text()
+run = tomllib.loads(text)
 seed, alpha = run["run"]["seed"], run["partition"]["alpha"]
 begun = time.time()
 time.sleep(SECONDS)
 if seed == FAILS:
     sys.exit("fedsynth: error: no place")
 final = place.with_suffix("")
-place.rename(final) if resumed else final.mkdir()
+place.rename(final) if resumed else final.mkdir(exist_ok=True)
+(final / "config.toml").write_text(text)
 accuracy = 0.5 + 0.1 * seed + 0.01 * alpha
 summary = {"method": run["run"]["method"], "test_accuracy": accuracy, "upload_bytes": 1000, "seconds": 1.5}
 (final / "summary.json").write_text(json.dumps(summary))
@@ -210,6 +212,23 @@ def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> Non
     rows = list(csv.DictReader(io.StringIO(texts["csv"])))
     assert float(rows[1]["test_accuracy_mean"]) == pytest.approx(0.61)
     assert rows[0]["epsilon_mean"] == ""
+
+
+def test_runs_with_an_earlier_default_are_repeated(make_sweep: SweepFactory) -> None:
+    """Regression: their folder is named by a hash that leaves defaults out."""
+    sweep = make_sweep(SEED)
+    assert run_sweep(sweep, print) == []
+    config = next(sweep.output.glob("*/*/config.toml"))
+    today = config.read_text()
+    config.write_text(today.replace("lr = 0.01\n", ""))  # a setting that is newer than the run
+    assert sweep_rows(sweep)[0].finished == 1
+    config.write_text(today.replace("lr = 0.01\n", "lr = 0.02\n"))
+    assert sweep_rows(sweep)[0].finished == 0
+    messages: list[str] = []
+    assert run_sweep(sweep, messages.append) == []
+    assert messages[1].endswith("outdated, because method.lr was 0.02 and is 0.01 now")
+    assert config.read_text() == today
+    assert sweep_rows(sweep)[0].finished == 1
 
 
 def test_as_many_runs_as_jobs_are_active_but_one_on_a_ledger(

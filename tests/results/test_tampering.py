@@ -30,9 +30,18 @@ from fedsynth.privacy.report import build as sections
 from fedsynth.privacy.report.figures import Event, schema_problems
 from fedsynth.privacy.report.file import hash_of_files, stated_rows
 from fedsynth.privacy.report.pages import render_html, render_markdown
-from fedsynth.results.report_facts import exported_files, provenance
+from fedsynth.results import private_run
+from fedsynth.results.charges import rebuild_plan
+from fedsynth.results.file_names import SERVER_LEDGER
+from fedsynth.results.report_facts import (
+    exported_files,
+    privacy_section,
+    provenance,
+    report_facts,
+)
 from fedsynth.results.verification import verify_run
 from fedsynth.validation import to_toml
+from tests.deployment.local_setup import Setup
 from tests.quick_runs import folder_of, quick_sections
 from tests.user_files import make_special_file
 
@@ -440,6 +449,59 @@ def test_tampering_is_detected(tamper: Tamper, code: str, folder: Path) -> None:
     problems = verify_run(folder).problems
     assert code in [problem.code for problem in problems], problems
     assert all(len(problem.text) < 2000 for problem in problems)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the server's folder of a run over nodes."""
+    setup = Setup(tmp_path_factory.mktemp("served"))
+    return setup.serve(settings(sample_rate=1.0)).folder.path
+
+
+OF_SERVER: dict[str, tuple[Tamper, str]] = {
+    "shapes": (tensors(MODEL, lambda t: t.update({min(t): torch.zeros(3)})), SEAL),
+    "values": (tensors(MODEL, lambda t: t[min(t)][:1].add_(9)), SEAL),
+    "metadata": (tensors(MODEL, len, n_k="312"), SEAL),
+    "images": (tensors(IMAGES, lambda t: t["client"].fill_(312)), SEAL),
+    "metrics": (row(2, "test_accuracy", 0.5), SEAL),
+    "summary": (all_of(changed("summary.json", "test_accuracy", 0.5), fit_hashes), SEAL),
+    "a second note": (all_of(tensors(MODEL, len, n_k="312"), note_again), SEAL),
+    "no ledger": (delete(SERVER_LEDGER), SEAL),
+    "a client's ledger": (write(LEDGER, ""), "files"),
+}
+
+
+@pytest.mark.parametrize("name", OF_SERVER)
+def test_tampering_with_a_servers_folder_is_detected(
+    name: str, served: Path, tmp_path: Path
+) -> None:
+    """Regression: no ledger had the hash of the files of a run over a network."""
+    folder = Path(shutil.copytree(served, tmp_path / served.name))
+    assert codes(folder) == []
+    tamper, code = OF_SERVER[name]
+    tamper(folder)
+    assert codes(folder) == [code]
+
+
+def relabel(folder: Path) -> None:
+    """Makes the folder of a simulation one of a run over a network, with a report that fits."""
+    changed(START, "simulated", False)(folder)
+    run = private_run.read_run(folder)
+    histories = [read_ledger(path).history() for path in sorted((folder / "ledger").iterdir())]
+    plan = rebuild_plan(run, {history.client: history.releases for history in histories})
+    promise = privacy_section(plan, histories, simulated=False).to_json()
+    changed("summary.json", DP, promise)(folder)
+    facts = report_facts(plan, len(run.rows), [], run.start, files=exported_files(folder))
+    pages(folder, sections.build_report(facts, histories, run.start.ledgers))
+
+
+def test_relabelled_simulations_are_detected(folder: Path) -> None:
+    """Regression: a folder that claimed to be that of a network escaped the seal of its files."""
+    tensors(MODEL, lambda t: t[min(t)][:1].add_(9))(folder)
+    relabel(folder)
+    assert sorted(codes(folder)) == ["files"] * 3 + [SEAL]
+    shutil.rmtree(folder / "ledger")
+    assert codes(folder) == [SEAL]
 
 
 def test_missing_files_are_named(folder: Path) -> None:

@@ -81,7 +81,19 @@ def settings(method: str, /, **more: dict[str, Any]) -> Any:
     )
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedprox", "fedbn", "fedfa-plus", "fedharmo"])
+RUN_ON_MASKS = (
+    "fedavg",
+    "fedprox",
+    "fedbn",
+    "fedfa-plus",
+    "fedharmo",
+    "fedsam",
+    "feddc",
+    "fedmgda-plus",
+)
+
+
+@pytest.mark.parametrize("method", RUN_ON_MASKS)
 def test_runs_measure_dice_by_site_and_client(method: str, tmp_path: Path) -> None:
     result = fs.simulate(settings(method), output=tmp_path, quiet=True)
     (row,) = read_rows(folder_of(result))
@@ -102,10 +114,24 @@ def test_runs_measure_dice_by_site_and_client(method: str, tmp_path: Path) -> No
 
 def test_what_needs_classes_is_refused() -> None:
     refused = [name for name in METHODS if method_class(name).masks_refusal]
-    assert {"feddm", "fedaf", "fedfm", "fedgen", "moon", "fedkf", "fedhydra"} <= set(refused)
-    assert not {"fedavg", "fedprox", "fedbn", "fedfa-plus", "fedharmo"} & set(refused)
+    assert {
+        "feddm",
+        "fedaf",
+        "fedfm",
+        "fedgen",
+        "moon",
+        "fedkf",
+        "fedhydra",
+        "fpl",
+        "fedsr",
+        "fedmix",
+        "fedrobust",
+        "ccvr",
+        "fedbe",
+    } <= set(refused)
+    assert not set(RUN_ON_MASKS) & set(refused)
     for name in refused:
-        proxy = {"method": {"proxy": "noise"}} if name == "feddf" else {}
+        proxy = {"method": {"proxy": "noise"}} if name in ("feddf", "fedbe") else {}
         with raises(SettingError, "run.method"):
             fs.simulate(settings(name, **proxy), quiet=True)
     for changes, kind, code in (

@@ -16,17 +16,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedsynth.core.client import Group, PrivateClientView, chunk
 from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, ModelParameters, released
+from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import LARGEST, Array, Rule, most_examples
 from fedsynth.errors import SettingError
+from fedsynth.methods.shared.local import Trained
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
@@ -204,6 +207,49 @@ def sums_and_counts(
     counts = class_counts(client)
     sums = class_sums(client, mechanisms_of(client, plan), lambda x, labels: vectors(x), width)
     return sums[0], counts[0]
+
+
+def feature_sums(
+    model: nn.Module, client: Group, plan: str, context: RoundContext
+) -> tuple[Tensor, Tensor]:
+    """Computes the class sums [C, D] of a client's features under a model, and the class counts.
+
+    Args:
+        model: the model in evaluation mode, whose parameters need no gradients.
+        client, plan: as in `sums_and_counts`.
+        context: the context of the round.
+    """
+    embed: Vectors = model.embed  # type: ignore[assignment]
+    return sums_and_counts(client, embed, feature_width(context, logits=False), plan)
+
+
+@dataclass(frozen=True)
+class ModelAndSums(ModelParameters):
+    """A trained model, and the class sums [C, D] of its features with the class counts [C]."""
+
+    sums: Tensor = released()
+    counts: Tensor = released()
+
+
+def uploads_with_sums(
+    plan: str, context: RoundContext
+) -> Callable[[nn.Module, Trained], tuple[Message, ClientState]]:
+    """Returns a function that makes the upload of a client, for `LocalObjective.make_upload`.
+
+    The sums are those of the client's examples under its trained model.
+
+    Args:
+        plan: the name of the plan of the sums.
+        context: the context of the round.
+    """
+
+    def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
+        parameters = model.state_dict()
+        frozen = context.load(parameters).requires_grad_(False).eval()
+        sums, counts = feature_sums(frozen, trained.client, plan, context)
+        return ModelAndSums(parameters, trained.weight, sums, counts), {}
+
+    return make_upload
 
 
 def class_means(

@@ -53,7 +53,7 @@ class EnsembleState(AveragingState):
 
 
 @dataclass(frozen=True)
-class EnsembleDistillation(TrainsLocally, HeterogeneousClients):
+class EnsembleDistillation(TrainsLocally):
     """Base class of methods whose server distils the clients' models into one model.
 
     The defaults are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and
@@ -111,7 +111,7 @@ class EnsembleDistillation(TrainsLocally, HeterogeneousClients):
 
 
 @dataclass(frozen=True)
-class DataFreeEnsembleDistillation(EnsembleDistillation, OneShotSettings):
+class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, OneShotSettings):
     """Base class of methods whose server distils the clients' models on generated images.
 
     The settings of the distillation are documented in `OneShotSettings`.

@@ -186,6 +186,7 @@ class TrainsLocally(Measurements):
     """The reason why a run cannot end with the average of all clients' last models, or empty."""
     presets: ClassVar[Presets] = {
         "digits": {"batch": 32},
+        "plays": {"batch": 32, "lr": 1.0},
         "shapes": {"local_epochs": 2, "batch": 8, "lr": 0.05},
     }
 

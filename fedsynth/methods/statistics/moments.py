@@ -246,6 +246,36 @@ def released_roots(
     return dict(zip(root_names(features.blocks), roots, strict=True))
 
 
+def noise_edge(noise: float, size: int) -> float:
+    """Returns the value that the eigenvalues of a symmetric matrix of pure noise reach, noise·√(2d).
+
+    By chance, single ones exceed this value by up to a quarter.
+
+    Args:
+        noise: standard deviation of the noise of a diagonal entry. The standard deviation of other
+            entries is √½ of it.
+        size: d, the number of rows.
+
+    >>> noise_edge(0.5, 8)
+    2.0
+    """
+    return noise * math.sqrt(2 * size)
+
+
+def denoised(values_d: Tensor, floor: float) -> Tensor:
+    """Replaces the variances below a floor, which noise hides, by their mean, or by 0 if the mean is
+    negative.
+
+    The sum of all variances is kept, because the noise of a sum is much smaller than its signal.
+
+    >>> denoised(torch.tensor([-1.0, 2.0, 9.0]), floor=3.0)
+    tensor([0.5000, 0.5000, 9.0000])
+    """
+    low = values_d < floor
+    mean = torch.where(low, values_d, 0.0).sum() / low.sum().clamp_min(1)
+    return torch.where(low, mean.clamp_min(0.0), values_d)
+
+
 def _root(covariance: Tensor, noise: float) -> Tensor:
     """Computes the symmetric matrix that flattens the spectrum of a covariance.
 
@@ -253,13 +283,11 @@ def _root(covariance: Tensor, noise: float) -> Tensor:
 
     Args:
         covariance: the released covariance [size, size].
-        noise: standard deviation of the noise of a diagonal entry. The standard deviation of other
-            entries is √½ of it, so the eigenvalues of pure noise reach about noise·√(2·size). By
-            chance, single ones exceed this value by up to a quarter.
+        noise: standard deviation of the noise of a diagonal entry (`noise_edge`).
     """
     values, vectors = torch.linalg.eigh(covariance)
     mean = float(values.clamp_min(0).mean())
-    floor = max(FLOOR * mean, noise * math.sqrt(2 * len(values)))
+    floor = max(FLOOR * mean, noise_edge(noise, len(values)))
     if floor <= 0:  # all features are identical
         return torch.eye(len(values), dtype=values.dtype, device=values.device)
     factors = (values.clamp_min(floor) / floor) ** (-POWER / 2)

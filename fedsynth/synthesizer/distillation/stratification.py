@@ -34,7 +34,7 @@ def pair_losses(
     *,
     steps: int = 30,
     batch: int = 32,
-    learning_rate: float = 1e-2,
+    learning_rate: float = 1e-3,
     latent: int = 100,
     width: int = 64,
     loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
@@ -57,8 +57,6 @@ def pair_losses(
         batch, latent, width: the batch size, noise length and width of the generators. The paper
             does not state them.
         learning_rate: the learning rate of Adam. The paper has one rate for all generators, 1e-3.
-            With ten times this rate, the losses fall further within 30 steps. The rate was chosen
-            by test accuracy (docs/results.md).
         loop: a function (name, number of steps, objects that change) -> 0, 1, …, such as
             `RoundContext.server_loop`, which saves checkpoints.
     """
@@ -110,7 +108,7 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tens
     return torch.stack(images)
 
 
-def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
+def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
     """Returns the matrix U [C, m], which measures how well each client's model can teach each
     class.
 
@@ -118,8 +116,8 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-3) -> Tensor:
 
     Args:
         losses_TCM: the loss of every step, class and client.
-        floor: a lower bound of the denominator, because a minimum near zero would outweigh all
-            other values. The paper has no such bound.
+        floor: a lower bound of the denominator, because losses can be exactly 0 in float32. The
+            paper has no such bound.
 
     >>> guidance(torch.tensor([[[4.0, 2.0]], [[1.0, 2.0]]]))  # two steps, one class, two clients
     tensor([[3., 0.]])
