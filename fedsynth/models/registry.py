@@ -92,6 +92,8 @@ _MODELS = {
     "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
     "resnet50": _Architecture(_large("resnet50"), ("batch", "group")),
     "alexnet": _Architecture(_large("AlexNet"), ("batch", "group")),
+    "densenet100": _Architecture(_large("densenet100"), ("batch", "group")),
+    "swin-t": _Architecture(_large("SwinT"), ("layer",)),
 }
 
 
@@ -104,8 +106,8 @@ class ModelSettings:
 
     Args:
         name: the architecture (convnet, linear, mlp, lenet5, cnn1, cnn2, resnet8, resnet18,
-            resnet50, alexnet or googlenet), or FILE.py:NAME for your own, or timm:NAME or
-            torchvision:NAME. The default is "convnet", or "linear" if `features` is set.
+            resnet50, alexnet, googlenet, densenet100 or swin-t), or FILE.py:NAME for your own, or
+            timm:NAME or torchvision:NAME. The default is "convnet", or "linear" if `features` is set.
         width: the number of channels in each layer of "convnet", or of units in the hidden layer of
             "mlp". Other architectures have their published sizes.
         depth: the number of blocks of "convnet", each of which halves the image.
