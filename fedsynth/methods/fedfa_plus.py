@@ -104,7 +104,9 @@ class FedFAPlus(TrainsLocally):
         fusion: "adaptive" for Σ̂² = (γ + 1) ⊙ Σ² in a client, or "direct", in which the variance
             across clients replaces γ.
         stages: numbers of the stages that are augmented, separated by commas, such as "1,2"
-            (default: all stages of the network).
+            (default: all stages of the network). Manifold MixUp also mixes images, as in its paper,
+            and MoEx changes only the first of these stages. The papers of Manifold MixUp and
+            MixStyle use early stages.
         probability: probability that a stage augments a batch. It is 0.5 in the code of FedFA-l
             and of MixStyle. The paper of DAC-SC normalises every batch. With 0 and without
             alignment, the method is FedAvg with equal weights, for augmentations that preserve
@@ -199,10 +201,10 @@ class FedFAPlus(TrainsLocally):
         mixing = feature_mixing.Mixing(self.augmentation if stages else "", stages, *chances, mixes)
         for stage in stages if self._variance in RESAMPLING else ():
             names = f"mean.{stage}", f"std.{stage}"
-            gammas = map(message.statistics.get, names)
-            sums = map(state.get, names)
+            gamma_mean, gamma_std = map(message.statistics.get, names)
+            mean, std = map(state.get, names)
             layer = feature_statistics.Augmentation(
-                self.probability, coin, noise, *gammas, self._variance, *sums
+                *(self.probability, coin, noise, gamma_mean, gamma_std, self._variance, mean, std)
             )
             layers[stage] = layer
             shared[f"statistics.{stage}"] = layer.statistics

@@ -266,7 +266,8 @@ class _Stage(nn.Sequential):
     """Blocks of a stage of Swin-T, which return [N, C, H, W] like the stages of other networks."""
 
     def forward(self, x_NHWC: Tensor) -> Tensor:
-        return super().forward(x_NHWC).permute(0, 3, 1, 2)
+        blocks: Tensor = super().forward(x_NHWC)  # type: ignore[no-untyped-call]
+        return blocks.permute(0, 3, 1, 2)
 
 
 class _Merging(PatchMerging):  # type: ignore[misc]  # torchvision has no types

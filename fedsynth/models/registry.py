@@ -112,8 +112,8 @@ class ModelSettings:
             "mlp". Other architectures have their published sizes.
         depth: the number of blocks of "convnet", each of which halves the image.
         norm: the kind of norm layers (default: that of the architecture). The default is instance
-            norm for the ConvNet and ResNet-8, and batch norm for the other networks that have norm
-            layers. LeNet-5, "linear" and "mlp" have none.
+            norm for the ConvNet and ResNet-8, layer norm for Swin-T, and batch norm for the other
+            networks that have norm layers. LeNet-5, "linear" and "mlp" have none.
         clients: the architectures of the clients, separated by commas, such as "lenet5,resnet8"
             (default: that of the server). They are assigned to the clients in turn, each with its
             default norm. Not every method allows this.

@@ -88,11 +88,11 @@ class Mixed:
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         """Computes λ·ℓ(z, y) + (1 − λ)·ℓ(z, y') for each example, with the cross-entropy ℓ."""
-        own = F.cross_entropy(logits, y, reduction="none")
+        losses = F.cross_entropy(logits, y, reduction="none")
         if self.partner is None:
-            return own
-        other = F.cross_entropy(logits, y[self.partner], reduction="none")
-        return self.share * own + (1 - self.share) * other
+            return losses
+        of_partners = F.cross_entropy(logits, y[self.partner], reduction="none")
+        return self.share * losses + (1 - self.share) * of_partners
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Mixing:
             return Mixed(x_NCHW, layers, partner, MOEX_SHARE)
         share = draws.beta(BETA[self.name], BETA[self.name])
         mix = partial(mixup, partner_N=partner, share=share)
-        place = draws.integers(len(self.stages) + 1) if self.name == "m-mixup" else 0
+        place = int(draws.integers(len(self.stages) + 1)) if self.name == "m-mixup" else 0
         if place == 0:  # the images, which are one of the places of Manifold MixUp
             return Mixed(mix(x_NCHW), {}, partner, share)
         return Mixed(x_NCHW, {self.stages[place - 1]: mix}, partner, share)
