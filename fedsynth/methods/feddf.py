@@ -24,7 +24,7 @@ from fedsynth.mixed_precision import computed
 
 
 @dataclass(frozen=True)
-class FedDF(DistilsOnPublicImages, EnsembleDistillation, HeterogeneousClients):
+class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     """FedDF: the server trains a student on public images, towards the clients' averaged logits.
 
     The settings are documented in `EnsembleDistillation` and `DistilsOnPublicImages`. The defaults

@@ -20,12 +20,19 @@ code, and the histograms are those of the means of the last feature maps.
 Neither source defines how features are transformed before binning, the number of bins, or λ. These
 choices are ours.
 
+The settings `augmentation`, `fusion` and `stages` are the ablations of FedFA-l. The overview prints
+their results, but no formulas, and the public code does not contain them. FedFA-C uses only the
+client's variance Σ². FedFA-R draws its variance from U(0, 1), which is our choice. Direct fusion has
+the client-sharing variance in the place of γ, as we understand the paper of FedFA (ICLR 2023). The
+other papers' augmentations are in `training/feature_mixing.py`.
+
 The method cannot run with differential privacy. Σ² and the histogram of a batch mix the examples of
 the batch, and the statistics are sent without noise.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,11 +50,13 @@ from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.layers import check_embedding
 from fedsynth.seeding import torch_generator
-from fedsynth.training import feature_statistics
-from fedsynth.training.segmentation import example_losses
+from fedsynth.training import feature_mixing, feature_statistics
+from fedsynth.training.feature_statistics import augmented
 from fedsynth.validation import in_range, one_of
 
 HISTOGRAM = "histogram"
+RESAMPLING = ("fedfa", "fedfa-c", "fedfa-r")
+FUSIONS = {"adaptive": feature_statistics.modulation, "direct": feature_statistics.spread}
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,7 @@ class StatisticsDown(ModelParameters):
     """The message to the clients of FedFA+: the model w_t and statistics of all clients.
 
     The statistics are γ for the channel means and deviations of each stage, and the histogram π. γ
-    and π are missing in round 1.
+    and π are missing in round 1. With direct fusion, γ is the variance across clients.
     """
 
     statistics: Tensors = public("sent to clients, never uploaded")
@@ -88,8 +97,23 @@ class FedFAPlus(TrainsLocally):
 
     Args:
         parts: "both" for FedFA+, "augmentation" for FedFA-l, or "alignment" for FedFA-h.
-        probability: probability that a stage augments a batch. With 0 and without alignment, the
-            method is FedAvg with equal weights.
+        augmentation: "fedfa" for FedFA-l, "fedfa-c" or "fedfa-r" for its variants without
+            statistics of other clients, or an augmentation in its place: "mixup" (Zhang et al.
+            2018), "m-mixup" (Manifold MixUp, Verma et al. 2019), "mixstyle" (Zhou et al. 2021),
+            "moex" (Li et al. 2021) or "dac-sc" (SCNorm, Lee, Bae and Kim 2023).
+        with_fedfa: whether FedFA-l is added to an augmentation of another paper.
+        fusion: "adaptive" for Σ̂² = (γ + 1) ⊙ Σ² in a client, or "direct", in which the variance
+            across clients replaces γ.
+        stages: numbers of the stages that are augmented, separated by commas, such as "1,2"
+            (default: all stages of the network). Manifold MixUp also mixes images, as in its paper,
+            and MoEx changes only the first of these stages. The papers of Manifold MixUp and
+            MixStyle use early stages.
+        probability: probability that a stage augments a batch. It is 0.5 in the code of FedFA-l
+            and of MixStyle. The paper of DAC-SC normalises every batch. With 0 and without
+            alignment, the method is FedAvg with equal weights, for augmentations that preserve
+            labels.
+        mix_probability: probability that "mixup", "m-mixup" or "moex" augments a batch. It is 1 in
+            their papers (MoEx: on ImageNet). With 0, they have no effect.
         align_weight: λ, the weight of the alignment. This value, `bins` and `bin_temperature` are
             our choices, because the slides give none.
         bins: number of bins in a histogram.
@@ -121,19 +145,48 @@ class FedFAPlus(TrainsLocally):
     robust_refusal = "the server needs the clients' differences, which a robust rule removes"
 
     parts: str = one_of("both", "augmentation", "alignment")
+    augmentation: str = one_of(*RESAMPLING, *feature_mixing.ALTERNATIVES)
+    with_fedfa: bool = False
+    fusion: str = one_of(*FUSIONS)
+    stages: str = ""
     probability: float = in_range(0.5, 0, 1)
+    mix_probability: float = in_range(1.0, 0, 1)
     align_weight: float = in_range(0.1, 0)
     bins: int = in_range(8, 2)
     bin_temperature: float = in_range(0.01, 1e-6)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stages and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.stages):
+            reason = "must be numbers of stages from 1, separated by commas, such as '1,2'"
+            raise SettingError("method", "stages", reason, value=self.stages)
+        if self.with_fedfa and self.augmentation in RESAMPLING:
+            reason = f"has no effect with method.augmentation={self.augmentation}. Set it to false"
+            raise SettingError("method", "with_fedfa", reason)
+
     def check_model(self, model: nn.Module) -> None:
         check_embedding(self.name, model, nn.Linear | nn.Conv2d)
-        if self.parts != "alignment" and not getattr(model, "stage_names", ()):
+        if self.parts == "alignment":
+            return
+        stages = len(getattr(model, "stage_names", ()))
+        if not stages:
             reason = (
                 "must be a network with the attribute `stage_names`, the names of the stages to "
                 "augment. Set method.parts=alignment for a network without it"
             )
             raise SettingError("model", "name", reason)
+        if max(self._stage_numbers, default=0) > stages:
+            reason = f"must be numbers from 1 to {stages}, the stages of this network"
+            raise SettingError("method", "stages", reason, value=self.stages)
+
+    @property
+    def _stage_numbers(self) -> tuple[int, ...]:
+        return tuple(sorted({int(number) for number in self.stages.split(",") if number}))
+
+    @property
+    def _variance(self) -> str:
+        """The variance of the resampled statistics, or the name of another augmentation."""
+        return "fedfa" if self.with_fedfa else self.augmentation
 
     def task(
         self, client: int, message: StatisticsDown, state: ClientState, context: RoundContext
@@ -141,22 +194,28 @@ class FedFAPlus(TrainsLocally):
         seed, number, device = context.seed, context.round, context.device
         coin = torch_generator(seed, "augmentation coin", number, client)
         noise = torch_generator(seed, "augmentation", number, client, device=device)
-        shared: dict[str, Any] = {"coin": coin, "noise": noise}
+        mixes = torch_generator(seed, "augmentation mixing", number, client)
+        shared: dict[str, Any] = {"coin": coin, "noise": noise, "mixes": mixes}
         layers: dict[str, feature_statistics.Augmentation] = {}
-        for stage in self._stages(context):
+        stages = self._stages(context)
+        chances = self.probability, self.mix_probability
+        mixing = feature_mixing.Mixing(self.augmentation if stages else "", stages, *chances, mixes)
+        for stage in stages if self._variance in RESAMPLING else ():
             names = f"mean.{stage}", f"std.{stage}"
-            gammas = map(message.statistics.get, names)
-            sums = map(state.get, names)
-            layer = feature_statistics.Augmentation(self.probability, coin, noise, *gammas, *sums)
+            gamma_mean, gamma_std = map(message.statistics.get, names)
+            mean, std = map(state.get, names)
+            layer = feature_statistics.Augmentation(
+                *(self.probability, coin, noise, gamma_mean, gamma_std, self._variance, mean, std)
+            )
             layers[stage] = layer
             shared[f"statistics.{stage}"] = layer.statistics
         histogram = message.statistics.get(HISTOGRAM)  # π; never sent by clients of FedFA-l
 
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            with feature_statistics.augmented(network, layers):
-                f = network.embed(x)  # type: ignore[operator]
-            logits = network.classifier(f)  # type: ignore[operator]
-            task_loss = example_losses(logits, y)
+            mixed = mixing.draw(x)
+            with augmented(network, layers), augmented(network, mixed.layers):
+                f = network.embed(mixed.x)  # type: ignore[operator]
+            task_loss = mixed.losses(network.classifier(f), y)  # type: ignore[operator]
             if histogram is None:
                 return task_loss
             batch_histogram = feature_statistics.soft_histogram(f, self.bins, self.bin_temperature)
@@ -166,8 +225,8 @@ class FedFAPlus(TrainsLocally):
         def make_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
             means: dict[str, Tensor] = {}
             stds: dict[str, Tensor] = {}
-            for stage, layer in layers.items():
-                for mean, std in layer.statistics:  # none without examples
+            for stage in self._sent_stages(context):
+                for mean, std in layers[stage].statistics:  # none without examples
                     means[f"mean.{stage}"] = mean
                     stds[f"std.{stage}"] = std
             statistics = means | stds
@@ -194,7 +253,9 @@ class FedFAPlus(TrainsLocally):
         """Returns the rules for the arrays that a client with at least one example sends."""
         model = context.architecture
         rules: dict[str, Array] = {}
-        widths = feature_statistics.channels(model, self._stages(context), context.spec.image_shape)
+        widths = feature_statistics.channels(
+            model, self._sent_stages(context), context.spec.image_shape
+        )
         for stage, width in widths.items():
             rules[f"mean.{stage}"] = Array((width,))
             rules[f"std.{stage}"] = Array((width,), low=0.0)
@@ -214,7 +275,7 @@ class FedFAPlus(TrainsLocally):
             if name == HISTOGRAM:
                 statistics[name] = values.mean(dim=0)  # π
             else:
-                statistics[name] = feature_statistics.modulation(values)  # γ
+                statistics[name] = FUSIONS[self.fusion](values)  # γ
         return replace(state, parameters=average(uploads, uniform=True), statistics=statistics)
 
     def _stages(self, context: RoundContext) -> tuple[str, ...]:
@@ -222,7 +283,12 @@ class FedFAPlus(TrainsLocally):
         if self.parts == "alignment":
             return ()
         names: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
-        return tuple(names)
+        numbers = self._stage_numbers or range(1, len(names) + 1)
+        return tuple(names[number - 1] for number in numbers)
+
+    def _sent_stages(self, context: RoundContext) -> tuple[str, ...]:
+        """Returns the stages whose statistics are sent, which are all or none that are augmented."""
+        return self._stages(context) if self._variance == "fedfa" else ()
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:
         """Computes the client's histogram π_k under its trained model, without augmentation.

@@ -1,4 +1,4 @@
-"""ResNet-18, ResNet-50, AlexNet and GoogLeNet.
+"""ResNet-18, ResNet-50, AlexNet, GoogLeNet, DenseNet-100 and Swin-T.
 
 ResNet-18 and ResNet-50 (He et al. 2016) are based on torchvision and have its parameter names. With
 three channels and ten classes, they have 11,181,642 parameters (as in FedAF's Table 7) and
@@ -13,6 +13,18 @@ GoogLeNet (Szegedy et al. 2015) has no auxiliary classifiers. It is based on tor
 parameter names. There are two differences from torchvision, for differential privacy. The network
 has no dropout, because its masks would depend on the rest of the batch. ReLUs are not in-place,
 because DP-SGD's hooks keep their inputs.
+
+DenseNet-100 is DenseNet-BC for small images, with 100 layers and growth rate 12 (Huang et al. 2017,
+arXiv 1608.06993, Sec. 3). It has 0.8 million parameters, as in the paper's Table 2. FedFA+'s
+overview only names "Dense100". It augments five stages, which here are the three dense blocks and
+the two transitions. The overview also lists five stages for ResNet-50, which are the stem and the
+four groups of blocks. The network is torchvision's, but begins with the paper's 3×3 convolution.
+
+Swin-T (Liu et al. 2021, arXiv 2103.14030) is based on torchvision and has its parameter names. With
+1,000 classes it has 28.3 million parameters, as in the paper's Table 1. There is no stochastic
+depth, because torchvision draws it from torch's global generator. Images keep their size, and
+feature maps smaller than a window are padded. DP-SGD refuses the network for its buffers of
+positions, and because attention uses the weights of linear layers without calling them.
 """
 
 from __future__ import annotations
@@ -22,9 +34,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchvision.models.densenet import DenseNet
 from torchvision.models.googlenet import BasicConv2d, Inception, InceptionAux
 from torchvision.models.googlenet import GoogLeNet as TorchvisionGoogLeNet
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+from torchvision.models.swin_transformer import PatchMerging, SwinTransformer
 
 from fedsynth.features.feature_map import Shape
 from fedsynth.models.convnet import make_norm
@@ -55,10 +69,17 @@ def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
     return block.relu(y + x)
 
 
+def _keep_inputs(network: nn.Module) -> None:
+    """Makes all ReLUs keep their inputs, which DP-SGD's hooks hold."""
+    for layer in network.modules():
+        if isinstance(layer, nn.ReLU):
+            layer.inplace = False
+
+
 class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
     """A ResNet, which maps normalised images [N, C, H, W] to logits [N, classes]."""
 
-    stage_names = ("layer1", "layer2", "layer3", "layer4")
+    stage_names = ("maxpool", "layer1", "layer2", "layer3", "layer4")
 
     def __init__(
         self, block: type[nn.Module], counts: list[int], image_shape: Shape, classes: int, norm: str
@@ -69,9 +90,7 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
         if channels != 3:  # initialised as in torchvision
             self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
-        for layer in self.modules():
-            if isinstance(layer, nn.ReLU):
-                layer.inplace = False  # DP-SGD's hooks hold the input that it would overwrite
+        _keep_inputs(self)
         self.embedding_size: int = self.fc.in_features
         # scalars of an image after the first convolution
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
@@ -199,3 +218,99 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return self.fc(self.embed(x_NCHW))
+
+
+def densenet100(image_shape: Shape, classes: int, norm: str) -> nn.Module:
+    """Creates a DenseNet-100. `norm` is "batch", or "group" for DP-SGD."""
+    model = DenseNet100(image_shape, classes)
+    if norm == "group":
+        return group_norm_twin(model)
+    return model
+
+
+class DenseNet100(DenseNet):  # type: ignore[misc]  # torchvision has no types
+    """DenseNet-BC-100-12, which maps normalised images [N, C, H, W] to logits [N, classes].
+
+    Raises:
+        SettingError: the images are smaller than 4×4.
+    """
+
+    stage_names = tuple(
+        f"features.{name}"
+        for name in ("denseblock1", "transition1", "denseblock2", "transition2", "denseblock3")
+    )
+
+    def __init__(self, image_shape: Shape, classes: int) -> None:
+        growth, layers = 12, 16
+        super().__init__(growth, (layers,) * 3, 2 * growth, num_classes=classes)
+        channels, height, width = image_shape
+        require_size("densenet100", image_shape, 4)  # else a pooling layer has no output
+        self.features.conv0 = nn.Conv2d(channels, 2 * growth, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(self.features.conv0.weight)
+        for name in ("norm0", "relu0", "pool0"):
+            delattr(self.features, name)
+        _keep_inputs(self)
+        self.embedding_size: int = self.classifier.in_features
+        # scalars of an image after the first dense block
+        self.largest_activation = (2 + layers) * growth * height * width
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, 342]."""
+        return torch.relu(self.features(x_NCHW)).mean(dim=(2, 3))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return self.classifier(self.embed(x_NCHW))
+
+
+class _Stage(nn.Sequential):
+    """Blocks of a stage of Swin-T, which return [N, C, H, W] like the stages of other networks."""
+
+    def forward(self, x_NHWC: Tensor) -> Tensor:
+        blocks: Tensor = super().forward(x_NHWC)  # type: ignore[no-untyped-call]
+        return blocks.permute(0, 3, 1, 2)
+
+
+class _Merging(PatchMerging):  # type: ignore[misc]  # torchvision has no types
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return super().forward(x_NCHW.permute(0, 2, 3, 1))
+
+
+class SwinT(SwinTransformer):  # type: ignore[misc]  # torchvision has no types
+    """Swin-T, which maps normalised images [N, C, H, W] to logits [N, classes].
+
+    Args:
+        norm: "layer".
+
+    Raises:
+        SettingError: the images are smaller than a patch of 4×4.
+    """
+
+    stage_names = ("features.1", "features.3", "features.5", "features.7")
+
+    def __init__(self, image_shape: Shape, classes: int, norm: str = "layer") -> None:
+        features, depths, heads = 96, [2, 2, 6, 2], [3, 6, 12, 24]
+        settings = {"num_classes": classes, "stochastic_depth_prob": 0.0}
+        layers = {"downsample_layer": _Merging}
+        super().__init__([4, 4], features, depths, heads, [7, 7], **layers, **settings)
+        channels, height, width = image_shape
+        require_size("swin-t", image_shape, 4)
+        if channels != 3:
+            self.features[0][0] = nn.Conv2d(channels, features, 4, stride=4)
+        for name in self.stage_names:
+            index = int(name.removeprefix("features."))
+            self.features[index] = _Stage(*self.features[index])
+        self.embedding_size: int = self.head.in_features
+        # scalars of an image in the hidden layer of the first stage
+        self.largest_activation = 4 * features * (height // 4) * (width // 4)
+
+    @property
+    def classifier(self) -> nn.Linear:
+        """The last layer, `head`."""
+        return self.head
+
+    def embed(self, x_NCHW: Tensor) -> Tensor:
+        """Computes the embeddings of normalised images, [N, 768]."""
+        return self.norm(self.features(x_NCHW).permute(0, 2, 3, 1)).mean(dim=(1, 2))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        return self.classifier(self.embed(x_NCHW))

@@ -98,6 +98,8 @@ _MODELS = {
     "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
     "resnet50": _Architecture(_large("resnet50"), ("batch", "group")),
     "alexnet": _Architecture(_large("AlexNet"), ("batch", "group")),
+    "densenet100": _Architecture(_large("densenet100"), ("batch", "group")),
+    "swin-t": _Architecture(_large("SwinT"), ("layer",)),
     UNET: _Architecture(UNet, CNN_NORMS),
 }
 
@@ -111,16 +113,16 @@ class ModelSettings:
 
     Args:
         name: the architecture (convnet, linear, mlp, lstm, lenet5, cnn1, cnn2, resnet8, resnet18,
-            resnet50, alexnet or googlenet, or unet for segmentation), or FILE.py:NAME for your own,
-            or timm:NAME or torchvision:NAME. The default is "convnet", or "linear" if `features` is
-            set.
+            resnet50, alexnet, googlenet, densenet100 or swin-t, or unet for segmentation), or
+            FILE.py:NAME for your own, or timm:NAME or torchvision:NAME. The default is "convnet",
+            or "linear" if `features` is set.
         width: the number of channels in each layer of "convnet" or in the first layers of "unet"
             (32 in papers), or of units in the hidden layer of "mlp" and in each layer of "lstm".
             Other architectures have their published sizes.
         depth: the number of blocks of "convnet", each of which halves the image.
         norm: the kind of norm layers (default: that of the architecture). The default is instance
-            norm for the ConvNet and ResNet-8, and batch norm for the other networks that have norm
-            layers. LeNet-5, "linear" and "mlp" have none.
+            norm for the ConvNet and ResNet-8, layer norm for Swin-T, and batch norm for the other
+            networks that have norm layers. LeNet-5, "linear" and "mlp" have none.
         clients: the architectures of the clients, separated by commas, such as "lenet5,resnet8"
             (default: that of the server). They are assigned to the clients in turn, each with its
             default norm. Not every method allows this.

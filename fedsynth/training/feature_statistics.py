@@ -9,7 +9,7 @@ across clients.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass
 from functools import lru_cache
@@ -21,6 +21,11 @@ EPS = 1e-6
 MOMENTUM = 0.99
 
 
+def spread(means_MC: Tensor) -> Tensor:
+    """Computes the variance across clients Σ² [C] of the statistics [M, C] of M clients."""
+    return means_MC.var(dim=0, correction=0) + EPS
+
+
 def modulation(means_MC: Tensor) -> Tensor:
     """Computes how strongly each channel is augmented, γ [C].
 
@@ -30,8 +35,7 @@ def modulation(means_MC: Tensor) -> Tensor:
     clients, and is scaled to a mean of 1. If all clients have equal statistics, γ is 1 for every
     channel.
     """
-    variance = means_MC.var(dim=0, correction=0) + EPS
-    weight = 1 / (1 + 1 / variance)
+    weight = 1 / (1 + 1 / spread(means_MC))
     return weight * len(weight) / weight.sum()
 
 
@@ -42,11 +46,14 @@ class Augmentation:
     The layer augments a batch at random, and accumulates the channel statistics of all batches.
 
     Args:
-        gamma_mean, gamma_std: γ [C] for the channel means and for the standard deviations. None
-            means 1 in every channel, which is the value for clients with equal statistics.
         probability: probability with which a batch is augmented.
         coin: CPU generator that decides whether a batch is augmented.
         noise: generator of the resampled statistics, on the device of the features.
+        gamma_mean, gamma_std: γ [C] for the channel means and for the standard deviations. None
+            means 1 in every channel, which is the value for clients with equal statistics.
+        variance: "fedfa" for Σ̂² = (γ + 1) ⊙ Σ², "fedfa-c" for Σ̂² = Σ², which is the variance
+            within the client's batch, or "fedfa-r" for a variance that is drawn from U(0, 1) for
+            each channel and batch.
         mean, std: statistics [C] that the client accumulated in earlier rounds. If they are None,
             the layer starts with the statistics of the first batch.
 
@@ -60,6 +67,7 @@ class Augmentation:
     noise: torch.Generator
     gamma_mean: Tensor | None = None
     gamma_std: Tensor | None = None
+    variance: str = "fedfa"
     mean: InitVar[Tensor | None] = None
     std: InitVar[Tensor | None] = None
 
@@ -83,12 +91,13 @@ class Augmentation:
         return plain * new_std[..., None, None] + new_mean[..., None, None]
 
     def _drawn(self, value_NC: Tensor, gamma_C: Tensor | None) -> Tensor:
-        factor: Tensor | int = 2
-        if gamma_C is not None:
-            factor = gamma_C + 1
-        deviation = (factor * (value_NC.var(dim=0, correction=0) + EPS)).sqrt()
+        variance = value_NC.var(dim=0, correction=0) + EPS
+        if self.variance == "fedfa-r":
+            variance = torch.rand(variance.shape, generator=self.noise, device=variance.device)
+        elif self.variance == "fedfa":
+            variance = variance * (2 if gamma_C is None else gamma_C + 1)
         drawn = torch.randn(value_NC.shape, generator=self.noise, device=value_NC.device)
-        return value_NC + drawn * deviation
+        return value_NC + drawn * variance.sqrt()
 
 
 def _moved(running_C: Tensor, batch_C: Tensor) -> Tensor:
@@ -96,10 +105,12 @@ def _moved(running_C: Tensor, batch_C: Tensor) -> Tensor:
 
 
 @contextmanager
-def augmented(network: nn.Module, layers: Mapping[str, Augmentation]) -> Iterator[None]:
+def augmented(
+    network: nn.Module, layers: Mapping[str, Callable[[Tensor], Tensor]]
+) -> Iterator[None]:
     """Applies augmentation layers to a network while the `with` block runs.
 
-    `layers` maps the name of each submodule to the layer that changes its output.
+    `layers` maps the name of each submodule to the function that changes its output.
     """
     with ExitStack() as hooks:
         for name, layer in layers.items():

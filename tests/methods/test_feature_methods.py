@@ -497,7 +497,7 @@ def test_two_fedfa_plus_rounds_equal_plain_torch() -> None:
     assert set(state.statistics) == {"histogram", *stage_names}
 
 
-@pytest.mark.parametrize("name", ["convnet", "lenet5", "resnet8"])
+@pytest.mark.parametrize("name", ["convnet", "lenet5", "resnet8", "densenet100", "swin-t"])
 def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
     """Hooks are removed, also after an error."""
     settings = ModelSettings(name, width=4, norm="", projection=5 if name == "lenet5" else 0)
@@ -512,7 +512,7 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
         raise RuntimeError
     torch.testing.assert_close(net.embed(x), plain)
     assert set(outputs) == set(net.stage_names)
-    assert all(out.dim() == 4 for out in outputs.values())
+    assert all(out.dim() == 4 and out.shape[2] == out.shape[3] for out in outputs.values())
 
 
 @pytest.mark.parametrize("covariance", ["full", "diagonal"])

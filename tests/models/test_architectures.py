@@ -13,6 +13,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
+from fedsynth import FedAvg, PartitionSettings, RunSettings, simulate
 from fedsynth.core.client import ExactClientView
 from fedsynth.errors import ForbiddenLayerError, SettingError, UnknownNameError
 from fedsynth.features.feature_map import Shape
@@ -31,7 +32,7 @@ from tests.privacy.support import mechanism
 from tests.quick_runs import by_family
 from tests.raising import raises
 
-TORCHVISION = ("resnet18", "resnet50", "googlenet")
+TORCHVISION = ("resnet18", "resnet50", "googlenet", "swin-t")
 MNIST, CIFAR, LARGE = (1, 28, 28), (3, 32, 32), (3, 64, 64)
 
 
@@ -51,6 +52,8 @@ def test_parameter_counts() -> None:
         ("convnet", LARGE, 10, {"norm": "batch"}, 381_450),  # FedAF's
         ("resnet18", CIFAR, 10, {}, 11_181_642),  # FedAF's
         ("resnet50", CIFAR, 10, {"norm": "group"}, 23_528_522),
+        ("densenet100", CIFAR, 10, {}, 769_162),  # 0.8 M in DenseNet's Table 2
+        ("swin-t", (3, 224, 224), 1000, {}, 28_288_354),  # 28.3 M in Swin's and torchvision's
         ("linear", (1, 1, 60), 10, {}, 610),
         ("unet", (3, 384, 384), 2, {"width": 32}, 7_763_074),  # FedFA's
         ("lenet5", MNIST, 10, {}, 156 + 2_416 + 48_120 + 10_164 + 850),
@@ -61,14 +64,34 @@ def test_parameter_counts() -> None:
         assert parameter_count(network(name, shape, classes, **settings)) == count
 
 
-@pytest.mark.parametrize("name", by_family(TORCHVISION, ("resnet18", "googlenet")))
+@pytest.mark.parametrize("name", by_family(TORCHVISION, ("resnet18", "googlenet", "swin-t")))
 def test_networks_equal_torchvision(name: str) -> None:
     net, x = network(name, LARGE, 7), random_tensor(2, *LARGE)
     options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
-    reference = torchvision.models.get_model(name, num_classes=7, weights=None, **options).eval()
+    named = name.replace("-", "_")
+    reference = torchvision.models.get_model(named, num_classes=7, weights=None, **options).eval()
     reference.load_state_dict(net.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(net(x), reference(x))
+
+
+def test_densenet_is_torchvisions_with_the_papers_first_layer() -> None:
+    net, x = network("densenet100", CIFAR), random_tensor(2, *CIFAR)
+    assert [name for name, _ in net.features.named_children()][:2] == ["conv0", "denseblock1"]
+    assert net.features.conv0(x).shape == (2, 24, 32, 32)
+    assert net.features.denseblock1(net.features.conv0(x))[0].numel() == net.largest_activation
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), torchvision.models.DenseNet.forward(net, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "steps", "rounds"), [("densenet100", 20, 2), ("swin-t", 3, 1)])
+def test_clients_train_large_networks(name: str, steps: int, rounds: int) -> None:
+    method, split = FedAvg(local_steps=steps, batch=16), PartitionSettings(clients=2, subset=0.1)
+    result = simulate(
+        RunSettings(method, rounds=rounds, partition=split, model=ModelSettings(name))
+    )
+    assert result.accuracy > 0.3
 
 
 def test_alexnet_has_convolutions_of_torchvision() -> None:
@@ -110,7 +133,7 @@ def test_classifier_of_embedding_gives_logits() -> None:
     for name, shape in (
         *((name, MNIST) for name in ("convnet", "lenet5", "linear", "cnn1", "resnet18")),
         *((name, CIFAR) for name in ("resnet8", "cnn2")),
-        ("googlenet", (1, 15, 15)),
+        *(("googlenet", (1, 15, 15)), ("densenet100", (1, 4, 4)), ("swin-t", (1, 4, 4))),
     ):
         net, x = network(name, shape, 7), random_tensor(3, *shape)
         with torch.no_grad():
@@ -137,17 +160,15 @@ def test_projection_head_replaces_the_last_layer(name: str) -> None:
 
 
 LARGE_NETWORKS = {"resnet18", "resnet50", "alexnet"}
+PRIVATE = set(model_names()) - {"swin-t", "unet"}  # runs on masks are not private
 
 
-# without unet: runs on masks are not private
-CLASSIFIERS = [name for name in model_names() if name != "unet"]
-
-
-@pytest.mark.parametrize("name", by_family(CLASSIFIERS, set(CLASSIFIERS) - LARGE_NETWORKS))
+@pytest.mark.parametrize("name", by_family(sorted(PRIVATE), PRIVATE - LARGE_NETWORKS))
 def test_architectures_support_private_steps(name: str) -> None:
     """DP-SGD excludes in-place activations and dropout."""
     norm = "group" if ModelSettings(name).norm == "batch" else ""
-    sides = {"alexnet": 63, "resnet8": 8, "resnet18": 8, "resnet50": 8, "googlenet": 15}
+    sides = {"alexnet": 63, "googlenet": 15}
+    sides |= dict.fromkeys(("resnet8", "resnet18", "resnet50", "densenet100"), 8)
     side = sides.get(name, 28)
     shape = (2, 1, 28) if name == "lstm" else (1, side, side)
     model = network(name, shape, width=4, norm=norm).train()
@@ -168,6 +189,9 @@ def test_invalid_settings_and_dropout_are_refused() -> None:
         ("alexnet", (3, 62, 64), {}, "63×63"),
         ("unet", (1, 40, 32), {}, "multiples of 16"),
         ("googlenet", (1, 14, 14), {}, "15×15"),  # torch would raise "Output size is too small"
+        ("densenet100", (1, 3, 4), {}, "4×4"),
+        ("swin-t", (1, 4, 3), {}, "4×4"),
+        ("swin-t", CIFAR, {"norm": "batch"}, "layer"),
         ("convnet", (1, 8, 8), {"depth": 4}, "depth"),
         ("convnet", (1, 8, 8), {"width": 0}, "width"),
         ("convnet", (1, 8, 8), {"norm": "bach"}, "did you mean batch"),
@@ -186,6 +210,8 @@ def test_invalid_settings_and_dropout_are_refused() -> None:
             network(name, shape, **settings)
     with raises(ForbiddenLayerError, "model.dropout"):
         check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
+    with raises(ForbiddenLayerError, "model.buffer"):
+        check_model(network("swin-t", MNIST))
     check_model(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)))
 
 
