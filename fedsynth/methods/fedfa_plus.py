@@ -45,7 +45,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, public, unprotected
 from fedsynth.core.method import ClientState
 from fedsynth.core.uploads import Array, Named, Rule
-from fedsynth.errors import SettingError
+from fedsynth.errors import SettingError, short_repr
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 from fedsynth.models.layers import check_embedding
@@ -158,8 +158,8 @@ class FedFAPlus(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stages and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.stages):
-            reason = "must be numbers of stages from 1, separated by commas, such as '1,2'"
-            raise SettingError("method", "stages", reason, value=self.stages)
+            rule = "must be numbers of stages from 1, separated by commas, such as '1,2'"
+            raise SettingError("method", "stages", f"{rule}, got {short_repr(self.stages)}")
         if self.with_fedfa and self.augmentation in RESAMPLING:
             reason = f"has no effect with method.augmentation={self.augmentation}. Set it to false"
             raise SettingError("method", "with_fedfa", reason)
