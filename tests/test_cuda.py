@@ -134,7 +134,7 @@ def test_runs_on_gpu_equal_cpu_without_waits(name: str, monkeypatch: pytest.Monk
     actual, waits = run_on_fake_gpu(CASES[name], monkeypatch)
     assert not forbidden_waits(waits)
     expected = recorded.numbers(recorded.run("here", monkeypatch))
-    assert not list(recorded.differences(name, expected, actual, TOLERANCE, 0.01))
+    assert not list(recorded.differences(name, expected, actual, TOLERANCE, 0.01, TOLERANCE))
 
 
 @pytest.mark.cuda
@@ -151,7 +151,7 @@ def test_runs_on_cuda_equal_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         with drawn_on_cpu():
             computed.append(recorded.numbers(recorded.run("here", monkeypatch)))
     assert torch.cuda.max_memory_allocated() > before + 2**16  # the run used the GPU
-    assert not list(recorded.differences(name, *computed, CUDNN_TOLERANCE, 0.01))
+    assert not list(recorded.differences(name, *computed, CUDNN_TOLERANCE, 0.01, CUDNN_TOLERANCE))
 
 
 def test_listed_loops_exist() -> None:

@@ -79,7 +79,10 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
     for name, value in read_settings(run).items():
         # a run states the precision that "auto" was on its device
         is_auto = name == "run.precision" and today[name] == "auto"
-        if name.rpartition(".")[2] not in SPEED and not is_auto and value != today.get(name):
+        # the file of own code is known only where the run names it
+        is_source = name == "run.method_source" and name not in today
+        uncompared = is_auto or is_source or name.rpartition(".")[2] in SPEED
+        if not uncompared and value != today.get(name):
             return f"{name} was {value!r} and is {today.get(name, 'unset')!r} now"
     return ""
 

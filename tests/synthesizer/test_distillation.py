@@ -167,7 +167,7 @@ def test_pair_losses_equal_separate_loops(
 ) -> None:
     monkeypatch.setattr(stratification, "PAIRS", pairs)
     clients = [model.requires_grad_(False) for model in models(device)]
-    sizes = {"steps": 4, "batch": 5, "latent": 6, "width": 4}
+    sizes = {"steps": 4, "batch": 5, "latent": 6, "width": 4, "learning_rate": 1e-2}
     actual = stratification.pair_losses(clients, SPEC, 7, device, **sizes)
     draws = torch_generator(7, "stratification noise", device=device)
     z = torch.randn(5, 6, generator=draws, device=device)
