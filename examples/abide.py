@@ -1,7 +1,7 @@
 """Converts the preprocessed time series of ABIDE to vectors of correlations, as FedBN uses them.
 
     python examples/abide.py ABIDE abide.npz
-    fedsynth train --data abide.npz --bounds=-4,4 --model mlp --method fedbn
+    fedsynth train --data abide.npz --bounds=-4,4 --model mlp --method fedavg --rounds 20
 
 The folder ABIDE contains `Phenotypic_V1_0b_preprocessed1.csv` and, in any subfolders, the files
 `*_rois_ho.1D` of the Preprocessed Connectomes Project (pipeline cpac, strategy filt_noglobal). Its
@@ -16,7 +16,7 @@ The authors' public code (xxlya/Fed_ABIDE) shrinks the correlations (Ledoit-Wolf
 ones to 0. This script does neither.
 
 All windows of the four sites make a file of about 1.6 GB. With `--step 32`, windows do not overlap.
-Records of a subject are alike: for differential privacy, set `--unit user`.
+Records of a subject are alike: for differential privacy, set `--dp-unit user`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import csv
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -83,33 +84,31 @@ def convert(folder: Path, output: Path, *, step: int = 1, fold: int = 0) -> None
             few subjects for a test split.
     """
     files = {path.name: path for path in sorted(folder.rglob("*_rois_ho.1D"))}
-    columns: dict[str, dict[str, list[npt.NDArray[np.generic]]]] = {"train": {}, "test": {}}
+    subjects: dict[str, list[tuple[npt.NDArray[Any], ...]]] = {"train": [], "test": []}
     seen = dict.fromkeys(SITES, 0)
     with (folder / PHENOTYPES).open(encoding="utf-8", newline="") as table:
         for row in csv.DictReader(table):
-            site, label = row.get("SITE_ID", ""), row.get("DX_GROUP", "")
-            path = files.get(f"{row.get('FILE_ID')}_rois_ho.1D")
+            site, label, subject = (row.get(key, "") for key in ("SITE_ID", "DX_GROUP", "FILE_ID"))
+            path = files.get(f"{subject}_rois_ho.1D")
             if site not in SITES or path is None:
                 continue
             if label not in DIAGNOSES:
-                raise ValueError(f"DX_GROUP of {row['FILE_ID']} must be 1 or 2, got {label!r}")
+                raise ValueError(f"DX_GROUP of {subject} must be 1 or 2, got {label!r}")
             x = vectors(read_series(path), step)
             if not len(x):
-                print(f"left out, because a region is constant: {row['FILE_ID']}")
+                print(f"left out, because a region is constant: {subject}")
                 continue
+            facts = (DIAGNOSES[label], SITES[site], subject)
             split = "test" if seen[site] % FOLDS == fold else "train"
+            subjects[split].append((x, *(np.full(len(x), fact) for fact in facts)))
             seen[site] += 1
-            facts = {"y": DIAGNOSES[label], "site": SITES[site], "patient": row["FILE_ID"]}
-            columns[split].setdefault("x", []).append(x)
-            for name, fact in facts.items():
-                columns[split].setdefault(name, []).append(np.full(len(x), fact))
-    if not (columns["train"] and columns["test"]):
+    if not (subjects["train"] and subjects["test"]):
         raise ValueError(f"{folder} must have at least two subjects of a site, with their files")
-    arrays = {}
-    for split, parts in columns.items():
-        for name in list(parts):
-            arrays[f"{split}_{name}"] = np.concatenate(parts.pop(name))
-    np.savez(output, allow_pickle=False, **arrays)
+    arrays: dict[str, Any] = {}
+    for split, columns in subjects.items():
+        for name, parts in zip(("x", "y", "site", "patient"), zip(*columns), strict=True):
+            arrays[f"{split}_{name}"] = np.concatenate(parts)
+    np.savez(output, **arrays)
     print(f"subjects: {', '.join(f'{SITES[site]} {n}' for site, n in seen.items())}")
 
 

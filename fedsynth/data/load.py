@@ -38,7 +38,7 @@ import hashlib
 import math
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -64,16 +64,10 @@ DIGITS = Path(__file__).with_name("digits.npz")
 MAX_PUBLISHED_BYTES = 2**30
 # The training and test files of Synthetic Digits, with their SHA-256, which the Git LFS pointers of
 # the public copy github.com/domainadaptation/datasets state.
-SYNTHETIC_DIGITS = [
-    (
-        "synth_train_32x32.mat",
-        "e0e0924ecd0c0b5a55ed6485aaa7d39937af982397717b89a3d91777aca9433c",
-    ),
-    (
-        "synth_test_32x32.mat",
-        "6285fe9a1c6f27b379a47263907a37899b59ce86948fd343a5b904435cde5bcc",
-    ),
-]
+SYNTHETIC_DIGITS = {
+    "synth_train_32x32.mat": "e0e0924ecd0c0b5a55ed6485aaa7d39937af982397717b89a3d91777aca9433c",
+    "synth_test_32x32.mat": "6285fe9a1c6f27b379a47263907a37899b59ce86948fd343a5b904435cde5bcc",
+}
 
 
 def load_dataset(
@@ -257,7 +251,7 @@ def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return _read_mat(root, [SVHN.split_list[split][1:] for split in ("train", "test")])
 
 
-def _read_mat(root: Path, files: Sequence[Sequence[str]]) -> tuple[Split, Split]:
+def _read_mat(root: Path, files: Iterable[Sequence[str]]) -> tuple[Split, Split]:
     """Reads the training and test files of SVHN or Synthetic Digits, given by name and hash.
 
     A file stores images X [32, 32, 3, N] and labels y [N, 1]. The label 10 is the digit 0.
@@ -294,11 +288,14 @@ def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     each data set are limited to as many as USPS has, 7438. The code draws them with scikit-learn,
     so its images are others. Images are resized to 28×28 (bilinear), and grey channels are repeated.
     """
+    mnist = _read_mnist(dataset_spec("mnist"), root, "MNIST")
+    for split in mnist:
+        _as_data(split, dataset_spec("mnist"))  # checks the shapes; the other arrays are trusted
     readers = (
-        partial(_read_mnist, dataset_spec("mnist"), root, "MNIST"),
+        lambda: mnist,
         partial(_read_svhn, dataset_spec("svhn"), root),
         partial(_read_usps, root),
-        partial(_read_mat, root, SYNTHETIC_DIGITS),
+        partial(_read_mat, root, SYNTHETIC_DIGITS.items()),
         partial(published_folders.read_mnist_m, spec, root),
     )
     limit = spec.train_size // len(spec.domains)
@@ -310,19 +307,18 @@ def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         order = rng.permutation(len(labels))
         order = order[labels[order].argsort(kind="stable")]  # by class, at random within it
         is_test = np.arange(len(labels)) % 5 == 0
-        for split, rows in zip(
-            parts, (rng.permutation(order[~is_test])[:limit], order[is_test]), strict=True
-        ):
+        chosen = (rng.permutation(order[~is_test])[:limit], order[is_test])
+        for part, rows in zip(parts, chosen, strict=True):
             x = torch.from_numpy(np.ascontiguousarray(both.images[rows]))
             x = F.interpolate(x, (spec.height, spec.width), mode="bilinear", antialias=True)
             x = x.repeat(1, spec.channels // x.shape[1], 1, 1)
-            split.append(Split(x.numpy(), labels[rows], np.full(len(rows), domain)))
+            part.append(Split(x.numpy(), labels[rows], np.full(len(rows), domain)))
     return _joined(parts[0]), _joined(parts[1])
 
 
 def _joined(splits: Sequence[Split]) -> Split:
     """Returns the examples of all splits, one split after the other."""
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for name in ("images", "labels", "domains"):
         parts = [getattr(split, name) for split in splits]
         arrays[name] = None if parts[0] is None else np.concatenate(parts)
