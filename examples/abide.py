@@ -105,8 +105,9 @@ def convert(folder: Path, output: Path, *, step: int = 1, fold: int = 0) -> None
     if not (subjects["train"] and subjects["test"]):
         raise ValueError(f"{folder} must have at least two subjects of a site, with their files")
     arrays: dict[str, Any] = {}
-    for split, columns in subjects.items():
-        for name, parts in zip(("x", "y", "site", "patient"), zip(*columns), strict=True):
+    for split, rows in subjects.items():
+        columns = zip(*rows, strict=True)
+        for name, parts in zip(("x", "y", "site", "patient"), columns, strict=True):
             arrays[f"{split}_{name}"] = np.concatenate(parts)
     np.savez(output, **arrays)
     print(f"subjects: {', '.join(f'{SITES[site]} {n}' for site, n in seen.items())}")

@@ -291,7 +291,7 @@ def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     mnist = _read_mnist(dataset_spec("mnist"), root, "MNIST")
     for split in mnist:
         _as_data(split, dataset_spec("mnist"))  # checks the shapes; the other arrays are trusted
-    readers = (
+    readers: tuple[Callable[[], tuple[Split, Split]], ...] = (
         lambda: mnist,
         partial(_read_svhn, dataset_spec("svhn"), root),
         partial(_read_usps, root),
