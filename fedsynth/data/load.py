@@ -1,10 +1,11 @@
 """Loads the published and synthetic data sets by name, and checks the structure of their files.
 
 This module reads files in torchvision's layout and generates the synthetic data sets.
-`published_folders` and `text` read the other data sets. The files are untrusted input. Most are checked by their
-structure, because a mirror may have compressed or encoded them in another way. Those of CIFAR and
-SVHN must be the published files, by the MD5 that torchvision lists: Python's unpickler executes
-what a file names, and SciPy's reader crashes on damaged files.
+`published_folders` and `text` read the other data sets. The files are untrusted input. Most are
+checked by their structure, because a mirror may have compressed or encoded them in another way.
+Those of CIFAR, SVHN, USPS and Synthetic Digits must be the published files, by their hash: Python's
+unpickler executes what a file names, SciPy's reader crashes on damaged files, and torchvision's
+reader of USPS does not limit what it decompresses.
 
 Synthetic(α, β) consists of devices whose models and inputs differ by known amounts (Li et al.,
 FedProx, arXiv 1812.06127, Sec. 5.1).
@@ -37,7 +38,7 @@ import hashlib
 import math
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -45,6 +46,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from fedsynth.data import published_folders, text
 from fedsynth.data.files import Split, expanded
@@ -60,8 +62,14 @@ ROOT_VARIABLE = "FEDSYNTH_DATA"
 # Images that are part of the package, as the passages of `text` are. digits.LICENSE.txt names the authors and the
 # licence.
 DIGITS = Path(__file__).with_name("digits.npz")
-# The size limit of a file of CIFAR or SVHN.
-MAX_PUBLISHED_BYTES = 2**28
+# The size limit of a file that is recognised by its hash. The largest has 896 MB.
+MAX_PUBLISHED_BYTES = 2**30
+# The training and test files of Synthetic Digits, with their SHA-256, which the Git LFS pointers of
+# the public copy github.com/domainadaptation/datasets state.
+SYNTHETIC_DIGITS = {
+    "synth_train_32x32.mat": "e0e0924ecd0c0b5a55ed6485aaa7d39937af982397717b89a3d91777aca9433c",
+    "synth_test_32x32.mat": "6285fe9a1c6f27b379a47263907a37899b59ce86948fd343a5b904435cde5bcc",
+}
 
 
 def load_dataset(
@@ -244,32 +252,102 @@ def _read_cifar(spec: DatasetSpec, root: Path, label_key: str) -> tuple[Split, S
 
 
 def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads SVHN, whose files store images X [32, 32, 3, N] and labels y [N, 1]; 10 is the digit 0."""
-    from scipy.io import loadmat
+    """Reads SVHN."""
     from torchvision.datasets import SVHN
 
+    return _read_mat(root, [SVHN.split_list[split][1:] for split in ("train", "test")])
+
+
+def _read_mat(root: Path, files: Iterable[Sequence[str]]) -> tuple[Split, Split]:
+    """Reads the training and test files of SVHN or Synthetic Digits, given by name and hash.
+
+    A file stores images X [32, 32, 3, N] and labels y [N, 1]. The label 10 is the digit 0.
+    """
+    from scipy.io import loadmat
+
     splits = []
-    for split in ("train", "test"):
-        _, name, md5 = SVHN.split_list[split]
-        variables = loadmat(BytesIO(_published_bytes(root / name, md5)), variable_names=("X", "y"))
+    for name, digest in files:
+        content = BytesIO(_published_bytes(root / name, digest))
+        variables = loadmat(content, variable_names=("X", "y"))
         images = np.ascontiguousarray(variables["X"].transpose(3, 2, 0, 1))
         splits.append(Split(images, variables["y"].reshape(-1).astype(np.int64) % 10))
     return splits[0], splits[1]
 
 
-def _published_bytes(path: Path, md5: str) -> bytes:
+def _read_usps(root: Path) -> tuple[Split, Split]:
+    """Reads USPS, whose grey images of 16×16 pixels are in LIBSVM's format."""
+    from torchvision.datasets import USPS
+
+    splits = []
+    for split in ("train", "test"):
+        _, name, md5 = USPS.split_list[split]
+        _published_bytes(root / name, md5)
+        data = USPS(str(root), train=split == "train")
+        splits.append(Split(data.data[:, None], np.array(data.targets, np.int64)))
+    return splits[0], splits[1]
+
+
+def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    """Reads FedBN's five data sets of digits as domains of colour images (Li et al., 2021, Sec. 5.1).
+
+    As in the paper's public code (med-air/FedBN, utils/data_preprocess.py), the published splits of
+    each data set are merged, and a fifth of each class is drawn for testing. The training images of
+    each data set are limited to as many as USPS has, 7438. The code draws them with scikit-learn,
+    so its images are others. Images are resized to 28×28 (bilinear), and grey channels are repeated.
+    """
+    mnist = _read_mnist(dataset_spec("mnist"), root, "MNIST")
+    for split in mnist:
+        _as_data(split, dataset_spec("mnist"))  # checks the shapes; the other arrays are trusted
+    readers: tuple[Callable[[], tuple[Split, Split]], ...] = (
+        lambda: mnist,
+        partial(_read_svhn, dataset_spec("svhn"), root),
+        partial(_read_usps, root),
+        partial(_read_mat, root, SYNTHETIC_DIGITS.items()),
+        partial(published_folders.read_mnist_m, spec, root),
+    )
+    limit = spec.train_size // len(spec.domains)
+    parts: tuple[list[Split], list[Split]] = ([], [])
+    for domain, read in enumerate(readers):
+        both = _joined(read())
+        labels = both.labels
+        rng = numpy_generator(SEED, "digits-five", domain)
+        order = rng.permutation(len(labels))
+        order = order[labels[order].argsort(kind="stable")]  # by class, at random within it
+        is_test = np.arange(len(labels)) % 5 == 0
+        chosen = (rng.permutation(order[~is_test])[:limit], order[is_test])
+        for part, rows in zip(parts, chosen, strict=True):
+            x = torch.from_numpy(np.ascontiguousarray(both.images[rows]))
+            x = F.interpolate(x, (spec.height, spec.width), mode="bilinear", antialias=True)
+            x = x.repeat(1, spec.channels // x.shape[1], 1, 1)
+            part.append(Split(x.numpy(), labels[rows], np.full(len(rows), domain)))
+    return _joined(parts[0]), _joined(parts[1])
+
+
+def _joined(splits: Sequence[Split]) -> Split:
+    """Returns the examples of all splits, one split after the other."""
+    arrays: dict[str, Any] = {}
+    for name in ("images", "labels", "domains"):
+        parts = [getattr(split, name) for split in splits]
+        arrays[name] = None if parts[0] is None else np.concatenate(parts)
+    return Split(**arrays)
+
+
+def _published_bytes(path: Path, digest: str) -> bytes:
     """Reads a file that must have the published hash, so that its content may be trusted.
+
+    `digest` is its MD5 or SHA-256, in hexadecimal.
 
     Raises:
         OSError: the file cannot be read.
         DataFilesCorruptError: the file is not the published file of this name.
     """
     content = read_regular(path, MAX_PUBLISHED_BYTES)
-    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
-    if digest != md5:
+    kind = "md5" if len(digest) == 32 else "sha256"
+    actual = hashlib.new(kind, content, usedforsecurity=False).hexdigest()
+    if actual != digest:
         raise DataFilesCorruptError(
-            f"{path} is not the published file. The MD5 of that file is {md5}, not {digest}. "
-            "Download the data set again"
+            f"{path} is not the published file. The {kind.upper()} of that file is {digest}, not "
+            f"{actual}. Download the data set again"
         ).with_code("data.hash")
     return content
 
@@ -285,6 +363,7 @@ READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "cifar10": partial(_read_cifar, label_key="labels"),
     "cifar100": partial(_read_cifar, label_key="fine_labels"),
     "svhn": _read_svhn,
+    "digits-five": _read_digits_five,
     "tiny-imagenet": published_folders.read_tiny_imagenet,
     "cinic10": published_folders.read_cinic10,
     "office-caltech-10": published_folders.read_office_caltech,

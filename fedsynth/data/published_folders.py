@@ -2,7 +2,8 @@
 
 Tiny-ImageNet and CINIC-10 have a folder for each class, and keep their published image size.
 Office-Caltech-10 and DomainNet-10 have folders for domains and classes, and their images are
-resized to 64×64. Each reader returns a training and a test split.
+resized to 64×64. MNIST-M has lists of images with their labels. Each reader returns a training and a
+test split.
 
 FEMNIST, handwritten characters grouped by writer, consists of the JSON files that LEAF writes
 (Caldas et al., 2018, arXiv 1812.01097). The files `femnist/train/*.json` and `femnist/test/*.json`
@@ -35,6 +36,7 @@ from fedsynth.files import read_regular, read_text
 
 _WORDNET_NUMBER = re.compile(r"n[0-9]{8}")
 _ANNOTATION = re.compile(r"(?P<file>[^\t/]*[^\t/.][^\t/]*)\t(?P<name>n[0-9]{8})(\t.*)?")
+_MNIST_M_LINE = re.compile(r"(?P<file>[0-9]+\.png) (?P<label>[0-9])", re.ASCII)
 _DOMAINNET_LINE = re.compile(r"(?P<domain>[a-z]+)/(?P<name>[^/]+)/(?P<file>[^/]+) [0-9]+", re.ASCII)
 
 
@@ -171,6 +173,35 @@ def read_domainnet_list(
                 f"line {number} of {path} must be '{spec.domains[domain]}/CLASS/FILE NUMBER', got "
                 f"{line[:80]!r}"
             ).with_code("data.line")
+    return files
+
+
+def read_mnist_m(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
+    """Reads MNIST-M (Ganin et al., 2016) as a domain of Digits-Five, whose size the images get.
+
+    The release of images of 32×32 pixels has the lists mnist_m/mnist_m_train_labels.txt and
+    mnist_m/mnist_m_test_labels.txt, next to the folders with the images.
+    """
+    folder = root / "mnist_m"
+    train, test = (read_mnist_m_list(folder, split) for split in ("train", "test"))
+    return _load(train, spec), _load(test, spec)
+
+
+def read_mnist_m_list(folder: Path, split: str) -> list[LabelledFile]:
+    """Reads the list of one split, whose lines have the form "00000001.png 5"."""
+    path = folder / f"mnist_m_{split}_labels.txt"
+    files = []
+    for number, line in enumerate(_lines(path), 1):
+        match = _MNIST_M_LINE.fullmatch(line.strip())
+        if match:
+            image = folder / f"mnist_m_{split}" / match["file"]
+            files.append(LabelledFile(image, int(match["label"])))
+        elif line.strip():
+            raise DataFilesCorruptError(
+                f"line {number} of {path} must be 'NUMBER.png LABEL', got {line[:80]!r}"
+            ).with_code("data.line")
+    if not files:
+        raise DataFilesCorruptError(f"{path} lists no image. Unpack the data set again")
     return files
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bz2
 import functools
 import hashlib
 import json
@@ -18,7 +19,9 @@ from PIL import Image
 from scipy.io import savemat
 from torchvision import datasets
 
+from fedsynth.data import load
 from fedsynth.data.registry import dataset_spec
+from fedsynth.files import file_hash
 
 Bytes = npt.NDArray[np.uint8]
 Writers = dict[str, tuple[Bytes, list[int]]]
@@ -128,6 +131,42 @@ class OfficialFiles:
             md5 = hashlib.md5(file.read_bytes()).hexdigest()
             self.patch.setitem(datasets.SVHN.split_list, split, ["", file.name, md5])
         return x
+
+    def write_digits_five(self) -> dict[str, tuple[Bytes, list[int]]]:
+        """Writes a few images of each domain, and returns both splits of each, [N, C, H, W]."""
+        x, y, x_test, y_test = self.write_idx("MNIST", ("train", "t10k"))
+        svhn = np.concatenate([self.write_svhn().transpose(3, 2, 0, 1)] * 2)
+        written = {"mnist": (np.concatenate([x, x_test])[:, None], [*y, *y_test])}
+        written["svhn"] = (svhn, [0, 1, 9, 0] * 2)
+        usps = RNG.integers(0, 256, (15, 1, 16, 16), dtype=np.uint8)
+        written["usps"] = (usps, [n % 10 for n in range(15)])
+        for split, rows in (("train", range(10)), ("test", range(10, 15))):
+            lines = []
+            for n in rows:
+                values = usps[n].flatten() / 127.5 - 1 + 1e-4  # torchvision rounds down
+                pixels = (f"{i}:{value:.6f}" for i, value in enumerate(values, 1))
+                lines.append(" ".join([str(n % 10 + 1), *pixels]))
+            name = "usps.bz2" if split == "train" else "usps.t.bz2"
+            content = bz2.compress("\n".join(lines).encode())
+            (self.root / name).write_bytes(content)
+            md5 = hashlib.md5(content).hexdigest()
+            self.patch.setitem(datasets.USPS.split_list, split, ["", name, md5])
+        synth = RNG.integers(0, 256, (10, 3, 32, 32), dtype=np.uint8)
+        written["synth"] = (np.concatenate([synth, synth]), [*range(10)] * 2)
+        variables = {"X": synth.transpose(2, 3, 1, 0), "y": np.arange(10, dtype=np.uint8)}
+        for name in load.SYNTHETIC_DIGITS:
+            savemat(self.root / name, variables)
+            self.patch.setitem(load.SYNTHETIC_DIGITS, name, file_hash(self.root / name))
+        for split in ("train", "test"):
+            folder = self.root / "mnist_m" / f"mnist_m_{split}"
+            for n in range(10):
+                write_colour(folder / f"{n:08}.png", (20 * n, 0, 255 - n), (32, 32))
+            lines = [f"{n:08}.png {n}\n" for n in range(10)]
+            folder.with_name(f"mnist_m_{split}_labels.txt").write_text("".join(lines))
+        colours = np.array([(20 * n, 0, 255 - n) for n in range(10)] * 2, np.uint8)
+        flat = np.broadcast_to(colours[:, :, None, None], (20, 3, 32, 32))
+        written["mnist-m"] = (flat, [*range(10)] * 2)
+        return written
 
     def write_leaf(self, split: str, number: int, content: object) -> None:
         path = self.root / leaf_path(split, number)

@@ -28,7 +28,11 @@ from fedsynth.data.load import read_idx
 from fedsynth.data.masks import Pair, examples_in, stacked
 from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import read_images, read_patients, read_pixels
-from fedsynth.data.published_folders import read_domainnet_list, read_femnist
+from fedsynth.data.published_folders import (
+    read_domainnet_list,
+    read_femnist,
+    read_mnist_m_list,
+)
 from fedsynth.data.records import Records
 from fedsynth.data.registry import dataset_spec
 from fedsynth.data.tables import parts_of, read_part
@@ -160,6 +164,12 @@ def read_list(path: Path) -> None:
         assert (label in range(10), domain) == (True, 0)
 
 
+def read_numbered_list(path: Path) -> None:
+    for file, label, _ in read_mnist_m_list(path.parent, "train"):
+        assert file.parent == path.parent / "mnist_m_train"
+        assert label in range(10)
+
+
 class Kind(NamedTuple):
     """The files of one reader: valid ones to damage, or a function that returns a damaged one."""
 
@@ -239,6 +249,11 @@ KINDS = {
             *("clipart/clock/²\n".encode(), "clipart/clock/a.png ²\n".encode()),
             *(b"clipart/clock/../../etc/passwd 1\n", b"clipart/" * 200_000),
         ],
+    ),
+    "numbered-list": Kind(
+        *("mnist_m_train_labels.txt", read_numbered_list),
+        [b"00000000.png 5\n00000001.png 0\n\n"],
+        [b"../1.png 1\n", "1.png ²\n".encode()],
     ),
     "users": Kind(
         *("users.csv", lambda path: with_listed_users(Records(path.parent, *IMAGES))),

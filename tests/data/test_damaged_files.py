@@ -40,10 +40,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     root = tmp_path_factory.mktemp("good")
     with pytest.MonkeyPatch.context() as patch:
         files = OfficialFiles(root, patch)
-        files.write_idx("MNIST", ("train", "t10k"))
+        files.write_digits_five()
         files.write_idx("EMNIST", ("emnist-letters-train", "emnist-letters-test"), first=1)
         files.write_cifar10()
-        files.write_svhn()
         files.write_femnist()
         files.write_tiny_imagenet()
         files.write_domainnet()
@@ -97,6 +96,20 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (b"", "is not the published file"),
         (lambda data: data[:-1], "is not the published file"),
         (lambda data: data[:200] + b"x" + data[201:], "is not the published file"),
+    ],
+    **{
+        ("digits-five", file): [(lambda data: data + b"x", "is not the published file")]
+        for file in ("usps.t.bz2", "synth_train_32x32.mat")
+    },
+    ("digits-five", "MNIST/raw/train-images-idx3-ubyte"): [
+        (zeros(19, 28, 28), "cannot be used: .*labels .* shape")
+    ],
+    ("digits-five", "mnist_m/mnist_m_test_labels.txt"): [
+        *(
+            (line.encode(), "line 1 of .* must be 'NUMBER.png LABEL'")
+            for line in ("../1.png 3", "1.png 10", "1.png", "1.png ٣")
+        ),
+        (b"\n", "lists no image"),
     ],
     ("femnist", leaf_path("train", 2)): [
         (b'{"user_data": {}}', "user_data is wrong: Dictionary should have at least 1"),

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from PIL import Image
 
 from fedsynth.config.resolve import resolve
+from fedsynth.data import load
 from fedsynth.data.images import normalise, require_all_classes
 from fedsynth.data.load import device_sizes, draw_device, load_dataset
 from fedsynth.data.registry import DATASETS, DatasetSpec, dataset_spec, is_published
@@ -110,6 +112,31 @@ def test_domainnet_follows_official_lists(files: Any, tmp_path: Path) -> None:
     assert train.domains.tolist() == [d for d in range(6) for _ in range(2)]
     assert tuple(test.images.shape) == (12, 3, 64, 64)
     assert (train.images[:, 0].float().mean((1, 2)) - 40 * train.domains).abs().max() < 3  # JPEG
+
+
+def test_digits_five_resizes_all_images_of_five_domains(files: Any, tmp_path: Path) -> None:
+    """The oracle is Pillow, to a level. Each written image is in a split, with label and domain."""
+    written = files.write_digits_five()
+    train, test = load_dataset("digits-five", tmp_path)
+    assert train.spec.domains == tuple(written)
+    assert train.images.stride() == test.images.stride() == (3 * 28 * 28, 28 * 28, 28, 1)
+    x, y, domains = (
+        torch.cat([getattr(split, name) for split in (train, test)]).numpy()
+        for name in ("images", "labels", "domains")
+    )
+    for number, (images, labels) in enumerate(written.values()):
+        assert int((test.domains == number).sum()) == -(-len(labels) // 5)
+        assert np.bincount(y[domains == number]).tolist() == np.bincount(labels).tolist()
+        for image, label in zip(images, labels, strict=True):
+            picture = Image.fromarray(image.transpose(1, 2, 0).squeeze())
+            picture = picture.resize((28, 28), Image.Resampling.BILINEAR).convert("RGB")
+            expected = np.asarray(picture, np.int64).transpose(2, 0, 1)
+            loaded = x[(domains == number) & (y == label)]
+            assert np.abs(loaded - expected).max((1, 2, 3)).min() <= 1
+    # at most one of the two images of a class: a split without classes would often have two
+    assert test.labels[test.domains == 4].bincount().max() == 1
+    few = replace(train.spec, train_size=5 * 6)
+    assert np.bincount(load._read_digits_five(few, tmp_path)[0].domains).tolist() == [6] * 5
 
 
 def test_femnist_orders_writers_by_name(files: Any, tmp_path: Path) -> None:
@@ -250,6 +277,7 @@ def test_data_sets_have_published_sizes() -> None:
         "cifar10": ((3, 32, 32), 10, 50_000, 10_000),
         "cifar100": ((3, 32, 32), 100, 50_000, 10_000),
         "svhn": ((3, 32, 32), 10, 73_257, 26_032),
+        "digits-five": ((3, 28, 28), 10, 37_190, 147_110),  # 5 × 7438; a fifth of each data set
         "cinic10": ((3, 32, 32), 10, 90_000, 90_000),
         "tiny-imagenet": ((3, 64, 64), 200, 100_000, 10_000),
         "femnist": ((1, 28, 28), 62, 724_737, 80_526),  # nine and one tenths of the published total
