@@ -16,7 +16,7 @@ client's ledger is charged, and the step receives seeded noise.
 
 A user's method is also tried in round 2, with the client's state after round 1, if the step ends
 with the releases of the trial. If a simulation computes several clients together, two are tried in
-one pass, and their values must be those of each client alone. A step of user code that raises
+one pass, and their values must equal those of separate passes. A step of user code that raises
 before its last release is refused, because nothing was tried then.
 """
 

@@ -65,7 +65,7 @@ class AmplitudeNorm(nn.Module):
         self.register_buffer("amplitude", torch.zeros(C, H, W))
 
     def extra_repr(self) -> str:
-        return f"decay={self.decay}, learns={self.learns}"  # with it, trainings are told apart
+        return f"decay={self.decay}, learns={self.learns}"  # distinguishes trainings
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         mean, std = pixel_constants(self.spec, x_NCHW.device)
