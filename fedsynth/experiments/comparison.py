@@ -30,6 +30,11 @@ Curve = Mapping[str, Sequence[float | None]]
 # The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
 # bytes.
 MEBI = 2**20
+# Published numbers of rounds until a metric reaches FedAvg's last value, with the metric.
+_REACHED = {
+    "rounds_to_fedavg_100_round_amp": "local.amp",
+    "rounds_to_fedavg_accuracy": "test_accuracy",
+}
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
 # Verdicts on claims.
@@ -330,8 +335,9 @@ def measured(
         return float(row["upload_floats"])
     if number.metric == "upload_mb_per_client_per_round":
         return float(row["client_upload_bytes"]) / MEBI
-    if number.metric == "rounds_to_fedavg_100_round_amp":
-        return None if fedavg is None else _rounds_to(fedavg, curve, variant)
+    if number.metric in _REACHED:
+        name = _REACHED[number.metric]
+        return None if fedavg is None else _rounds_to(fedavg, curve, variant, name)
     if number.metric in ("amp_pct", "fm", "wlp_pct"):
         values = _column(curve, variant, f"local.{number.metric.removesuffix('_pct')}")
     elif number.domain:
@@ -384,17 +390,17 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     return sum(values) / len(names) if len(values) == len(names) else None
 
 
-def _rounds_to(fedavg: Row, curve: Curve, variant: str) -> float | None:
-    """Returns the number of rounds until the metric AMP reaches the final AMP of FedAvg.
+def _rounds_to(fedavg: Row, curve: Curve, variant: str, name: str) -> float | None:
+    """Returns the number of rounds until a metric reaches its final value with FedAvg.
 
-    Returns the number of rounds plus one if FedAvg's AMP is never reached, and None if an AMP is
+    Returns the number of rounds plus one if the value is never reached, and None if the metric is
     missing.
     """
-    targets = _recorded(_column(fedavg["curve"], "aca", "local.amp"))
-    amps = _column(curve, variant, "local.amp")
-    if not targets or not amps:
+    targets = _recorded(_column(fedavg["curve"], "aca", name))
+    values = _column(curve, variant, name)
+    if not targets or not values:
         return None
-    for number, value in enumerate(amps, start=1):
+    for number, value in enumerate(values, start=1):
         if value is not None and value >= targets[-1]:
             return number
-    return len(amps) + 1
+    return len(values) + 1

@@ -23,7 +23,8 @@ Each file in `tables/` is the preset of one table. For example, `feddm-table2.to
       when           the cells to which the block applies (column = value, or a list of values)
       variant        the final model to which the numbers refer, if a run has several
     [[not_runnable]] cells that cannot be run (`when`), with the `reason`
-    [[cells]]        cells without a published number (column = value, or a list of values)
+    [[cells]]        cells without a published number (column = value, or a list of values), with
+                     their `metrics` and `domains` (optional)
     [[claims]]       a claim of the paper on the order of the table's methods (`Claim`)
     [editions.NAME]  a smaller edition of the table: its `title`, the number of `seeds`, the cells
                      that it has (`when`), and its own [[editions.NAME.settings]]
@@ -65,6 +66,7 @@ DATASETS: Mapping[str, str] = {
     "emnist_letters": "emnist-letters",
     "emnist_letters_10pct": "emnist-letters",
     "office_caltech": "office-caltech-10",
+    "prostate_mri": "prostate-mri",
     "domainnet10": "domainnet-10",
     "tiny_imagenet": "tiny-imagenet",
 }
@@ -576,8 +578,9 @@ def _cells_without_number(entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
     An entry may list several values of a column. There is one cell for each combination of values.
     """
     for entry in entries:
-        columns = _when({key: value for key, value in entry.items() if key != "metrics"})
-        numbers = tuple(Number(metric, "", None, None) for metric in entry["metrics"])
+        columns = _when({key: entry[key] for key in COLUMNS if key in entry})
+        measured = itertools.product(entry["metrics"], entry.get("domains", [""]))
+        numbers = tuple(Number(metric, domain, None, None) for metric, domain in measured)
         for values in itertools.product(*columns.values()):
             texts = {**dict.fromkeys(COLUMNS, ""), **dict(zip(columns, values, strict=True))}
             yield Cell(**texts, numbers=numbers)
