@@ -53,6 +53,8 @@ def test_every_table_has_preset_with_all_numbers() -> None:
         assert sorted(numbers) == sorted(float(row["value"]) for row in rows), table
     missing = {(paper, table) for paper, table, _ in presets.not_covered()}
     assert ("FedHydra", "Table 10") in missing
+    digits = preset("fedbn:digits").cells[0].numbers
+    assert [number.domain for number in digits][-2:] == ["mnist-m", "average"]
     assert not missing & {(source.split()[0], table) for source, table in tables}
 
 
@@ -105,6 +107,41 @@ def test_preset_values_have_sources() -> None:
         ),
         ("feddm:sec4.5", {"note": "ipc 3"}, {"method.ipc": 3}),
         ("fedaf:table4", {"method": "fedaf without cdc", "alpha": 0.1}, {"method.local_weight": 0}),
+        (
+            "fedprox:text",
+            {"dataset": "sent140-glove", "method": "fedprox", "note": "50 %"},
+            {"method.mu": 0.01, "method.lr": 0.3, "model.width": 256, "partition.clients": 772},
+        ),
+        (
+            "fedfa:images",
+            {"dataset": "office_caltech", "method": "fedrobust"},
+            {"method.shift": "channels", "model.name": "alexnet", "run.rounds": 400},
+        ),
+        (
+            "fedfa:prostate",
+            {"method": "fedharmo"},
+            {"data.dataset": "prostate-mri", "model.name": "unet", "method.batch": 16},
+        ),
+        (
+            "fedfa:ablations",
+            {"dataset": "office_caltech", "note": "stages 1,5"},
+            {
+                "method.stages": "1,5",
+                "method.parts": "augmentation",
+                "method.augmentation": "fedfa",
+            },
+        ),
+        (
+            "fedfa:ablations",
+            {"dataset": "prostate_mri", "method": "fedfa-l + moex"},
+            {"method.augmentation": "moex", "method.with_fedfa": True, "model.name": "unet"},
+        ),
+        (
+            "moon:scalability",
+            {"method": "moon (mu = 10)", "clients": 100, "rounds": 500},
+            {"method.mu": 10.0, "run.participation": 0.2, "model.name": "resnet50"},
+        ),
+        ("fedfm:clients", {"clients": 50, "method": "fedfm"}, {"method.temperature": 0.1}),
     ],
 )
 def test_presets_match_papers(name: str, filters: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -358,6 +395,11 @@ def test_rounds_to_fedavg_accuracy_are_counted() -> None:
     assert value(name, other, variant="aca", fedavg=fedavg) == 2
     assert value(name, facts(rows(0.1, 0.2)), variant="aca", fedavg=fedavg) == 3  # never
     assert value(name, other, variant="aca") is None
+    target, faster = (
+        [row(k, test_accuracy=a) for k, a in enumerate(v, 1)] for v in ((1, 3, 2), (0, 2))
+    )
+    reached = value("rounds_to_fedavg_accuracy", facts(faster), fedavg=facts(target))
+    assert reached == 2
 
 
 def test_domain_accuracies_of_test_set_and_local_splits() -> None:
