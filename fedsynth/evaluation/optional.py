@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 
 import numpy as np
@@ -58,7 +59,8 @@ def nmi(embeddings_Nd: Tensor, labels_N: Tensor, seed: int) -> float | None:
         return None
     best, lowest = labels, np.inf
     for _ in range(STARTS):
-        means, clusters = kmeans2(x, classes, STEPS, minit="++", seed=rng)
+        with warnings.catch_warnings(action="ignore"):  # about equal vectors and empty clusters
+            means, clusters = kmeans2(x, classes, STEPS, minit="++", seed=rng)
         squares = np.square(x - means[clusters]).sum()
         if squares < lowest:
             best, lowest = clusters, squares
