@@ -86,11 +86,11 @@ def silhouette(embeddings_Nd: Tensor, labels_N: Tensor) -> float | None:
     total = 0.0
     for rows in torch.arange(len(vectors), device=vectors.device).split(ROWS):
         sums = torch.cdist(vectors[rows], vectors) @ members
-        own = class_N[rows, None]
-        a = sums.gather(1, own) / (counts[own] - 1).clamp_min(1)
-        b = (sums / counts).scatter(1, own, torch.inf).min(dim=1, keepdim=True)[0]
+        label = class_N[rows, None]
+        a = sums.gather(1, label) / (counts[label] - 1).clamp_min(1)
+        b = (sums / counts).scatter(1, label, torch.inf).min(dim=1, keepdim=True)[0]
         largest = torch.maximum(a, b)
-        defined = (counts[own] > 1) & (largest > 0)
+        defined = (counts[label] > 1) & (largest > 0)
         total += float(torch.where(defined, (b - a) / largest, 0.0).sum())
     return total / len(vectors)
 

@@ -14,9 +14,12 @@ from scipy.special import softmax
 
 from fedsynth import ModelSettings, load_dataset, resolve, simulate
 from fedsynth.data.images import normalise
+from fedsynth.data.registry import dataset_spec
+from fedsynth.deployment.proposal import Proposal, check_executable
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation import CLIENT_MODELS, DISSIMILARITY, OPTIONAL
 from fedsynth.evaluation.optional import embeddings, nmi, silhouette
+from fedsynth.federation.context import public_context
 from fedsynth.models.registry import build_network
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from tests.quick_runs import folder_of, quick_sections
@@ -137,3 +140,11 @@ def test_features_need_embeddings() -> None:
     sections = {"run": {"method": "fedavg", "measures": "nmi"}, "data": {"dataset": "shapes"}}
     with raises(SettingError, "model.name"):
         simulate(resolve(sections))
+
+
+def test_deployments_refuse_gradients() -> None:
+    settings = resolve(quick_sections("fedavg", run={"measures": DISSIMILARITY}))
+    spec = dataset_spec("digits")
+    context = public_context(settings, spec, torch.device("cpu"))
+    with raises(SettingError, "run.measures"):
+        check_executable(Proposal("0" * 16, settings, spec), context)

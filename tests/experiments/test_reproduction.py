@@ -349,6 +349,17 @@ def test_last_and_best_accuracies_and_metrics_of_variants_are_measured() -> None
     assert value("amp_pct", plain, variant="aca") == pytest.approx(25)
 
 
+def test_measures_on_request_are_measured() -> None:
+    more = {"nmi": 0.4, "silhouette": -0.1, "dissimilarity": 3.5}
+    first = row(1, client_model_accuracy=[0.1, None], **more)
+    run = facts([first, row(2, client_model_accuracy=[0.2, 0.3], **more), row(3)])
+    assert [value(name, run) for name in more] == list(more.values())
+    name = "client_model_accuracy_pct"
+    values = [value(name, run, domain=f"client {k}") for k in range(3)]
+    assert values == [pytest.approx(20), pytest.approx(30), None]
+    assert value("upload_mega_floats_per_round", run) == pytest.approx(7e-6)
+
+
 def test_rounds_to_fedavg_accuracy_are_counted() -> None:
     def rows(*amps: float) -> list[dict[str, Any]]:
         return [row(k, models={"aca": {"local": local(a)}}) for k, a in enumerate(amps, 1)]
