@@ -63,7 +63,9 @@ ROW: Declared = {
     "seconds": simulation_only("how long a step takes depends on the records", float),
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
-    **dict.fromkeys(OPTIONAL, simulation_only("measured for papers, in simulations only")),
+    **dict.fromkeys(
+        OPTIONAL, simulation_only("measures for experiments, some on clients' records")
+    ),
 }
 # Keys that the metrics of one model variant may have.
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}

@@ -112,12 +112,7 @@ class Measure:
         if self.test is None:
             return {}
         if name == CLIENT_MODELS:
-            accuracies: list[float | None] = [None] * context.clients
-            for client, upload in uploads.items():
-                if isinstance(upload, ModelParameters):
-                    model = context.load(upload.parameters, client)
-                    accuracies[client] = accuracy(model, self.test)
-            return {name: accuracies}
+            return {name: _model_accuracies(uploads, context, self.test)}
         vectors = embeddings(context.load(parameters), self.test)
         if not vectors.isfinite().all():
             return {name: None}
@@ -208,3 +203,15 @@ class Measure:
                 row[disclosed.DOMAIN_MEASURES] = measures
             row["domain_average"] = sum(accuracies.values()) / len(accuracies)
         return row
+
+
+def _model_accuracies(
+    uploads: Mapping[int, Message], context: RoundContext, test: ImageData
+) -> list[float | None]:
+    """Returns the accuracy of each client's uploaded model, or None if it uploaded no whole model."""
+    accuracies: list[float | None] = [None] * context.clients
+    for client, upload in uploads.items():
+        names = context.architecture_of(client).state_dict().keys()
+        if isinstance(upload, ModelParameters) and upload.parameters.keys() == names:
+            accuracies[client] = accuracy(context.load(upload.parameters, client), test)
+    return accuracies

@@ -22,7 +22,7 @@ from fedsynth.evaluation.optional import embeddings, nmi, silhouette
 from fedsynth.federation.context import public_context
 from fedsynth.models.registry import build_network
 from fedsynth.privacy.ledger.folder import LedgerFolder
-from tests.quick_runs import folder_of, quick_sections
+from tests.quick_runs import quick_sections, verified
 from tests.raising import raises
 
 RNG = np.random.default_rng(0)
@@ -116,7 +116,7 @@ def test_private_runs_do_not_release_measures(name: str, tmp_path: Path) -> None
         with raises(SettingError, "run.measures"):
             resolve(sections)
         return
-    folder = folder_of(simulate(resolve(sections), output=tmp_path))
+    folder = verified(simulate(resolve(sections), output=tmp_path))
     hidden = (folder / "simulation_only" / "rounds.jsonl").read_text().splitlines()
     assert all(name in json.loads(row) for row in hidden)
     for file in folder.iterdir():
@@ -134,6 +134,12 @@ def test_private_runs_do_not_release_measures(name: str, tmp_path: Path) -> None
 def test_invalid_measures_are_refused(method: str, measures: str, error: type[Any]) -> None:
     with pytest.raises(error, match=r"run\.measures"):
         resolve(quick_sections(method, run={"measures": measures}))
+
+
+@pytest.mark.parametrize("method", ["fedbn", "ccvr"])
+def test_uploads_of_a_part_of_the_model_have_no_accuracy(method: str) -> None:
+    result = simulate(resolve(quick_sections(method, run={"measures": CLIENT_MODELS})))
+    assert result.metrics[-1][CLIENT_MODELS] == [None] * 3
 
 
 def test_features_need_embeddings() -> None:
