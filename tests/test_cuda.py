@@ -96,6 +96,9 @@ CASES = {
     "fedavg, on features": small("fedavg", model={"features": "pixels"}),
     "fedavg, on features, private": small("fedavg", True, model={"features": "pixels"}),
     "moon, on features, private": small("moon", True, model={"features": "pixels", "name": "mlp"}),
+    "fedavg, measures": small(
+        "fedavg", run={"measures": "client_model_accuracy,silhouette,dissimilarity"}
+    ),
     "fedavg, in one pass": small(
         "fedavg", model={"name": "linear"}, partition={"clients": 5}, method={"batch": 8}
     ),
@@ -124,7 +127,8 @@ def run_on_fake_gpu(
     return numbers, gpu.waits
 
 
-QUICK = [f"{name}, open" for name in FAMILIES] + ["fedstats, private", "feddm, private"]
+QUICK = [f"{name}, open" for name in FAMILIES]
+QUICK += ["fedstats, private", "feddm, private", "fedavg, measures"]
 
 
 @pytest.mark.parametrize("name", by_family(CASES, QUICK))

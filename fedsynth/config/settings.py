@@ -14,18 +14,27 @@ from typing import Any, ClassVar
 
 from fedsynth.config.participation import Failures, Participation, active_clients
 from fedsynth.core.capabilities import HeterogeneousClients, OwnNetwork, unused_hooks
+from fedsynth.core.messages import ModelParameters
 from fedsynth.core.method import Method
 from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.partition_settings import PartitionSettings
 from fedsynth.data.registry import DEFAULT_DATASET
 from fedsynth.errors import SettingError
+from fedsynth.evaluation import CLIENT_MODELS, DISSIMILARITY, OPTIONAL
 from fedsynth.features.encoding import EncoderSettings
 from fedsynth.features.registry import is_own_features
 from fedsynth.methods import is_own_method, own_label
 from fedsynth.methods.shared.aggregation import FEWEST, RULES
 from fedsynth.models.registry import ModelSettings, is_own_model, own_model
 from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings, ledger_setting
-from fedsynth.validation import check_fields, check_number, field_types, in_range, one_of
+from fedsynth.validation import (
+    check_choice,
+    check_fields,
+    check_number,
+    field_types,
+    in_range,
+    one_of,
+)
 
 # The maximum numbers of characters in the texts of a report.
 MAX_LENGTHS: Mapping[str, int] = {"responsible": 300, "purpose": 300, "sites": 30_000, "person": 40}
@@ -146,6 +155,10 @@ class RunSettings:
             with the same number.
         evaluate_every: number of rounds between evaluations on the test set. The last round is
             always evaluated.
+        measures: comma-separated names of further measures of each evaluated round:
+            "client_model_accuracy", "nmi", "silhouette" and "dissimilarity"
+            (`fedsynth.evaluation.optional`). With differential privacy, they are only in the folder
+            `simulation_only`, and "dissimilarity" is refused.
         participation: share C of the clients that takes part in each round, drawn from the seed.
         sampling: how the clients of a round are drawn: "uniform", or in proportion to their "size"
             n_k (FedProx; not with differential privacy).
@@ -198,6 +211,7 @@ class RunSettings:
     memory_gb: float | None = None
     threads: int | None = None
     evaluate_every: int = in_range(1, 1)
+    measures: str = ""
     participation: float = 1.0
     sampling: str = one_of("uniform", "size")
     client_failures: float = in_range(0.0, 0, 1)
@@ -228,6 +242,8 @@ class RunSettings:
             if not isinstance(value, kind) and not (name in _OPTIONAL and value is None):
                 raise SettingError(None, name, f"must be an object like {example}, got {value!r}")
         check_fields(self)
+        for name in self.measure_names:
+            check_choice("run", "measures", name, OPTIONAL)
         if self.threads is not None:
             check_number("run", "threads", self.threads, 1, MAX_THREADS, integer=True)
         for section, key, reason in self._conflicts():
@@ -252,6 +268,12 @@ class RunSettings:
             reason = "must be 'uniform' if run.participation is 1, because all clients take part"
             yield "run", "sampling", reason
         method = self.method
+        if DISSIMILARITY in self.measure_names and self.privacy is not None:
+            reason = "because it is computed from gradients of private data without noise"
+            yield "run", "measures", f"must not have {DISSIMILARITY} in a private run, {reason}"
+        if CLIENT_MODELS in self.measure_names and not issubclass(method.upload, ModelParameters):
+            reason = f"with {method.name}, whose clients upload no models"
+            yield "run", "measures", f"must not have {CLIENT_MODELS} {reason}"
         for hook in unused_hooks(method):
             reason = f"defines the hook {hook}, but does not inherit from this class"
             yield "run", "method", f"{method.name} {reason}"
@@ -300,6 +322,11 @@ class RunSettings:
         """
         by_size = sizes if self.sampling == "size" else None
         return Participation(self.seed, self.partition.clients, self.participation, by_size)
+
+    @property
+    def measure_names(self) -> tuple[str, ...]:
+        """The names in `measures`, as a tuple."""
+        return tuple(filter(None, map(str.strip, self.measures.split(","))))
 
     @property
     def feature_names(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.sums import sums_securely
 from fedsynth.data import registry
 from fedsynth.errors import CheckpointError, FedsynthError, MessageError, SettingError, one_line
+from fedsynth.evaluation import DISSIMILARITY
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.files import load_json, load_toml, read_text
 from fedsynth.results.file_names import SERVED
@@ -162,6 +163,9 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
     if run.privacy is None:
         if run.partition.local_test:
             raise SettingError("partition", "local_test", "must be 0 in a deployment")
+        if DISSIMILARITY in run.measure_names:
+            reason = f"must not have {DISSIMILARITY} in a deployment"
+            raise SettingError("run", "measures", reason)
         return
     plan = PrivacyPlan.checked(run, context)
     if not sums_securely(run.method):

@@ -30,6 +30,11 @@ NAMES = {
     "segmentation": Names("test_dice", "common_model_dice", "domain_dice", "client_dice"),
 }
 TEST_KEYS = tuple(names.test for names in NAMES.values())
+# The measures that a run computes only on request (`RunSettings.measures`, `evaluation.optional`).
+CLIENT_MODELS = "client_model_accuracy"
+NMI, SILHOUETTE = FEATURE_SPACE = ("nmi", "silhouette")
+DISSIMILARITY = "dissimilarity"
+OPTIONAL = (CLIENT_MODELS, *FEATURE_SPACE, DISSIMILARITY)
 GENERATOR = "generator"  # the key of a generator's measures in the metrics of a round
 # The type of the dictionary that `generated.describe` returns.
 GeneratorFacts = dict[

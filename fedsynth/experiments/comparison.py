@@ -17,7 +17,7 @@ from itertools import filterfalse, product
 from scipy.special import stdtrit
 
 from fedsynth.data.registry import dataset_spec
-from fedsynth.evaluation import NAMES, Names
+from fedsynth.evaluation import CLIENT_MODELS, DISSIMILARITY, FEATURE_SPACE, NAMES, Names
 from fedsynth.experiments import presets
 from fedsynth.experiments.presets import Changes
 from fedsynth.experiments.rows import Row
@@ -335,11 +335,17 @@ def measured(
         return float(row["upload_floats"])
     if number.metric == "upload_mb_per_client_per_round":
         return float(row["client_upload_bytes"]) / MEBI
+    if number.metric == "upload_mega_floats_per_round":
+        return float(row["upload_floats"]) / 1e6
+    if number.metric in (*FEATURE_SPACE, DISSIMILARITY):
+        return _last(curve, number.metric)
     if number.metric in _REACHED:
         name = _REACHED[number.metric]
         return None if fedavg is None else _rounds_to(fedavg, curve, variant, name)
     if number.metric in ("amp_pct", "fm", "wlp_pct"):
         values = _column(curve, variant, f"local.{number.metric.removesuffix('_pct')}")
+    elif number.metric == f"{CLIENT_MODELS}_pct":
+        values = curve.get(f"{CLIENT_MODELS}.{number.domain.removeprefix('client ')}", ())
     elif number.domain:
         values = [_of_domain(curve, number.domain, dataset)]
     else:

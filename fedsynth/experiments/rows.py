@@ -29,7 +29,7 @@ import torch
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError, writing
-from fedsynth.evaluation import NAMES, TEST_KEYS
+from fedsynth.evaluation import CLIENT_MODELS, DISSIMILARITY, FEATURE_SPACE, NAMES, TEST_KEYS
 from fedsynth.files import decode_json, lock, open_regular, read_text
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results.finished import read_settings
@@ -202,7 +202,7 @@ def _git(root: Path, *arguments: str) -> str:
     return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
 
 
-FIGURES = (*TEST_KEYS, "amp", "fm", "wlp")
+FIGURES = (*TEST_KEYS, "amp", "fm", "wlp", *FEATURE_SPACE, DISSIMILARITY)
 
 
 def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
@@ -244,6 +244,8 @@ def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]
 def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
     """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
+    for client, accuracy in enumerate(row.get(CLIENT_MODELS, ())):
+        figures[f"{prefix}{CLIENT_MODELS}.{client}"] = accuracy
     for names in NAMES.values():
         for name, accuracy in row.get(names.domains, {}).items():
             figures[f"{prefix}{names.domains}.{name}"] = accuracy

@@ -31,6 +31,9 @@ from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import MAIN
 from fedsynth.privacy.releases import USER
+from fedsynth.training.segmentation import network_losses
+
+GRADIENT_PASS = 128  # the number of records in a pass that computes a gradient
 
 
 def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext) -> Group:
@@ -141,6 +144,21 @@ def evaluate_together(
         protocol.ClientEvaluation(k.number, k.data.size, len(k.data.held_out), right[k.number])
         for k in clients
     ]
+
+
+def mean_gradient(client: ClientRuntime, parameters: Tensors, context: RoundContext) -> Tensor:
+    """Computes the gradient [d] of a model's mean loss on the client's training records, ∇F_k(w).
+
+    The model is in evaluation mode, so batch norm uses the running statistics.
+    """
+    model = context.load(parameters).eval()
+    records = [client.data.records]
+    view = ExactClientView([client.number], client.data.resident, records, network=model)
+    for indices in view.examples(0).split(GRADIENT_PASS):
+        losses = network_losses(model, view.images(indices), view.labels(indices))
+        losses.sum().backward()
+    parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
+    return torch.cat([part.flatten() for part in parts]) / len(records[0])
 
 
 def _report_group(
@@ -287,3 +305,11 @@ class InProcess:
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> list[protocol.ClientEvaluation]:
         return evaluate_together(self.clients, models, context)
+
+    def gradients(
+        self, parameters: Mapping[str, Tensor], context: RoundContext
+    ) -> Iterator[tuple[int, Tensor]]:
+        for client in self.clients:
+            client.begin(context)
+            if size := len(client.data.records):
+                yield size, mean_gradient(client, parameters, context)

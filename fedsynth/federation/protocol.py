@@ -3,7 +3,7 @@
 A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
 it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
 the round (`begin`). Then it asks for a step (`step`) in each exchange of the round. Only a
-simulation uses `evaluate` and `client_states`. A client that cannot or must not do what it is asked
+simulation uses `evaluate`, `gradients` and `client_states`. A client that cannot or must not do what it is asked
 answers with a `Refusal`.
 
 The server and each client have their own copies of the run's settings. A client refuses a server
@@ -31,6 +31,7 @@ from fedsynth.core.messages import Message, ModelParameters
 from fedsynth.core.method import ClientState, Method
 from fedsynth.core.uploads import check_named
 from fedsynth.errors import DivergedError, RequestRefusedError
+from fedsynth.evaluation import DISSIMILARITY
 from fedsynth.privacy.ledger.ledger import History
 
 # The reasons why a client refuses a request. "budget" means that the request would exceed the
@@ -141,10 +142,10 @@ def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int,
     """Returns the indices of the clients whose data influence the outputs of a round.
 
     Usually these are the clients that take part. In a run without differential privacy, they are
-    all clients if test splits are evaluated or if clients are sampled by their sizes.
+    all clients if test splits or gradients are evaluated, or if clients are sampled by their sizes.
     """
-    measured = settings.partition.local_test > 0 or settings.sampling == "size"
-    if settings.privacy is None and measured:
+    measured = settings.partition.local_test > 0 or DISSIMILARITY in settings.measure_names
+    if settings.privacy is None and (measured or settings.sampling == "size"):
         return tuple(range(context.clients))
     return context.active
 
@@ -202,6 +203,13 @@ class Backend(Protocol):
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[ClientEvaluation]:
         """Tests models on the test splits of all clients. Only simulations support this."""
+        return ()
+
+    def gradients(
+        self, parameters: Mapping[str, Tensor], context: RoundContext
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Yields n_k and the exact gradient of a model's loss at each client that has training
+        records. Only simulations support this."""
         return ()
 
 

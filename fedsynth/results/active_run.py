@@ -11,12 +11,14 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message
 from fedsynth.data.images import ImageData
+from fedsynth.evaluation import FEATURE_SPACE
 from fedsynth.federation.context import with_proxy
 from fedsynth.federation.position_leak_check import check_private_steps
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Backend, Observer, Refusal
 from fedsynth.federation.run_data import PRIVATE
 from fedsynth.federation.server import RoundResult, Server, negotiate_terms, run_round
+from fedsynth.models.layers import check_embedding
 from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder
 from fedsynth.results.measure import Measure
@@ -61,6 +63,8 @@ class ActiveRun:
         self.method = settings.method
         self.observer = observer
         self.method.check_model(context.architecture)
+        if set(FEATURE_SPACE) & set(settings.measure_names):
+            check_embedding("run.measures", context.architecture)
         self.context = with_proxy(context, settings, download=download)
         check = check_private_steps(settings, self.context)  # before anything is opened
         self._warnings = check.warnings
@@ -89,7 +93,15 @@ class ActiveRun:
             self.plan,
             self.folder,
             self.observer,
-            Measure(self.method, self.backend, test, hidden, local, self.context.spec.task),
+            Measure(
+                self.method,
+                self.backend,
+                test,
+                hidden,
+                local,
+                self.context.spec.task,
+                self.settings.measure_names,
+            ),
             kind,
             simulated,
             self._warnings,

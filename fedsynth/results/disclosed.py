@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fedsynth.errors import UnaccountedReleaseError
-from fedsynth.evaluation import GENERATOR, MEASURES, NAMES, TEST_KEYS, GeneratorFacts
+from fedsynth.evaluation import GENERATOR, MEASURES, NAMES, OPTIONAL, TEST_KEYS, GeneratorFacts
 from fedsynth.privacy.disclosure import COUNT, SHARE, Disclosure, public, released, simulation_only
 
 if TYPE_CHECKING:  # tables of runs, which import no torch, use the declarations
@@ -63,6 +63,9 @@ ROW: Declared = {
     "seconds": simulation_only("how long a step takes depends on the records", float),
     LOCAL: simulation_only("accuracies on the clients' own records"),
     PRIVATE_TEST: simulation_only("accuracies on private test images"),
+    **dict.fromkeys(
+        OPTIONAL, simulation_only("measures for experiments, some on clients' records")
+    ),
 }
 # Keys that the metrics of one model variant may have.
 MEASURED: Declared = {key: ROW[key] for key in (*ON_TEST, LOCAL, PRIVATE_TEST)}

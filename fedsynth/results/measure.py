@@ -14,12 +14,13 @@ from typing import Any
 
 from fedsynth.core.capabilities import Measurements, PersonalModels
 from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import Tensors
+from fedsynth.core.messages import Message, ModelParameters, Tensors
 from fedsynth.core.method import Method
 from fedsynth.data.images import ImageData
 from fedsynth.data.registry import CLASSIFICATION, SEGMENTATION
-from fedsynth.evaluation import NAMES, Names, classification
-from fedsynth.evaluation.accuracy import domain_masks, local_metrics, predict, scores
+from fedsynth.evaluation import CLIENT_MODELS, DISSIMILARITY, NAMES, NMI, Names, classification
+from fedsynth.evaluation.accuracy import accuracy, domain_masks, local_metrics, predict, scores
+from fedsynth.evaluation.optional import dissimilarity, embeddings, nmi, silhouette
 from fedsynth.federation.protocol import Backend
 from fedsynth.results import disclosed
 from fedsynth.results.finished import Rows
@@ -43,6 +44,7 @@ class Measure:
         hidden: whether differential privacy protects the test set.
         local: whether the clients have their own test splits.
         task: the task of the data set, which determines the measures.
+        requested: the names of the run's optional measures.
     """
 
     method: Method
@@ -52,6 +54,7 @@ class Measure:
     local: bool
 
     task: str = CLASSIFICATION
+    requested: tuple[str, ...] = ()
 
     @property
     def names(self) -> Names:
@@ -82,6 +85,40 @@ class Measure:
         if rows:
             row[disclosed.MODELS] = rows
         return row
+
+    def optional(
+        self,
+        state: ServerState,
+        context: RoundContext,
+        uploads: Mapping[int, Message],
+        figures: Figures,
+    ) -> dict[str, Any]:
+        """Returns the optional measures of a round, of the server's model and of the uploads."""
+        row: dict[str, Any] = {}
+        for name in self.requested:
+            row |= figures(name, partial(self._optional, name, state, context, uploads))
+        return row
+
+    def _optional(
+        self,
+        name: str,
+        state: ServerState,
+        context: RoundContext,
+        uploads: Mapping[int, Message],
+    ) -> dict[str, Any]:
+        parameters = self.method.final_parameters(state)
+        if name == DISSIMILARITY:
+            return {name: dissimilarity(self.backend.gradients(parameters, context))}
+        if self.test is None:
+            return {}
+        if name == CLIENT_MODELS:
+            return {name: _model_accuracies(uploads, context, self.test)}
+        vectors = embeddings(context.load(parameters), self.test)
+        if not vectors.isfinite().all():
+            return {name: None}
+        if name == NMI:
+            return {name: nmi(vectors, self.test.labels, context.seed)}
+        return {name: silhouette(vectors, self.test.labels)}
 
     def final_measures(
         self, metrics: Rows, state: ServerState, context: RoundContext, figures: Figures
@@ -166,3 +203,15 @@ class Measure:
                 row[disclosed.DOMAIN_MEASURES] = measures
             row["domain_average"] = sum(accuracies.values()) / len(accuracies)
         return row
+
+
+def _model_accuracies(
+    uploads: Mapping[int, Message], context: RoundContext, test: ImageData
+) -> list[float | None]:
+    """Returns the accuracy of each client's uploaded model, or None if it uploaded no whole model."""
+    accuracies: list[float | None] = [None] * context.clients
+    for client, upload in uploads.items():
+        names = context.architecture_of(client).state_dict().keys()
+        if isinstance(upload, ModelParameters) and upload.parameters.keys() == names:
+            accuracies[client] = accuracy(context.load(upload.parameters, client), test)
+    return accuracies

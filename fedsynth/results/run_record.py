@@ -286,6 +286,7 @@ class RunRecord:
             row |= self.figures("metrics of the clients", lambda: checked(of_clients()))
         if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
             row |= self.measure.row(state, context, self.figures)
+            row |= self.measure.optional(state, context, played.uploads, self.figures)
         if self.plan is not None:
             histories = self.measure.backend.histories()
             if self.plan.guaranteed(histories):

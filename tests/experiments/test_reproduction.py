@@ -141,7 +141,11 @@ def test_preset_values_have_sources() -> None:
             {"method": "moon (mu = 10)", "clients": 100, "rounds": 500},
             {"method.mu": 10.0, "run.participation": 0.2, "model.name": "resnet50"},
         ),
-        ("fedfm:clients", {"clients": 50, "method": "fedfm"}, {"method.temperature": 0.1}),
+        (
+            "fedfm:temperature",
+            {"dataset": "cifar100", "note": "10.0"},
+            {"method.temperature": 10.0},
+        ),
     ],
 )
 def test_presets_match_papers(name: str, filters: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -384,6 +388,17 @@ def test_last_and_best_accuracies_and_metrics_of_variants_are_measured() -> None
     assert value("fm", run, variant="aca") == pytest.approx(0.01)
     plain = facts([row(1, local=local(0.25))])  # a method with one model
     assert value("amp_pct", plain, variant="aca") == pytest.approx(25)
+
+
+def test_measures_on_request_are_measured() -> None:
+    more = {"nmi": 0.4, "silhouette": -0.1, "dissimilarity": 3.5}
+    first = row(1, client_model_accuracy=[0.1, None], **more)
+    run = facts([first, row(2, client_model_accuracy=[0.2, 0.3], **more), row(3)])
+    assert [value(name, run) for name in more] == list(more.values())
+    name = "client_model_accuracy_pct"
+    values = [value(name, run, domain=f"client {k}") for k in range(3)]
+    assert values == [pytest.approx(20), pytest.approx(30), None]
+    assert value("upload_mega_floats_per_round", run) == pytest.approx(7e-6)
 
 
 def test_rounds_to_fedavg_accuracy_are_counted() -> None:

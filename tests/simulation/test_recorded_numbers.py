@@ -98,6 +98,7 @@ def case(name: str, /, **sections: Mapping[str, Any]) -> Sections:
     """Sections of settings; those given add to the tiny run's."""
     tiny: Sections = {
         "run": {"method": name, "rounds": 2, "device": "cpu"},
+        "data": {},
         "partition": {"clients": CLIENTS, "alpha": 1.0},
         "model": {"width": 4, "depth": 2},
         "method": dict(TINY.get(name, LOCAL)),
@@ -121,6 +122,7 @@ OWN_MODELS = {"clients": "convnet,cnn2"}  # cnn2 has batch norm
 ONE_ROUND = {"rounds": 1}
 BATCH_NORM = {"norm": "batch"}
 LATE = {"stragglers": 0.5}
+TEXT = {"data": {"dataset": "plays"}, "model": {"name": "lstm"}, "method": {"lr": 0.8}}
 IMAGES = "fedmix", "fedrobust"  # whose clients mix or shift images
 USERS = {"unit": "user", "nominal_size": 10, "noise_multiplier": 3.0}
 
@@ -195,6 +197,8 @@ CASES: dict[str, Sections] = {
     },
     "fedavg, own test splits, private": private("fedavg", partition=OWN_SPLIT),
     "moon, projection": case("moon", model={"projection": 8}),
+    "fedprox, text": case("fedprox", **TEXT),
+    "fedprox, text, private": private("fedprox", **TEXT),
 }
 
 
@@ -377,7 +381,7 @@ SHORT = {
     "fedaf, some clients", "fedsum, open", "fedsum, private", "fedstats, open", "fedstats, private",
     "fedstats, users, secure", "fedkf, open", "dense, one round", "fedhydra, open",
     "feddf, one round", "fedavg, private", "fedavg, some clients, oca", "fedavg, all in one pass",
-    "scaffold, some clients", "fedprox, stragglers", "feddyn, open", "fednova, open", "fedbn, open",
+    "scaffold, some clients", "fedprox, stragglers", "fedprox, text", "feddyn, open", "fednova, open", "fedbn, open",
     "ccvr, private", "fedbe, open", "fedfm, open", "fedgen, open", "fedfa-plus, open",
     "moon, projection", "fedsam, open", "fedmix, some clients", "fedrobust, some clients",
 }  # fmt: skip
