@@ -99,6 +99,17 @@ def rows() -> Iterator[Problem]:
             yield 1, "rows", f"{count} cells of {name} have rows, not {expected}: repeat the others"
 
 
+def language() -> Iterator[Problem]:
+    """Limits what has to be read twice, per 1,000 sentences of docstrings and messages."""
+    sys.path.insert(0, str(ROOT / ".ci"))
+    from language import measure
+
+    found = measure("fedsynth", [ROOT / name for name in ("fedsynth", "privacy", "cli")])
+    for kind, limit in LISTS["language"].items():
+        if found[kind] > limit:
+            yield 1, "language", f"{kind}: {found[kind]} in 1,000 sentences, more than {limit}"
+
+
 def packages() -> Iterator[Problem]:
     """Requires each folder of fedsynth/ among the layers."""
     folders = {path.parent.name for path in (ROOT / "fedsynth").glob("*/__init__.py")}
@@ -258,6 +269,7 @@ def problems(path: str, text: str) -> Iterator[Problem]:
         yield from benchmark(text)
     elif path == ".ci/lint.toml":
         yield from packages()
+        yield from language()
         yield from rows()
     elif path == "Dockerfile":
         yield from dockerfile(text)
