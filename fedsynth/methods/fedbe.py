@@ -1,5 +1,5 @@
 """FedBE: the server distils a Bayesian ensemble of models on unlabelled public images (Chen and Chao
-2021, arXiv 2009.01974, Algorithm 2).
+2021, arXiv 2009.01974).
 
 The clients train as in FedAvg. From their models w_k with shares n_k/n, the server forms the average
 w̄ and draws M models from a distribution over global models:
@@ -113,7 +113,7 @@ class FedBE(DistilsOnPublicImages):
     def drawn(
         self, uploads: Mapping[int, ModelParameters], mean: Tensors, context: RoundContext
     ) -> Iterator[Tensors]:
-        """Draws the parameters of M global models (Eqs. 5 and 7)."""
+        """Draws the parameters of M global models."""
         names = trainable(context)
         squares = {
             k: replace(u, parameters={n: (u.parameters[n] - mean[n]).square() for n in names})

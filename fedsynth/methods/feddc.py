@@ -1,5 +1,4 @@
-"""FedDC: each client tracks its drift from the global model (Gao et al. 2022, arXiv 2203.11751,
-Algorithm 1).
+"""FedDC: each client tracks its drift from the global model (Gao et al. 2022, arXiv 2203.11751).
 
 Each client keeps a drift variable h_k, and minimises F_k(θ) + α/2·‖θ + h_k − w‖² + ⟨c − c_k, θ⟩.
 It then updates h_k ← h_k + θ_k − w. The server computes

@@ -1,5 +1,5 @@
 """FedRobust: local training against the worst affine shift of each client's images (Reisizadeh et
-al. 2020, arXiv 2006.08907, Algorithm 1).
+al. 2020, arXiv 2006.08907).
 
 The clients solve min_w max_{Λ_k, δ_k} of the mean of f_k(w, Λ_k, δ_k), where
 
