@@ -109,9 +109,9 @@ class CCVR(TrainsLocally, VaryingReleases):
         feature_clip: R, the L2 bound on the features of an example. It is used only with
             differential privacy.
         moment_noise: noise multiplier of the statistics, divided by σ. It is used only with
-            differential privacy. With ten clients on the digits (Dir(0.1), 6 rounds), the accuracy
-            at ε = 8 is 86 % with 0.5, 80 % with 1, and 74 % with fedavg. At ε = 2, the statistics
-            cost more than they gain with every value: at most 54 %, and 67 % with fedavg.
+            differential privacy. It was chosen at ε = 8, with one pass in each of five rounds, on
+            the same 5,000 images as M_c. The accuracy is 72 % with 0.5, 69 % with 0.25, 71 % with
+            1, and 54 % with fedavg.
 
     >>> from fedsynth import CCVR, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> skewed = PartitionSettings("classes", classes_per_client=2)

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,7 +195,7 @@ def test_fpl_losses_depend_only_on_the_example(device: torch.device) -> None:
         assert float(together[i].detach()) == pytest.approx(expected, rel=1e-5)
 
 
-def closure_of_first_neighbours(rows: Array) -> Array:
+def closure_of_first_neighbours(rows: Array) -> npt.NDArray[np.int64]:
     """Rows are adjacent if one is the other's first neighbour or both have the same one."""
     count = len(rows)
     first = [max((j for j in range(count) if j != i), key=row.__getitem__, default=i)
