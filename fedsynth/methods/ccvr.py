@@ -1,12 +1,12 @@
 """CCVR: the server retrains the classifier on virtual features after federated training (Luo et al.
-2021, arXiv 2106.05001, Algorithm 1).
+2021, arXiv 2106.05001).
 
 The clients and the server train as in FedAvg. In the last round, the clients send statistics of the
 features f(x) of their examples under the global model, instead of models. From these, the server
 computes a Gaussian N(μ_c, Σ_c) of each class, draws M_c virtual features from it, and retrains the
 classifier on them. A run of T rounds therefore trains for T − 1 rounds.
 
-In the paper, the clients send N_ck, μ_ck and Σ_ck, and the server computes (Eqs. 3 and 4)
+In the paper, the clients send N_ck, μ_ck and Σ_ck, and the server computes
 
     μ_c = Σ_k N_ck/N_c·μ_ck
     Σ_c = Σ_k (N_ck − 1)/(N_c − 1)·Σ_ck + Σ_k N_ck/(N_c − 1)·μ_ck μ_ckᵀ − N_c/(N_c − 1)·μ_c μ_cᵀ
@@ -96,20 +96,22 @@ class CCVR(TrainsLocally, VaryingReleases):
 
     Args:
         virtual: M_c, the number of virtual features of each class. With 0, there are no statistics,
-            and the method is FedAvg, weighted by n_k.
+            and the method is FedAvg, weighted by n_k. M_c and the two settings of the calibration
+            are ours. They were compared on 5,000 training images of Fashion-MNIST that no client
+            has (ten clients, Dir(0.1), two seeds). The accuracy there is 82 % with the defaults,
+            78 % with M_c = 100, and 65 % without calibration.
         covariance: whether the Gaussians have the covariances of all features ("full", as in the
             paper) or only their variances ("diagonal"). With d features, an upload has C·d²/2 or
-            2·C·d numbers. On the digits with d = 128, "full" is at least as accurate with
-            differential privacy too.
-        calibration_epochs: number of passes over the virtual features.
-        calibration_lr: learning rate of SGD with momentum 0.9 on the virtual features. The paper
-            names neither. Both are our choice.
+            2·C·d numbers.
+        calibration_epochs: number of passes over the virtual features. 50 passes gain one point.
+        calibration_lr: learning rate of SGD with momentum 0.9 on the virtual features. With 0.001
+            and 0.1 the accuracy is 80 % and 82 %.
         feature_clip: R, the L2 bound on the features of an example. It is used only with
             differential privacy.
         moment_noise: noise multiplier of the statistics, divided by σ. It is used only with
-            differential privacy. With ten clients on the digits (Dir(0.1), 6 rounds), the accuracy
-            at ε = 8 is 86 % with 0.5, 80 % with 1, and 74 % with fedavg. At ε = 2, the statistics
-            cost more than they gain with every value: at most 54 %, and 67 % with fedavg.
+            differential privacy. It was chosen at ε = 8, with one pass in each of five rounds, on
+            the same 5,000 images as M_c. The accuracy is 72 % with 0.5, 69 % with 0.25, 71 % with
+            1, and 54 % with fedavg.
 
     >>> from fedsynth import CCVR, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> skewed = PartitionSettings("classes", classes_per_client=2)
@@ -132,7 +134,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         "outvote the clients that have examples"
     )
 
-    virtual: int = in_range(100, 0)
+    virtual: int = in_range(2000, 0)
     covariance: str = one_of(FULL, DIAGONAL)
     calibration_epochs: int = in_range(10, 1)
     calibration_lr: float = in_range(0.01, 0)

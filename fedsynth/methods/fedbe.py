@@ -1,5 +1,5 @@
 """FedBE: the server distils a Bayesian ensemble of models on unlabelled public images (Chen and Chao
-2021, arXiv 2009.01974, Algorithm 2).
+2021, arXiv 2009.01974).
 
 The clients train as in FedAvg. From their models w_k with shares n_k/n, the server forms the average
 w̄ and draws M models from a distribution over global models:
@@ -56,13 +56,14 @@ class FedBE(DistilsOnPublicImages):
         server_steps: number of steps of SGD with momentum 0.9 and weight decay 1e-5. The default is
             that of the public code, 20 passes over 10,000 images.
         distribution: the distribution over global models.
-        samples: M, the number of models that are drawn. It is 10 in the paper.
+        samples: M, the number of models that are drawn. It is 10 in the paper and in the public code.
         spread: factor of the standard deviation of the Gaussian. It is 1 in the paper.
         concentration: α of the Dirichlet distribution. It is 1 for a uniform distribution.
         temperature: T. The predictions are p^(1/T), normalised. With 1, they are the mean of the
-            probabilities, as the paper prints it. It is 0.5 in the public code. With ten clients on
-            the digits (Dir(0.1), 4 rounds, proxy "noise"), the accuracy is 69 % with 1, 61 % with
-            0.5, and 65 % with fedavg.
+            probabilities, as in the paper. It is 0.5 in the public code. On 5,000 training images of
+            Fashion-MNIST that no client has (ten clients, Dir(0.1), two seeds, proxy "mnist"), a
+            round after four of fedavg has an accuracy of 71.4 % with 1, 69.2 % with 0.5, and 70.8 %
+            with fedavg. With a spread of 0.1, it is 71.1 %.
         swa_start: number of steps before the first cycle. It is 500 in the public code. If no cycle
             ends within `server_steps`, the student is not averaged.
         cycle: number of steps of a cycle. It is 25 in the paper and in the public code.
@@ -113,7 +114,7 @@ class FedBE(DistilsOnPublicImages):
     def drawn(
         self, uploads: Mapping[int, ModelParameters], mean: Tensors, context: RoundContext
     ) -> Iterator[Tensors]:
-        """Draws the parameters of M global models (Eqs. 5 and 7)."""
+        """Draws the parameters of M global models."""
         names = trainable(context)
         squares = {
             k: replace(u, parameters={n: (u.parameters[n] - mean[n]).square() for n in names})

@@ -1,15 +1,15 @@
-"""FedDC: each client tracks its drift from the global model (Gao et al. 2022, arXiv 2203.11751,
-Algorithm 1).
+"""FedDC: each client tracks its drift from the global model (Gao et al. 2022, arXiv 2203.11751).
 
-Each client keeps a drift variable h_k, and minimises F_k(θ) + α/2·‖θ + h_k − w‖² + ⟨c − c_k, θ⟩
-(Eqs. 3 to 5). It then updates h_k ← h_k + θ_k − w. The server computes
+Each client keeps a drift variable h_k, and minimises F_k(θ) + α/2·‖θ + h_k − w‖² + ⟨c − c_k, θ⟩.
+It then updates h_k ← h_k + θ_k − w. The server computes
 w ← mean_{k active} θ_k + mean_{all k} h_k.
 
 The last term of the loss is the correction of SCAFFOLD, in the notation of `scaffold.py`. The paper
 prints c_k as the last local update divided by −ηK. The public code computes option II of SCAFFOLD,
 c_k⁺ = c_k − c + (w − θ_k)/(K_k·η), and this file does too. The public code divides α and c by
 n_k/mean(n). The paper does not, and this file does not either, because n_k is private with
-differential privacy. The sum over the h_k changes by the uploaded θ_k − w, so that the server
+differential privacy. The code clips the gradient of each step, the terms in θ included, to length
+10, and this file does not. The sum over the h_k changes by the uploaded θ_k − w, so that the server
 computes it from the models.
 
 The gradient of the quadratic term is α(θ − w) + αh_k. This is the regulariser of FedDyn, whose g_k

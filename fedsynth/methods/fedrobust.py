@@ -1,5 +1,5 @@
 """FedRobust: local training against the worst affine shift of each client's images (Reisizadeh et
-al. 2020, arXiv 2006.08907, Algorithm 1).
+al. 2020, arXiv 2006.08907).
 
 The clients solve min_w max_{Λ_k, δ_k} of the mean of f_k(w, Λ_k, δ_k), where
 
@@ -7,7 +7,8 @@ The clients solve min_w max_{Λ_k, δ_k} of the mean of f_k(w, Λ_k, δ_k), wher
 
 Each step takes the gradients of f_k at one point, descends in w with the rate η₁ (`lr`), and ascends
 in Λ_k and δ_k with the rate η₂. The shifts start from Λ_k = I and δ_k = 0. They stay on the client,
-which continues them in its next round. The server averages the weights w.
+which continues them in its next round. The server averages the weights w in proportion to n_k. In
+the paper, all clients have equally many examples.
 
 In the paper, x is the image as one vector of D numbers, and Λ_k is a D×D matrix. This
 matrix has 4·D² bytes: 38 MB for images of 32×32 pixels and three colours, and 604 MB at 64×64.
@@ -42,9 +43,10 @@ class FedRobust(TrainsLocally):
 
     Args:
         ascent_lr: η₂, the rate of the ascent in Λ_k and δ_k. With 0, the method is FedAvg, weighted
-            by n_k. The defaults of η₂, λ₁ and λ₂ are ours. On the digits with ten clients at
-            Dir(0.3), a linear model reaches 89 %, as with FedAvg. With η₂ = 0.05 and λ = 0.1 the
-            shifts grow until it reaches only 16 %.
+            by n_k. The defaults of η₂, λ₁ and λ₂ are ours. They were compared on 5,000 training
+            images of Fashion-MNIST that no client has (ten clients, Dir(0.1), two rounds, two
+            seeds). The accuracy there is 53 % with the defaults, 49 % with η₂ = 0.01, 51 % with
+            η₂ = 0.01 and λ₁ = λ₂ = 0.1, and 55 % with fedavg. The seeds differ by more.
         matrix_weight: λ₁, the weight of ‖Λ_k − I‖²_F.
         offset_weight: λ₂, the weight of ‖δ_k‖².
         shift: "full" for Λ_k of the whole image, as in the paper, or "channels" for its channels.
@@ -63,7 +65,7 @@ class FedRobust(TrainsLocally):
     features_refusal = "the clients shift images"
     masks_refusal = "the affine shift of an image would move it away from its mask"
 
-    ascent_lr: float = in_range(0.01, 0)
+    ascent_lr: float = in_range(0.001, 0)
     matrix_weight: float = in_range(1.0, 0)
     offset_weight: float = in_range(1.0, 0)
     shift: str = one_of("full", "channels")

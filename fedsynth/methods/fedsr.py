@@ -63,7 +63,8 @@ class FedSR(TrainsLocally, ExtendsNetwork):
 
     Args:
         alpha: α, the weight of L2R. The default is that of the public code.
-        beta: β, the weight of CMI. The default is that of the public code.
+        beta: β, the weight of CMI. The default is that of the public code, whose command for PACS
+            has 1e-3.
         sample: whether the classifier is trained on samples of z. Otherwise it is trained on μ(x).
             Without samples, and with α = β = 0, the method is FedAvg, weighted by n_k.
 

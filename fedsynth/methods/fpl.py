@@ -16,8 +16,7 @@ A prototype is the mean embedding of a class at a client. A round has three step
 Round 1 has no prototypes, so it is a round of FedAvg. Four points follow the public code or differ
 from it:
 
-- FINCH makes a hierarchy of partitions. We use the first one, which links nearest neighbours. The
-  code uses the last one, which is often the same with few clients.
+- FINCH makes a hierarchy of partitions. We use the last one, as the code does.
 - L_UPCR is the mean over the coordinates of z, as in the code.
 - The embeddings are those of the trained model. The code collects them during the last local epoch,
   while the model changes.
@@ -95,7 +94,33 @@ def first_partition(rows_ND: Tensor) -> Tensor:
     unit = F.normalize(rows_ND.double(), dim=1)
     nearest = (unit @ unit.T).fill_diagonal_(-torch.inf).argmax(dim=1).cpu().numpy()
     links = csr_array((np.ones(count), (np.arange(count), nearest)), shape=(count, count))
-    return torch.from_numpy(connected_components(links, directed=False)[1]).to(rows_ND.device)
+    clusters = connected_components(links, directed=False)[1]
+    return torch.from_numpy(clusters).to(rows_ND.device, torch.int64)
+
+
+def last_partition(rows_ND: Tensor) -> Tensor:
+    """Computes the cluster of each row by the last partition of FINCH that has several clusters.
+
+    Each partition links the means of the clusters of the one before. If the first partition has a
+    single cluster, it is the last.
+
+    >>> angles = torch.tensor([0.0, 0.01, 0.1, 0.11, 2.0, 2.01, 2.1, 2.11])
+    >>> rows = torch.stack([angles.cos(), angles.sin()], dim=1)
+    >>> first_partition(rows).tolist(), last_partition(rows).tolist()
+    ([0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 0, 1, 1, 1, 1])
+    """
+    clusters = first_partition(rows_ND)
+    while True:
+        coarser = first_partition(cluster_means(rows_ND, clusters))
+        if not coarser.any():  # a single cluster
+            return clusters
+        clusters = coarser[clusters]
+
+
+def cluster_means(rows_ND: Tensor, clusters_N: Tensor) -> Tensor:
+    """Returns the mean of the rows of each cluster, [clusters, D]."""
+    members = F.one_hot(clusters_N).to(rows_ND.dtype).T
+    return members @ rows_ND / members.sum(dim=1, keepdim=True)
 
 
 def prototype_losses(
@@ -233,13 +258,12 @@ class FPL(TrainsLocally):
         for label, has_class in enumerate((counts >= floor).T):
             if has_class.any():
                 rows = means[has_class, label]
-                clusters = first_partition(rows)
-                for cluster in range(int(clusters.max()) + 1):
-                    prototypes.append(rows[clusters == cluster].mean(dim=0))
-                    classes.append(label)
+                of_class = cluster_means(rows, last_partition(rows))
+                prototypes.append(of_class)
+                classes += [label] * len(of_class)
         return replace(
             state,
             parameters=average(uploads),
-            prototypes=torch.stack(prototypes) if prototypes else state.prototypes[:0],
+            prototypes=torch.cat(prototypes) if prototypes else state.prototypes[:0],
             classes=torch.tensor(classes, dtype=torch.int64, device=sums.device),
         )

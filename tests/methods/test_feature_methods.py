@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -43,7 +44,7 @@ from fedsynth.methods.fedfm import COUNT_DEVIATIONS, FeatureSums, anchor_losses
 from fedsynth.methods.fedgen import DECAY, POOL, GeneratorDown
 from fedsynth.methods.fedkf import FedKF
 from fedsynth.methods.fedsum import CondensedState, FedSum, NetworkSums
-from fedsynth.methods.fpl import first_partition, prototype_losses
+from fedsynth.methods.fpl import first_partition, last_partition, prototype_losses
 from fedsynth.methods.shared.class_sums import COUNTS, IMAGES, ModelAndSums
 from fedsynth.methods.shared.condensing import perturbed
 from fedsynth.models.flat import flatten
@@ -194,21 +195,31 @@ def test_fpl_losses_depend_only_on_the_example(device: torch.device) -> None:
         assert float(together[i].detach()) == pytest.approx(expected, rel=1e-5)
 
 
-@given(st.integers(0, 99), st.integers(1, 12))
-def test_first_partition_is_the_closure_of_first_neighbours(seed: int, count: int) -> None:
+def closure_of_first_neighbours(rows: Array) -> npt.NDArray[np.int64]:
     """Rows are adjacent if one is the other's first neighbour or both have the same one."""
-    rows = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed))
-    similarity = F.normalize(rows, dim=1) @ F.normalize(rows, dim=1).T
+    count = len(rows)
     first = [max((j for j in range(count) if j != i), key=row.__getitem__, default=i)
-             for i, row in enumerate(similarity.tolist())]  # fmt: skip
+             for i, row in enumerate((unit(rows) @ unit(rows).T).tolist())]  # fmt: skip
     adjacent = [
         [i == j or j == first[i] or i == first[j] or first[i] == first[j] for j in range(count)]
         for i in range(count)
     ]
     connected = np.linalg.matrix_power(np.array(adjacent, dtype=float), count) > 0
-    clusters = first_partition(rows).numpy()
-    assert (connected == (clusters[:, None] == clusters)).all()
-    assert sorted(set(clusters)) == list(range(max(clusters) + 1))
+    return np.unique(connected.argmax(axis=1), return_inverse=True)[1]
+
+
+@given(st.integers(0, 99), st.integers(1, 20))
+def test_partitions_are_closures_of_first_neighbours(seed: int, count: int) -> None:
+    rows = torch.randn(count, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    expected = closure_of_first_neighbours(rows.numpy())
+    assert first_partition(rows).tolist() == expected.tolist()
+    while True:
+        groups = [rows.numpy()[expected == c].mean(axis=0) for c in range(max(expected) + 1)]
+        coarser = closure_of_first_neighbours(np.stack(groups))
+        if not coarser.any():
+            break
+        expected = coarser[expected]
+    assert last_partition(rows).tolist() == expected.tolist()
 
 
 def test_fpl_clusters_prototypes_with_counts_above_the_noise() -> None:
@@ -517,7 +528,7 @@ def test_stages_are_feature_maps_open_to_augmentation(name: str) -> None:
 
 @pytest.mark.parametrize("covariance", ["full", "diagonal"])
 def test_ccvr_rounds_equal_numpy(covariance: str, device: torch.device) -> None:
-    """Eqs. 3 and 4, from each client's counts, means and covariances. Client 0 lacks class 2."""
+    """From each client's counts, means and covariances, as in the paper. Client 0 lacks class 2."""
     method = CCVR(**FULL, virtual=5, covariance=covariance, calibration_epochs=3)
     w, states = np.average([fit(START, k) for k in ALL], axis=0, weights=SIZES), dict[int, Any]()
     server = Server(method, {n: v.to(device) for n, v in tiny.TwoLayers().state_dict().items()})

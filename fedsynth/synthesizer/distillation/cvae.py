@@ -32,10 +32,11 @@ def _layers(
     kind: Callable[..., nn.Module], widths: list[int], norm: str, last: int | None = None
 ) -> list[nn.Module]:
     """Returns convolutions of stride 2, each with norm and ReLU, and one to `last` channels."""
+    eps = 1e-5 if last is None else 1e-3  # the public code has 1e-3 in the decoder only
     layers: list[nn.Module] = []
     for width, out in pairwise(widths):
         group_norm = nn.GroupNorm(max(1, out // PER_GROUP), out)
-        normalised = nn.BatchNorm2d(out) if norm == "batch" else group_norm
+        normalised = nn.BatchNorm2d(out, eps) if norm == "batch" else group_norm
         layers += [kind(width, out, 4, 2, 1), normalised, nn.ReLU()]
     return layers if last is None else [*layers, kind(widths[-1], last, 4, 2, 1)]
 
