@@ -447,17 +447,17 @@ def _try_lock(file: FileIO, *, shared: bool = False) -> None:
         BlockingIOError: another open file holds a lock on the same file.
         OSError: the file cannot be locked.
     """
-    if sys.platform != "win32":
+    if sys.platform == "win32":
+        place = file.tell()
+        file.seek(LOCKED_BYTE)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError as error:  # Windows' error for a lock that another open file holds
+            raise BlockingIOError(*error.args) from None
+        finally:
+            file.seek(place)
+    else:
         fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-        return
-    place = file.tell()
-    file.seek(LOCKED_BYTE)
-    try:
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-    except PermissionError as error:  # Windows' error for a lock that another open file holds
-        raise BlockingIOError(*error.args) from None
-    finally:
-        file.seek(place)
 
 
 def claim(path: Path, busy: Exception) -> FileIO:

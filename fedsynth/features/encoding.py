@@ -377,7 +377,9 @@ def _require_private(folder: Path) -> None:
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-    if sys.platform == "win32":  # its permissions are not in the mode: a new folder has its parent's
+    if (
+        sys.platform == "win32"
+    ):  # its permissions are not in the mode: a new folder has its parent's
         return
     if state.st_mode & 0o077 or state.st_uid != os.getuid():
         raise OutputError(
