@@ -7,7 +7,9 @@ from pathlib import Path
 
 DOCUMENTS = {
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "CONTRIBUTING.md": "contributing.md",
+    "RELEASING.md": "releasing.md",
     "SECURITY.md": "security.md",
 }
 

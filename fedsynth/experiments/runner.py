@@ -286,8 +286,8 @@ def _busy(place: Path) -> OutputError:
     """Returns the error for a locked folder, which names the active processes that hold the lock."""
     text = read_regular(place).decode(errors="replace") if place.exists() else ""
     numbers = filter(str.isdecimal, text.split())
-    known = Path("/proc").exists()  # elsewhere, all processes that have held the lock are named
-    active = ", ".join(n for n in numbers if not known or Path("/proc", n).exists())
+    has_list = Path("/proc").exists()  # elsewhere, all processes that have held the lock are named
+    active = ", ".join(n for n in numbers if not has_list or Path("/proc", n).exists())
     return OutputError(
         f"another sweep, or a run of a killed sweep, is active in {place.parent} (process id "
         f"{active or 'unknown'}). Wait until it ends"
