@@ -121,7 +121,8 @@ def _directive(name: str, module: ModuleType) -> str:
     other = FUNCTIONS if isroutine(value) else DATA
     kind = CLASS if isinstance(value, type) else other
     options = "\n   :members:" if kind == CLASS and name not in CLASSES else ""
-    if module is not fedsynth and name in dir(fedsynth):
-        options += "\n   :no-index:"  # described with the names of fedsynth
+    others = {fedsynth: [], kit: [fedsynth, privacy]}.get(module, [fedsynth])
+    if any(name in dir(other) for other in others):
+        options += "\n   :no-index:"  # described on the page of the other module
     body = f".. {kind}:: {module.__name__}.{name}{options}"
     return f"## {name}\n\n```{{eval-rst}}\n{body}\n```"
