@@ -36,6 +36,14 @@ def test_blocks_of_page_run(
     assert all(0 < value <= 8 for value in values)
 
 
+def test_documents_have_at_most_30000_words() -> None:
+    """Bars of tables and signs are no words."""
+    texts = [path.read_text(encoding="utf-8") for path in DOCS.glob("[!_g]*/*.md")]
+    texts += [path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")]
+    count = sum(any(map(str.isalnum, word)) for text in texts for word in text.split())
+    assert 20_000 < count <= 30_000
+
+
 def test_picture_of_architecture_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     draw = importlib.import_module("draw_architecture")
