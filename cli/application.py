@@ -22,8 +22,11 @@ from typer.core import TyperGroup
 
 from fedsynth.errors import FedsynthError
 
-# SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then.
-SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+# SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then. On Windows, SIGBREAK
+# stands for both.
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)
+)
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -214,6 +217,8 @@ def keep_large_allocations() -> bool:
     The setting applies to the whole process, so only the command line makes it, and not the
     library.
     """
+    if sys.platform == "win32":
+        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:  # another C library, such as musl
         return False

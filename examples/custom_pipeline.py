@@ -8,7 +8,7 @@ model on the synthetic records, is post-processing and costs no budget.
 import torch
 
 from fedsynth import load_dataset, privacy, synthesizer
-from fedsynth.models.convnet import ConvNet
+from fedsynth.methods.kit import ConvNet
 
 
 def main() -> float:

@@ -16,12 +16,16 @@ import argparse
 import sys
 
 from fedsynth import DataFreeDistiller, ModelSettings, load_dataset
-from fedsynth.data.images import normalise
-from fedsynth.evaluation.accuracy import accuracy
-from fedsynth.evaluation.generated import format_facts
-from fedsynth.models.registry import build_model
-from fedsynth.seeding import torch_generator
-from fedsynth.training.sgd import MomentumSgd, SgdSettings, train_on
+from fedsynth.methods.kit import (
+    MomentumSgd,
+    SgdSettings,
+    accuracy,
+    build_model,
+    format_facts,
+    normalise,
+    torch_generator,
+    train_on,
+)
 
 
 def main(

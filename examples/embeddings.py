@@ -21,11 +21,11 @@ from fedsynth import (
     PartitionSettings,
     PrivacySettings,
     RunSettings,
+    export_run,
     from_arrays,
     load_synthetic,
     simulate,
 )
-from fedsynth.sharing.export import export_run
 
 DIMENSION = 64
 SPEC = DatasetSpec(

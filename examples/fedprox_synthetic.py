@@ -26,12 +26,14 @@ from fedsynth import (
     load_dataset,
     simulate,
 )
-from fedsynth.core.messages import ModelParameters
-from fedsynth.core.method import Method
-from fedsynth.data.images import normalise
-from fedsynth.data.partition import partition
-from fedsynth.models.flat import flatten
-from fedsynth.models.registry import build_model
+from fedsynth.methods.kit import (
+    Method,
+    ModelParameters,
+    build_model,
+    flatten,
+    normalise,
+    partition,
+)
 
 DATASET = "synthetic(1,1)"
 

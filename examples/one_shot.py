@@ -21,8 +21,7 @@ from fedsynth import (
     RunSettings,
     simulate,
 )
-from fedsynth.core.method import Method
-from fedsynth.synthesizer.distillation.stratification import share_of_clients
+from fedsynth.methods.kit import Method, share_of_clients
 
 LOCAL: dict[str, Any] = {"local_epochs": 10, "batch": 32}
 SERVER: dict[str, Any] = {

@@ -32,15 +32,23 @@ from fedsynth import (
     RunSettings,
     simulate,
 )
-from fedsynth.core.client import Group
-from fedsynth.core.context import RoundContext, ServerState
-from fedsynth.core.messages import released
-from fedsynth.core.method import ClientState, ReleasePlan, Results
-from fedsynth.methods.shared.class_sums import class_means, feature_width, sums_plans
-from fedsynth.privacy.plans import MAIN
-from fedsynth.synthesizer.condensation.losses import average_over_holders
-from fedsynth.synthesizer.condensation.sets import SyntheticSet, train_on_union
-from fedsynth.training.sgd import Loss
+from fedsynth.methods.kit import (
+    MAIN,
+    ClientState,
+    Group,
+    Loss,
+    ReleasePlan,
+    Results,
+    RoundContext,
+    ServerState,
+    SyntheticSet,
+    average_over_holders,
+    class_means,
+    feature_width,
+    released,
+    sums_plans,
+    train_on_union,
+)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ from fedsynth import (
     TrainsLocally,
     simulate,
 )
-from fedsynth.core.method import Method
-from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.validation import in_range
+from fedsynth.methods.kit import AveragingState, Method, average, in_range
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from fedsynth import (
     simulate,
     train_student,
 )
-from fedsynth.evaluation.accuracy import accuracy
+from fedsynth.methods.kit import accuracy
 
 
 def network() -> nn.Module:

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedsynth.seeding import torch_generator
+from fedsynth.methods.kit import torch_generator
 
 RADIUS = 5.0  # ρ: matching draws w from N(0, 1), clipped to |w| ≤ ρ
 W = torch.linspace(-RADIUS, RADIUS, 1001, dtype=torch.float64)

@@ -7,7 +7,6 @@ waiting for a lock has a timeout. The module also writes files atomically.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import math
@@ -15,6 +14,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 import tempfile
 import time
 import tomllib
@@ -25,6 +25,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fedsynth.errors import OutputError
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 # The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
 # of ledgers holds the lock while the records are hashed, which may take longer.
@@ -48,6 +53,10 @@ PARTIAL = ".partial"  # the end of the name of a file that is being written
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
+# Windows locks a byte, which other processes then cannot read. This byte is beyond the end of each
+# file that is locked, and the largest position that Windows' function accepts.
+LOCKED_BYTE = 2**31 - 2
+
 _forks = [0]  # forks since the program started: process numbers are reused, so they do not suffice
 
 
@@ -55,7 +64,8 @@ def _after_fork() -> None:
     _forks[0] += 1
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def this_process() -> tuple[int, int]:
@@ -99,19 +109,22 @@ def open_regular(
     flags = os.O_RDWR | os.O_APPEND if writing else os.O_RDONLY
     if create:
         flags |= os.O_CREAT
+    # Without O_NONBLOCK, opening a pipe waits until another process opens its other end. Without
+    # O_BINARY, Windows changes the ends of lines.
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
-        # Without O_NONBLOCK, opening a pipe waits until another process opens its other end.
-        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, flags, 0o666)
     except ValueError as error:  # a zero byte in the name, or a lone surrogate
         raise OSError(errno.EINVAL, str(error)) from None
     try:
         status = os.fstat(descriptor)
         regular = stat.S_ISREG(status.st_mode)
-        if regular and status.st_size == 0 and os.pread(descriptor, 1, 0):
+        if regular and status.st_size == 0 and os.read(descriptor, 1):
             # A file of `/proc` stays at size 0; another process may have appended to this one.
             regular = os.fstat(descriptor).st_size > 0
         if not regular:
             raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
+        os.lseek(descriptor, 0, os.SEEK_SET)
         if max_bytes is not None and status.st_size > max_bytes:
             reason = f"the file has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
             raise OSError(errno.EFBIG, reason, str(path))
@@ -399,12 +412,16 @@ def create_once(path: Path, content: bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".new-") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(descriptor)
         with suppress(FileExistsError):
-            os.link(file.name, path)
+            os.link(name, path)
+    finally:
+        os.unlink(name)
     sync_folder(path.parent)
 
 
@@ -412,12 +429,35 @@ def sync_folder(path: Path) -> None:
     """Writes the names of the files in a folder to the disk.
 
     This is needed because fsync of a file does not guarantee that the file's name is on the disk.
+    Windows cannot do this for a folder; NTFS records new names in its journal.
     """
+    if sys.platform == "win32":
+        return
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _try_lock(file: FileIO, *, shared: bool = False) -> None:
+    """Locks an open file until it is closed, or fails at once. On Windows no lock is shared.
+
+    Raises:
+        BlockingIOError: another open file holds a lock on the same file.
+        OSError: the file cannot be locked.
+    """
+    if sys.platform == "win32":
+        place = file.tell()
+        file.seek(LOCKED_BYTE)
+        try:
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        except PermissionError as error:  # Windows' error for a lock that another open file holds
+            raise BlockingIOError(*error.args) from None
+        finally:
+            file.seek(place)
+    else:
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
 
 
 def claim(path: Path, busy: Exception) -> FileIO:
@@ -431,35 +471,38 @@ def claim(path: Path, busy: Exception) -> FileIO:
     """
     file = open_regular(path, writing=True, create=True)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _try_lock(file)
     except OSError as error:
         file.close()
         raise (busy if isinstance(error, BlockingIOError) else error) from None
     return file
 
 
-def lock(file: FileIO, path: Path, *, shared: bool = False) -> None:
+def lock(
+    file: FileIO, path: Path, *, shared: bool = False, max_seconds: float | None = None
+) -> None:
     """Locks an open file until it is closed.
 
     Args:
         file: the open file.
         path: the path of the file, for error messages.
         shared: True allows other shared locks at the same time, which suffices for reading.
+        max_seconds: the maximum time to wait for the lock. None stands for `LOCK_SECONDS`.
 
     Raises:
         OutputError: the file cannot be locked, or another process holds the lock for longer than
-            `LOCK_SECONDS`.
+            `max_seconds`.
     """
-    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-    until = time.monotonic() + LOCK_SECONDS
+    seconds = LOCK_SECONDS if max_seconds is None else max_seconds
+    until = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            _try_lock(file, shared=shared)
             return
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise OutputError(
-                    f"another process has held the lock on {path} for {LOCK_SECONDS:g} s. Wait until "
+                    f"another process has held the lock on {path} for {seconds:g} s. Wait until "
                     f"that process ends, or end the process (fuser {path} shows the process)"
                 ).with_code("files.lock") from None
         except OSError as error:

@@ -30,6 +30,17 @@ def _own() -> str:
     return pivot("", DATASETS, columns, cell)
 
 
+@table("number-of-clients")
+def _number_of_clients() -> str:
+    columns = {f"{clients} clients": f"K={clients}" for clients in (3, 10, 50)}
+
+    def cell(noise: str, clients: str) -> str:
+        key = f"fashion-mnist eps=1 {noise} alpha=0.5 {clients}"
+        return spread_of("fedstats_table", key, SEEDS, digits=1)
+
+    return pivot("", {"each client adds the full noise": "own"}, columns, cell)
+
+
 @table("fedstats-students")
 def _students() -> str:
     columns = {

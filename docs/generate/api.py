@@ -1,14 +1,15 @@
-"""Generates the library's reference: all names that `fedsynth`, `fedsynth.synthesizer` and
-`fedsynth.privacy` export, in groups, for autodoc.
+"""Generates the library's reference: all names that `fedsynth` and the other stable modules export, in
+groups, for autodoc.
 """
 
 from __future__ import annotations
 
+from inspect import isroutine
 from types import ModuleType
 
 import fedsynth
-from fedsynth import privacy, synthesizer
-from fedsynth.methods import CLASSES
+from fedsynth import experiments, privacy, synthesizer
+from fedsynth.methods import CLASSES, kit
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "Runs": (
@@ -59,9 +60,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 FUNCTIONS = "autofunction"
 CLASS = "autoclass"
+DATA = "autodata"
 
 
-NAMESPACES = {"Custom synthesis": synthesizer, "Privacy": privacy}
+NAMESPACES = {
+    "Kit for methods": kit,
+    "Custom synthesis": synthesizer,
+    "Privacy": privacy,
+    "Sweeps": experiments,
+}
 
 
 def groups() -> dict[str, tuple[str, ...]]:
@@ -87,8 +94,9 @@ def pages() -> dict[str, str]:
     entries = "\n".join(_file(title) for title in (*groups(), *NAMESPACES))
     texts["api/index.md"] = f"""# The library
 
-The names that `fedsynth`, `fedsynth.synthesizer` and `fedsynth.privacy` export are stable; other
-modules may move. Importing them imports neither torch nor any method until a name is used.
+The names that `fedsynth`, `fedsynth.methods.kit`, `fedsynth.synthesizer`, `fedsynth.privacy` and
+`fedsynth.experiments` export are stable; other modules may move. Importing them imports neither
+torch nor any method until a name is used.
 
 ```{{toctree}}
 :maxdepth: 2
@@ -109,9 +117,12 @@ def _page(title: str, names: tuple[str, ...], module: ModuleType) -> str:
 
 
 def _directive(name: str, module: ModuleType) -> str:
-    kind = CLASS if isinstance(getattr(module, name), type) else FUNCTIONS
-    options = "" if kind == FUNCTIONS or name in CLASSES else "\n   :members:"
-    if module is not fedsynth and name in dir(fedsynth):
-        options += "\n   :no-index:"  # described with the names of fedsynth
+    value = getattr(module, name)
+    other = FUNCTIONS if isroutine(value) else DATA
+    kind = CLASS if isinstance(value, type) else other
+    options = "\n   :members:" if kind == CLASS and name not in CLASSES else ""
+    others = {fedsynth: [], kit: [fedsynth, privacy]}.get(module, [fedsynth])
+    if any(name in dir(other) for other in others):
+        options += "\n   :no-index:"  # described on the page of the other module
     body = f".. {kind}:: {module.__name__}.{name}{options}"
     return f"## {name}\n\n```{{eval-rst}}\n{body}\n```"

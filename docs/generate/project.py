@@ -7,7 +7,9 @@ from pathlib import Path
 
 DOCUMENTS = {
     "CHANGELOG.md": "changelog.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "CONTRIBUTING.md": "contributing.md",
+    "RELEASING.md": "releasing.md",
     "SECURITY.md": "security.md",
 }
 
@@ -26,6 +28,8 @@ def _moved(text: str) -> str:
         text = text.replace(f"]({document}", f"]({page}")
     return re.sub(
         r"\]\((?!https?://|\.\./|#)(\w[^)]*)\)",
-        lambda link: link[0] if link[1] in DOCUMENTS.values() else f"](../../{link[1]})",
+        lambda link: (
+            link[0] if link[1].partition("#")[0] in DOCUMENTS.values() else f"](../../{link[1]})"
+        ),
         text,
     )

@@ -12,7 +12,7 @@ be a part of a published data set.
 
 from __future__ import annotations
 
-import fcntl
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,7 +40,7 @@ from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients, data_set_id
-from fedsynth.files import open_regular
+from fedsynth.files import lock, open_regular
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import write_report
@@ -212,7 +212,7 @@ class Node(Place):
             yield
             return
         with open_regular(self.home / LOCK, writing=True, create=True) as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, self.home / LOCK, max_seconds=math.inf)
             yield
 
     def _answer(self, run: str, frame: Frame) -> Frame:

@@ -286,7 +286,8 @@ def _busy(place: Path) -> OutputError:
     """Returns the error for a locked folder, which names the active processes that hold the lock."""
     text = read_regular(place).decode(errors="replace") if place.exists() else ""
     numbers = filter(str.isdecimal, text.split())
-    active = ", ".join(number for number in numbers if Path("/proc", number).exists())
+    has_list = Path("/proc").exists()  # elsewhere, all processes that have held the lock are named
+    active = ", ".join(n for n in numbers if not has_list or Path("/proc", n).exists())
     return OutputError(
         f"another sweep, or a run of a killed sweep, is active in {place.parent} (process id "
         f"{active or 'unknown'}). Wait until it ends"
@@ -365,11 +366,20 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             env=_environment(sweep.jobs),
-            pass_fds=[lock.fileno()],
-            start_new_session=True,  # only the sweep receives Ctrl-C, and stops its runs cleanly
+            **_separated(lock),
         )
     _note_process(lock, process.pid)
     return process
+
+
+def _separated(lock: FileIO) -> dict[str, Any]:
+    """Returns arguments of `Popen` for a run, which inherits the sweep's lock, but not Ctrl-C.
+
+    The sweep receives Ctrl-C and stops its runs cleanly. On Windows a run inherits no lock.
+    """
+    if sys.platform == "win32":
+        return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
+    return {"pass_fds": [lock.fileno()], "start_new_session": True}
 
 
 def _environment(jobs: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -376,7 +377,11 @@ def _require_private(folder: Path) -> None:
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-    if state.st_mode & 0o077 or (hasattr(os, "getuid") and state.st_uid != os.getuid()):
+    if (
+        sys.platform == "win32"
+    ):  # its permissions are not in the mode: a new folder has its parent's
+        return
+    if state.st_mode & 0o077 or state.st_uid != os.getuid():
         raise OutputError(
             f"the cache {one_line(folder)} must be a folder that only you can open, because vectors "
             "are as private as images. Run chmod 700, or name a new folder"

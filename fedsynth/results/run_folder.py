@@ -30,6 +30,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -309,6 +310,8 @@ class RunFolder:
         """Renames the folder of a run that has ended, and returns the new path of the folder."""
         with writing(self.path):
             _sync_all(self.path)
+            if sys.platform == "win32":  # a folder with an open file cannot be renamed
+                self.release()
             self.path.rename(self.final)
             (self.final / LOCK).unlink(missing_ok=True)
             sync_folder(self.final.parent)
@@ -380,6 +383,7 @@ def _sync_all(folder: Path) -> None:
     """Waits until all files in a folder, and the entries of the folder, are on the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
-            with open_regular(Path(parent) / name) as file:
+            # Windows writes only files to the disk that are open for writing
+            with open_regular(Path(parent) / name, writing=sys.platform == "win32") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))

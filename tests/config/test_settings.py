@@ -372,7 +372,7 @@ def test_registered_names_match_the_classes() -> None:
         assert cls.__module__ == CLASSES[cls.__name__]
         assert getattr(fs, cls.__name__) is cls
         assert cls.__name__ in fs.__all__
-    files = {p.stem for p in (PACKAGE / "methods").glob("*.py")} - {"__init__", "registry"}
+    files = {p.stem for p in (PACKAGE / "methods").glob("*.py")} - {"__init__", "kit", "registry"}
     assert {module.rpartition(".")[2] for module in CLASSES.values()} == files
 
 

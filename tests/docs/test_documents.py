@@ -3,6 +3,7 @@ user would run them, and all exports of `import fedsynth` have a short one in th
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import importlib
@@ -140,6 +141,41 @@ def test_reference_includes_every_exported_name(
     monkeypatch.delitem(generate.api.GROUPS, "Data")
     with pytest.raises(LookupError, match="ImageData"):
         generate.api.groups()
+
+
+STABLE = {
+    name: importlib.import_module(name)
+    for name in (
+        *("fedsynth", "fedsynth.experiments", "fedsynth.methods.kit"),
+        *("fedsynth.privacy", "fedsynth.synthesizer"),
+    )
+}
+PYTHON = re.compile(r"^```(?:python|\{code-cell\} ipython3)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def imported_names(text: str) -> Iterator[tuple[str, str]]:
+    """Yields the module and the name of each import from fedsynth."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((str(node.module), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "__name__") for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "examples").glob("*.py"), *DOCS.glob("*.md"), *DOCS.glob("tutorials/*.md")]),
+    ids=lambda path: path.name,
+)
+def test_examples_and_pages_import_only_stable_names(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        cells = (cell for cell in PYTHON.findall(text) if "%%bash" not in cell)
+        text = "\n".join(re.sub(r"^(%|:\w).*", "", cell, flags=re.MULTILINE) for cell in cells)
+    for module, name in imported_names(text):
+        if module.partition(".")[0] == "fedsynth":
+            names = {"__name__", *dir(STABLE[module])}
+            assert name in names or f"{module}.{name}" in STABLE, f"{module}.{name}"
 
 
 def test_every_example_has_page(generated: dict[str, str]) -> None:

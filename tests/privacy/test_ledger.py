@@ -3,7 +3,6 @@ folders, whose ledgers follow their records independent of order, client and nam
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
@@ -23,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsynth.errors import BudgetExceededError, LedgerError, OutputError, PrivacySettingError
+from fedsynth.files import lock, open_regular
 from fedsynth.privacy.accounting import epsilon
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, check_names
@@ -289,8 +289,8 @@ def test_special_files_are_rejected_as_ledgers(path: Path, make: Callable[[Path]
 def test_held_locks_raise_one_line_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ledger = charged(path, 0)
     monkeypatch.setattr("fedsynth.files.LOCK_SECONDS", 0.1)
-    with path.open("rb") as stopped:
-        fcntl.flock(stopped, fcntl.LOCK_EX)
+    with open_regular(path, writing=True) as stopped:
+        lock(stopped, path)
         for use in (lambda: ledger.charge(row(1)), lambda: ledger.releases):
             with raises(OutputError, "files.lock"):
                 use()

@@ -324,7 +324,8 @@ def oracle(rows: np.ndarray, groups: np.ndarray, users: np.ndarray) -> np.ndarra
 
 
 VALUES = st.one_of(
-    st.floats(-3, 3, width=32), st.sampled_from([0.0, 1e20, -3e38, np.nan, np.inf, -np.inf])
+    st.floats(-3, 3, width=32),
+    st.sampled_from([0.0, 2.0**66, -(2.0**127), np.nan, np.inf, -np.inf]),
 )
 USER_RECORDS = st.integers(1, 25).flatmap(
     lambda n: st.tuples(

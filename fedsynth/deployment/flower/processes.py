@@ -115,8 +115,11 @@ def stop(process: subprocess.Popen[str]) -> None:
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
-    with suppress(ProcessLookupError, PermissionError):  # no process of its group is left
-        os.killpg(process.pid, signal.SIGKILL)
+    if sys.platform == "win32":
+        process.kill()
+    else:
+        with suppress(ProcessLookupError, PermissionError):  # no process of its group is left
+            os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
