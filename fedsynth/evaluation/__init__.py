@@ -31,6 +31,7 @@ NAMES = {
 }
 TEST_KEYS = tuple(names.test for names in NAMES.values())
 GENERATOR = "generator"  # the key of a generator's measures in the metrics of a round
+EPOCHS = "accuracy_by_epoch"  # the key of a student's accuracy after each epoch on the server
 # The type of the dictionary that `generated.describe` returns.
 GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float
