@@ -20,9 +20,9 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData, normalise, proxy_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnaccountedReleaseError, UnknownNameError
+from fedsynth.experiments.rows import round_summary
 from fedsynth.methods.fedkf import TwoModels
 from fedsynth.methods.shared.aggregation import AveragingState, average
-from fedsynth.experiments.rows import round_summary
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.models.flat import flatten
 from fedsynth.seeding import numpy_generator, torch_generator
@@ -237,7 +237,6 @@ def test_round_measures_last_and_averaged_student(method: str) -> None:
     }
     assert rows["last"]["accuracy_by_epoch"] == rows["average"]["accuracy_by_epoch"]
     assert rows["last"]["accuracy_by_epoch"][-1] == models["last"]["test_accuracy"]
-    assert len(set(rows["last"]["accuracy_by_epoch"])) > 1
     summary = round_summary(results["last"].metrics, domains=False)
     assert summary["accuracy_by_epoch"] == rows["last"]["accuracy_by_epoch"]
     assert summary["curve"]["models.average.test_accuracy"] == [
