@@ -380,6 +380,8 @@ def test_changed_runs_have_no_verdict() -> None:
     assert (line.verdict, reproduced.verdict) == ("not run", WITHIN)
     changed = replace(reproduced, changes={"partition": {"alpha": 100.0}})
     assert changed.verdict == "changed: no verdict"
+    run = {"curve": {"test_accuracy": [0.4, 0.3], "models.average.test_accuracy": [None, 0.5]}}
+    assert (replace(line, runs=[run]).averaged.mean, line.averaged.mean) == (50.0, None)
 
 
 CORE = ("feddm:table2", "fedaf:table1", "fedkf:table5", "fedhydra:table1", "fedhydra:table2")
