@@ -63,8 +63,8 @@ class Line:
 
     @property
     def averaged(self) -> Spread:
-        """The same for the test accuracies of students with averaged weights, if the runs have
-        them (`OneShotSettings.student_weights`)."""
+        """The test accuracies of students with averaged weights, if the runs have them
+        (`OneShotSettings.student_weights`)."""
         if self.number.metric != "test_accuracy_pct":
             return Spread.of([])
         curves = [run["curve"].get("models.average.test_accuracy", ()) for run in self.runs]
