@@ -256,10 +256,14 @@ def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
     from fedsynth.experiments.comparison import format_number
 
     print(f"{table.name}: {table.heading}")
-    rows = [["cell", "metric", "published", "reproduced", "seeds", "verdict", "hours", "commit"]]
+    # a column for students with averaged weights, if there are any
+    averaged = ["averaged"] if any(line.averaged.mean is not None for line in lines) else []
+    rows = [["cell", "metric", "published", "reproduced", *averaged]]
+    rows[0] += ["seeds", "verdict", "hours", "commit"]
     for line in lines:
         row = [line.cell + line.reduced_precision, line.number.label]
         row += [format_number(line.number.value, line.number.std), format_number(*line.spread)]
+        row += [format_number(*line.averaged)] * len(averaged)
         row += [str(len(line.values)), line.verdict, f"{line.hours:.2f}", ", ".join(line.commits)]
         rows.append(row)
     _print_table(rows)

@@ -153,20 +153,6 @@ def _claims() -> str:
     return markdown(head, body)
 
 
-@table("reproduction-stratification")
-def _stratification() -> str:
-    """FedHydra with two classes per client in the small edition, with both stratifications."""
-    small = preset("fedhydra:table2").edition("small")
-    texts: dict[str, list[str]] = {}
-    for name, changes in (("paper's", {}), ("earlier", EARLIER_STRATIFICATION)):
-        for cell in small.select(method="fedhydra"):
-            [line] = lines(small, [cell], range(small.seeds), _rows(), changes)
-            seeds = ", ".join(f"{line.values[seed]:.1f}" for seed in sorted(line.values))
-            texts.setdefault(name, []).append(seeds)
-    head = ["rate and floor", *(cell.dataset for cell in small.select(method="fedhydra"))]
-    return markdown(head, [[name, *row] for name, row in texts.items()])
-
-
 @table("reproduction-curves")
 def _curves() -> str:
     """FedProx's data sets and shares of stragglers, of which the paper prints no numbers."""

@@ -7,6 +7,7 @@ serialised in the same way as a message.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -48,12 +49,17 @@ def _ignore(*_values: object, **_named: object) -> None:
     """Ignores progress and notes."""
 
 
+def unmeasured(_model: nn.Module) -> float:
+    """Returns NaN, in place of the accuracy of a model that is not measured."""
+    return math.nan
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """The public settings of the run and public facts of the round, which every step of a round
     receives.
 
-    Only `round`, `participants`, `report`, `note` and `keeper` differ between the rounds of a run.
+    Only `round`, `participants`, `report`, `note`, `measure` and `keeper` differ between the rounds of a run.
 
     Args:
         round: the number of the round: 1, 2, …
@@ -80,6 +86,8 @@ class RoundContext:
         report: receives (stage, completed, total) after `completed` of `total` steps of a stage. It
             must not wait for the device.
         note: receives lines of text for users.
+        measure: returns the accuracy of a model on the test set, which a step may only record. It
+            is NaN if there is no test set, or if the test images are private and the run has DP.
         keeper: saves checkpoints of long loops.
         precision: the numeric type of condensation's passes over real images, of plain training and
             of distillation. It changes results only by rounding, as do `memory_bytes` and
@@ -117,6 +125,7 @@ class RoundContext:
     participants: tuple[int, ...] | None = None
     report: Callable[..., None] = _ignore
     note: Callable[[str], None] = _ignore
+    measure: Callable[[nn.Module], float] = unmeasured
     keeper: LoopCheckpointer = field(default_factory=LoopCheckpointer)
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30

@@ -36,6 +36,7 @@ NMI, SILHOUETTE = FEATURE_SPACE = ("nmi", "silhouette")
 DISSIMILARITY = "dissimilarity"
 OPTIONAL = (CLIENT_MODELS, *FEATURE_SPACE, DISSIMILARITY)
 GENERATOR = "generator"  # the key of a generator's measures in the metrics of a round
+EPOCHS = "accuracy_by_epoch"  # the key of a student's accuracy after each epoch on the server
 # The type of the dictionary that `generated.describe` returns.
 GeneratorFacts = dict[
     Literal["agreement", "student", "class_entropy", "class_entropy_share", "classes"], float

@@ -67,6 +67,15 @@ class Line:
         return Spread.of(list(self.values.values()))
 
     @property
+    def averaged(self) -> Spread:
+        """The test accuracies of students with averaged weights, if the runs have them
+        (`OneShotSettings.student_weights`)."""
+        if self.number.metric != "test_accuracy_pct":
+            return Spread.of([])
+        curves = [run["curve"].get("models.average.test_accuracy", ()) for run in self.runs]
+        return Spread.of([100 * value for curve in curves for value in _recorded(curve)[-1:]])
+
+    @property
     def hours(self) -> float:
         """The total duration of all runs in hours, including runs that diverged."""
         return sum(float(run["seconds"]) for run in self.runs) / 3600

@@ -4,7 +4,8 @@ A row names its run by a hash of the settings that determine the run's result. T
 published table has the curve of the run, which maps each metric to the list of its values after
 each round. The name of a metric is its dotted path in metrics.jsonl, such as
 "models.oca.local.amp". The list "round" has the numbers of the rounds. None marks a round in which
-the metric was not computed.
+the metric was not computed. If the server measured a student after each epoch of the last round,
+the row also has these accuracies.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ import torch
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import OutputError, writing
-from fedsynth.evaluation import CLIENT_MODELS, DISSIMILARITY, FEATURE_SPACE, NAMES, TEST_KEYS
+from fedsynth.evaluation import (
+    CLIENT_MODELS,
+    DISSIMILARITY,
+    EPOCHS,
+    FEATURE_SPACE,
+    NAMES,
+    TEST_KEYS,
+)
 from fedsynth.files import decode_json, lock, open_regular, read_text
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results.finished import read_settings
@@ -222,6 +230,7 @@ def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
         "upload_floats": last["upload_floats"],
         "client_upload_bytes": round(statistics.fmean(last["client_upload_bytes"] or [0]), 1),
         "curve": curve_of(rows, domains),
+        **({EPOCHS: last[EPOCHS]} if EPOCHS in last else {}),
     }
 
 

@@ -70,9 +70,9 @@ class Dense(DataFreeEnsembleDistillation):
             context.seed,
             context.round,
             precision=context.precision,
+            measure=context.measure,
         )
         for epoch in context.server_loop("distillation", self.server_epochs, training.state):
             batches = training.train_generator(epoch)  # Eqs. 2 to 5
             training.train_student(epoch, batches)  # Eq. 6
-        self.note_models(models, context)
-        return EnsembleState({}, tallies=training.tallies)
+        return self.result(training, context)

@@ -134,13 +134,13 @@ class FedHydra(DataFreeEnsembleDistillation):
             context.round,
             targets=targets,
             precision=context.precision,
+            measure=context.measure,
         )
         for epoch in context.server_loop("distillation", self.server_epochs, training.state):
             batches = training.train_generator(epoch)  # Eqs. 13 to 16
             training.train_student(epoch, batches)  # Eqs. 17 to 19
-        self.note_models(models, context)
         matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
-        return EnsembleState({}, tallies=training.tallies, matrices=matrices)
+        return self.result(training, context, matrices)
 
     def aggregate(self, U_r: Tensor, U_c: Tensor) -> ensemble.Aggregate:
         """Returns the function that computes the prediction P of the ensemble (Algorithm 3)."""

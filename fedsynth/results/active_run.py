@@ -147,6 +147,8 @@ class ActiveRun:
         for number in range(len(self.record.rows) + 1, self.settings.rounds + 1):
             started = time.perf_counter()
             context = self.round_context(number)
+            if self.record.is_evaluated(number):
+                context = replace(context, measure=self.record.measure.accuracy)
             refusal = self.play(context)
             if refusal is not None:
                 self._end_early(refusal)

@@ -7,10 +7,13 @@ differential privacy, they are written only to the folder `simulation_only`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from torch import nn
 
 from fedsynth.core.capabilities import Measurements, PersonalModels
 from fedsynth.core.context import RoundContext, ServerState
@@ -70,6 +73,15 @@ class Measure:
     def personal(self) -> bool:
         """True if each client ends with a personal model."""
         return isinstance(self.method, PersonalModels)
+
+    def accuracy(self, model: nn.Module) -> float:
+        """Returns the main measure of a model on the test set.
+
+        It is NaN if there is no test set, or if differential privacy protects it.
+        """
+        if self.test is None or self.hidden:
+            return math.nan
+        return float(scores(predict(model, self.test), self.test.labels).mean())
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
         """Returns the accuracies of the model after a round.

@@ -256,6 +256,10 @@ class RunRecord:
         for number in resumed_rounds(folder.path):
             self.events.append(Event(kind="resumed", rounds_done=number))
 
+    def is_evaluated(self, number: int) -> bool:
+        """Returns whether the models are measured after the round with this number."""
+        return number % self.settings.evaluate_every == 0 or number == self.settings.rounds
+
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
     ) -> disclosed.Disclosed:
@@ -284,7 +288,7 @@ class RunRecord:
             row |= checked(method.planned_facts(context))
             row |= self.figures("metrics of the server", lambda: checked(facts()))
             row |= self.figures("metrics of the clients", lambda: checked(of_clients()))
-        if number % self.settings.evaluate_every == 0 or number == self.settings.rounds:
+        if self.is_evaluated(number):
             row |= self.measure.row(state, context, self.figures)
             row |= self.measure.optional(state, context, played.uploads, self.figures)
         if self.plan is not None:

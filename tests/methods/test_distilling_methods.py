@@ -20,6 +20,7 @@ from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData, normalise, proxy_images
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError, UnaccountedReleaseError, UnknownNameError
+from fedsynth.experiments.rows import round_summary
 from fedsynth.methods.fedkf import TwoModels
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
@@ -217,6 +218,30 @@ def test_fedbe_without_steps_equals_fedavg(kwargs: Any) -> None:
     torch.testing.assert_close(*models, rtol=0, atol=0)
     with raises(SettingError, "method.proxy"):
         FedBE().check_model(convnet())
+
+
+@pytest.mark.parametrize("method", ["dense", "fedhydra"])
+def test_round_measures_last_and_averaged_student(method: str) -> None:
+    """The setting decides only with which of them the round ends."""
+    results = {}
+    for name in ("last", "average"):
+        settings = run(method)
+        changes = {"server_epochs": 8, "server_lr": 0.05, "student_weights": name}
+        settings = replace(settings, method=replace(settings.method, **changes))
+        results[name] = fs.simulate(settings, quiet=True)
+    rows = {name: result.metrics[-1] for name, result in results.items()}
+    models = rows["last"]["models"]
+    assert models == rows["average"]["models"]
+    assert {name: row["test_accuracy"] for name, row in rows.items()} == {
+        name: row["test_accuracy"] for name, row in models.items()
+    }
+    assert rows["last"]["accuracy_by_epoch"] == rows["average"]["accuracy_by_epoch"]
+    assert rows["last"]["accuracy_by_epoch"][-1] == models["last"]["test_accuracy"]
+    summary = round_summary(results["last"].metrics, domains=False)
+    assert summary["accuracy_by_epoch"] == rows["last"]["accuracy_by_epoch"]
+    assert summary["curve"]["models.average.test_accuracy"] == [
+        pytest.approx(models["average"]["test_accuracy"], abs=1e-6)
+    ]
 
 
 @pytest.mark.parametrize("method", [Dense(server_epochs=0), FedDF(server_steps=0, proxy="noise")])

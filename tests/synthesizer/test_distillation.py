@@ -182,12 +182,12 @@ def test_pair_losses_equal_separate_loops(
                 assert float(actual[step, j, k]) == pytest.approx(float(loss.detach()), rel=5e-3)
 
 
-def distil(device: Any, epochs: int, steps: int, targets: Any = None, **settings: Any) -> Any:
+def distil(device: Any, epochs: int, steps: int, hooks: Any = None, **settings: Any) -> Any:
     """Distils two models into a third; returns the distillation, batches per epoch and student."""
     *clients, student = models(device)
     values = {**SMALL_SETTINGS, "server_epochs": epochs, "generator_steps": steps, **settings}
     fixed: Any = (ensemble.average_of_logits, student, SPEC, SEED, ROUND)
-    training = OneShotDistillation(OneShotSettings(**values), clients, *fixed, targets=targets)
+    training = OneShotDistillation(OneShotSettings(**values), clients, *fixed, **(hooks or {}))
     batches = []
     for epoch in range(epochs):
         batches.append(training.train_generator(epoch))
@@ -255,6 +255,27 @@ def test_epochs_equal_plain_torch(settings: dict[str, Any], device: torch.device
     assert not torch.allclose(flatten(student), flatten(other), atol=1e-3)
 
 
+@pytest.mark.parametrize(("epochs", "averaged"), [(8, 2), (5, 2), (4, 1), (1, 1)])
+def test_average_is_of_students_after_last_quarter(
+    epochs: int, averaged: int, device: torch.device
+) -> None:
+    students: list[dict[str, Tensor]] = []
+
+    def measure(student: nn.Module) -> float:
+        students.append({name: v.clone() for name, v in student.state_dict().items()})
+        return len(students) / 10
+
+    training, _, student = distil(device, epochs, 2, {"measure": measure})
+    assert training.accuracies.tolist() == [(epoch + 1) / 10 for epoch in range(epochs)]
+    torch.testing.assert_close(students[-1], dict(student.state_dict()), rtol=0, atol=0)
+    for name, mean in training.average.state_dict().items():
+        values = [copy[name] for copy in students[-averaged:]]
+        expected = torch.stack(values).double().mean(dim=0)
+        if not mean.is_floating_point():  # the number of batches
+            expected = values[-1]
+        torch.testing.assert_close(mean.double(), expected.double(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     """The images and targets of the student's passes."""
@@ -283,7 +304,7 @@ def test_ensemble_labels_new_views_in_each_pass(passes: Passes, device: torch.de
 def test_student_learns_custom_targets_on_same_images(passes: Passes, device: Any) -> None:
     """The generator is trained on the average; the student learns the first model's logits."""
     distil(device, 2, 2, server_lr=0.0)
-    distil(device, 2, 2, server_lr=0.0, targets=lambda logits, labels: logits[0])
+    distil(device, 2, 2, {"targets": lambda logits, labels: logits[0]}, server_lr=0.0)
     first = models(device)[0]
     for (x, _), (same, answer) in zip(passes[:4], passes[4:], strict=True):
         assert torch.equal(x, same)

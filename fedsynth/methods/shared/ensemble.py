@@ -26,13 +26,13 @@ from fedsynth.core.capabilities import HeterogeneousClients
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import ModelParameters, Tensors
 from fedsynth.core.method import Presets
-from fedsynth.evaluation import GENERATOR, GeneratorFacts
+from fedsynth.evaluation import EPOCHS, GENERATOR, GeneratorFacts
 from fedsynth.evaluation.generated import average as average_facts
 from fedsynth.evaluation.generated import describe
 from fedsynth.methods.shared.aggregation import AveragingState, average
 from fedsynth.methods.shared.local import TrainsLocally
-from fedsynth.privacy.disclosure import Disclosure, released
-from fedsynth.synthesizer.distillation.ensemble import OneShotSettings
+from fedsynth.privacy.disclosure import SHARE, Disclosure, released
+from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, OneShotSettings
 from fedsynth.synthesizer.distillation.losses import has_statistics
 from fedsynth.validation import one_of
 
@@ -46,10 +46,14 @@ class EnsembleState(AveragingState):
         tallies: the tallies of the generated images in each epoch, [epochs, C, C], or None if no
             images were generated.
         matrices: measurements of the round's clients by name, each [C, clients].
+        accuracies: the student's accuracy after each epoch, [epochs], or None.
+        other: the student that the round did not end with ("student_weights"), or empty.
     """
 
     tallies: Tensor | None = None
     matrices: Tensors = field(default_factory=dict)
+    accuracies: Tensor | None = None
+    other: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,9 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
         **EnsembleDistillation.metric_privacy,
         GENERATOR: released("the server makes the generators from uploaded models", GeneratorFacts),
+        EPOCHS: released("accuracies of students on public images", list[SHARE]),
     }
+    variant_names = ("last", "average")
     presets: ClassVar[Presets] = {
         "digits": {
             "server_epochs": 20,
@@ -133,7 +139,33 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
         }
     }
 
-    def note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
+    def result(
+        self, training: OneShotDistillation, context: RoundContext, matrices: Tensors | None = None
+    ) -> EnsembleState:
+        """Returns the state after the last epoch. The student gets its final weights."""
+        self._note_models(training.models, context)
+        student, other = training.student, training.average.state_dict()
+        if self.student_weights == "average":
+            other = {name: value.clone() for name, value in student.state_dict().items()}
+            student.load_state_dict(training.average.state_dict())
+        return EnsembleState(
+            {},
+            tallies=training.tallies,
+            matrices=matrices or {},
+            accuracies=training.accuracies,
+            other=other,
+        )
+
+    def variants(self, state: EnsembleState) -> Mapping[str, Tensors]:
+        """Returns the students with the last and with the averaged weights."""
+        if not state.other:
+            return {}
+        names = self.variant_names
+        if self.student_weights == "average":
+            names = names[::-1]
+        return dict(zip(names, (state.parameters, state.other), strict=True))
+
+    def _note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
         """Adds a note to the round if the batch-norm loss L_BN ignores some of the clients' models.
 
         It ignores models that have no running statistics of batch norm.
@@ -146,13 +178,16 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the facts of the round, including measures of the generated images.
+        """Returns the facts of the round, including measures of the generated images and the
+        student's accuracy after each epoch.
 
-        The key of the measures is `GENERATOR`. They are post-processing of the uploads.
+        Their keys are `GENERATOR` and `EPOCHS`. They are post-processing of the uploads.
         """
         facts = dict(super().facts(state, context))
         if state.tallies is not None and len(state.tallies):
             facts[GENERATOR] = generated_facts(state.tallies)
+        if state.accuracies is not None and bool(state.accuracies.isfinite().any()):
+            facts[EPOCHS] = state.accuracies.tolist()
         return facts
 
 

@@ -451,7 +451,7 @@ class TrainsLocally(Measurements):
         by_name = {str(client): count for client, count in epochs.items()}
         return {"stragglers": by_name, "stragglers_dropped": self.drop_stragglers}
 
-    def variants(self, state: AveragingState) -> Mapping[str, Tensors]:
+    def variants(self, state: State) -> Mapping[str, Tensors]:
         if not state.overall:
             return {}
         return {"aca": state.parameters, "oca": state.overall}

@@ -8,6 +8,8 @@ images. Everything here is computed only from the models.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, NamedTuple
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedsynth.core.context import unmeasured
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.evaluation.generated import tally
 from fedsynth.mixed_precision import computed
@@ -96,6 +99,10 @@ class OneShotSettings:
             successive steps hardly differ, and momentum adds these steps up. With momentum 0.9,
             students learn less at most skews, and their hidden units may die (docs/results.md).
             DENSE's public code has 0.9, but trains on each image among many others (`replay`).
+        student_weights: the student with which a round ends. "last" has the weights after the last
+            epoch, as in the papers. "average" has the mean of the weights after each epoch of the
+            last quarter, and is not in the papers. The metrics of a round have the accuracies of
+            both.
     """
 
     server_epochs: int = in_range(200, 0)
@@ -117,6 +124,7 @@ class OneShotSettings:
     hard_weight: float = in_range(1.0, 0)
     server_lr: float = in_range(0.01, 0)
     server_momentum: float = in_range(0.0, 0, 1)
+    student_weights: str = one_of("last", "average")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -133,8 +141,12 @@ class OneShotDistillation:
         spec: the data set's specification. Only public facts are read from it.
         targets: computes the logits that the student learns. If None, the student learns P.
         precision: the precision of the networks' passes (`fedsynth.mixed_precision`).
+        measure: returns the accuracy of the student after an epoch, which is only recorded.
 
     Attributes:
+        average: a network with the mean of the student's weights and buffers after each epoch of
+            the last quarter so far.
+        accuracies: the results of `measure`, float64 [epochs].
         tallies: counts of predictions on the student's images in each epoch, int64 [epochs, 3,
             classes], see `evaluation.generated`. The student's predictions are made after the
             epoch.
@@ -161,6 +173,7 @@ class OneShotDistillation:
     _: KW_ONLY
     targets: Aggregate | None = None
     precision: torch.dtype = torch.float32
+    measure: Callable[[nn.Module], float] = unmeasured
 
     def __post_init__(self) -> None:
         settings, seed, number = self.settings, self.seed, self.round
@@ -177,9 +190,13 @@ class OneShotDistillation:
         self._batches: list[Batch] = []
         shape = settings.server_epochs, 3, self.spec.classes
         self.tallies = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.average = copy.deepcopy(self.student)
+        self.accuracies = torch.full(shape[:1], math.nan, dtype=torch.float64)
         self._new_generator(seed, number)
         self.state: dict[str, Any] = {
             "student": self.student,
+            "average": self.average,
+            "accuracies": self.accuracies,
             "sgd": self._sgd,
             "shuffle": self._shuffle,
             "tallies": self.tallies,
@@ -261,6 +278,22 @@ class OneShotDistillation:
         with torch.no_grad():
             counts = [tally(b.logits, b.labels, self._student_logits(b.images)) for b in batches]
         self.tallies[epoch] = torch.stack(counts).sum(dim=0)
+        self._average_student(epoch)
+        self.accuracies[epoch] = self.measure(self.student)
+
+    @torch.no_grad()
+    def _average_student(self, epoch: int) -> None:
+        """Adds the student to the average, if the epoch is in the last quarter."""
+        epochs = self.settings.server_epochs
+        count = epoch + 1 - (epochs - math.ceil(epochs / 4))
+        if count < 1:
+            return
+        students = self.student.state_dict()
+        for name, mean in self.average.state_dict().items():
+            if mean.is_floating_point():
+                mean.lerp_(students[name], 1 / count)
+            else:  # a counter
+                mean.copy_(students[name])
 
     @torch.no_grad()
     def _images_and_targets(self, batch: Batch) -> tuple[Tensor, Tensor]:
