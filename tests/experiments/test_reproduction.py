@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, create_autospec
 
+import numpy as np
 import pytest
 
 from fedsynth import Observer, RunSettings, load_preset, resolve
+from fedsynth.data.partition import count_matrix, partition
+from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import OutputError, UnknownNameError
 from fedsynth.experiments import comparison, presets
 from fedsynth.experiments import runner as runner_module
@@ -31,6 +34,7 @@ from fedsynth.experiments.presets import Number, PresetError, preset, preset_nam
 from fedsynth.experiments.rows import curve_of, settings_hash
 from fedsynth.experiments.runner import Job, Runner, rows_by_hash
 from fedsynth.files import claim
+from fedsynth.models.registry import count_parameters
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
 from fedsynth.results.file_names import INCOMPLETE, LOCK
@@ -41,6 +45,7 @@ from tests.data.conftest import OfficialFiles
 from tests.raising import raises
 
 CHOSEN = "not given in the paper: chosen"
+OCA = "fedavg (oca)"
 
 
 def test_every_table_has_preset_with_all_numbers() -> None:
@@ -106,6 +111,49 @@ def test_preset_values_have_sources() -> None:
             {"method.mu": 1.0, "method.stragglers": 0.9, "method.local_epochs": 20},
         ),
         ("feddm:sec4.5", {"note": "ipc 3"}, {"method.ipc": 3}),
+        ("feddm:figure2", {"dataset": "cifar100", "method": "feddm"}, {"method.ipc": 5}),
+        (
+            "feddm:figure3",
+            {"note": "sigma 3", "method": "feddm"},
+            {
+                "privacy.noise_multiplier": 3.0,
+                "privacy.clip": 5.0,
+                "privacy.mechanism": "paper",
+                "partition.alpha": 0.5,
+            },
+        ),
+        (
+            "feddm:figure3",
+            {"note": "sigma 5", "method": "scaffold"},
+            {"privacy.noise_multiplier": 5.0, "privacy.clip": 5.0, "method.batch": 256},
+        ),
+        (
+            "feddm:figure4",
+            {"method": "feddm"},
+            {"model.name": "resnet18", "model.norm": "batch", "method.ipc": 10, "run.rounds": 20},
+        ),
+        ("feddm:figure8", {"method": "fednova"}, {"partition.alpha": 50.0, "method.batch": 256}),
+        (
+            "feddm:figure9",
+            {"method": "feddm"},
+            {"partition.clients": 50, "partition.alpha": 0.5, "method.ipc": 3},
+        ),
+        ("feddm:figure11", {"note": "ipc 5"}, {"method.ipc": 5, "method.server_epochs": 500}),
+        (
+            "fedkf:figure7",
+            {"dataset": "cifar10", "clients": 50, "alpha": 0.01, "note": "C = 0.2", "method": OCA},
+            {"run.participation": 0.2, "partition.local_test": 0.2, "method.final": "oca"},
+        ),
+        (
+            "fedkf:figure7",
+            {"dataset": "emnist-letters", "clients": 20, "alpha": 1, "note": "C = 1"},
+            {"run.participation": 1.0, "model.name": "lenet5", "method.lr": 0.01},
+        ),
+        (
+            "fedkf:figure8",
+            {"dataset": "cifar100", "note": "C = 0.05", "method": OCA},
+            {"run.participation": 0.05, "partition.clients": 20, "partition.alpha": 0.1},
+        ),
         ("fedaf:table4", {"method": "fedaf without cdc", "alpha": 0.1}, {"method.local_weight": 0}),
         (
             "fedprox:text",
@@ -153,6 +201,40 @@ def test_presets_match_papers(name: str, filters: dict[str, Any], expected: dict
     sections = preset(name).settings(cell).to_mapping()
     selected = {key: sections[key.partition(".")[0]][key.partition(".")[2]] for key in expected}
     assert selected == expected
+
+
+@pytest.mark.parametrize(
+    ("figure", "printed", "filters"),
+    [
+        ("feddm:figure2", "feddm:sec4.2", {"dataset": "cifar10", "method": "scaffold"}),
+        ("feddm:figure11", "feddm:sec4.5", {"note": "ipc 3"}),
+        ("fedkf:figure6", "fedkf:table12", {"dataset": "cifar10", "method": OCA}),
+    ],
+)
+def test_curves_are_those_of_printed_runs(
+    figure: str, printed: str, filters: dict[str, Any]
+) -> None:
+    assert load_preset(figure, **filters) == load_preset(printed, **filters)
+
+
+def test_printed_upload_sizes_follow_from_models_and_partitions() -> None:
+    """FedDM's App. C. With 50 clients, 3.1e6 numbers need three images per class, not five."""
+    table = preset("feddm:app-c")
+    spec, labels = dataset_spec("cifar10"), np.repeat(np.arange(10), 5000)
+    for cell in table.select(method="fedavg"):
+        settings = table.settings(cell)
+        floats = int(cell.clients) * count_parameters(settings.model, spec, 10)
+        assert float(f"{floats:.1e}") == cell.numbers[0].value
+    (cell,) = table.select(method="feddm")
+    settings = table.settings(cell)
+    images = []
+    for seed in range(4):
+        parts = partition(labels, replace(settings.partition, seed=seed), classes=10)
+        pairs = count_matrix(labels, parts, 10) >= settings.method.min_examples  # type: ignore[attr-defined]
+        images.append(int(pairs.sum()) * settings.method.ipc)  # type: ignore[attr-defined]
+    printed = (cell.numbers[0].value or 0) / math.prod(spec.image_shape)
+    assert min(images) < printed < max(images) < 1.1 * printed
+    assert min(images) * 5 / 3 > 1.5 * printed
 
 
 def test_final_models_of_one_training_share_run() -> None:
