@@ -23,6 +23,7 @@ FORMS = {"q-ffl": "qffl", "fedmgda+": "fedmgda-plus", "fedfa+": "fedfa-plus"}
 NOT_A_METHOD = {
     "fedusd": "its public code does not determine it (docs/decisions/papers.md)",
     "teacher": "FedKF's Table IV trains one network on all data",
+    "fedkf-": "FedKF without regularisation, whose operations Table IX counts",
     "data-free student": "FedKF's Table IV distils that network",
 }
 
