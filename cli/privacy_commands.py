@@ -221,7 +221,7 @@ def _settings_to_audit(
 
 def _show(result: AuditResult, command: str, as_json: bool) -> None:
     from fedsynth.formatting import format_epsilon
-    from fedsynth.privacy.audit import CAVEAT, down
+    from fedsynth.privacy.audit_bounds import CAVEAT, down
 
     if as_json:
         facts = {**result.entry(command), "epsilon": result.epsilon, "fault": result.fault}

@@ -19,7 +19,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from fedsynth import formatting
-from fedsynth.privacy.audit import CAVEAT, down
+from fedsynth.privacy.audit_bounds import CAVEAT, down
 from fedsynth.privacy.report.figures import Event, Report
 from fedsynth.privacy.report.file import damage_as_error
 from fedsynth.privacy.report.plots import Line, line_plot, templates
