@@ -91,15 +91,18 @@ def count_bounds(
     order = largest(lambda μ: error_tail(μ, guesses - correct, *counts) <= significance, LARGEST_MU)
     curve = "a Gaussian trade-off curve"
     return [
-        Bound("Steinke et al.", "nothing but (ε, δ)-DP", steinke),
+        steinke_bound(steinke),
         Bound("f-DP", curve, epsilon_of(Merged(f_dp), delta)),
         Bound("order statistics", f"{curve}, independent scores", epsilon_of(Merged(order), delta)),
     ]
 
 
-def f_dp_refutes(
-    mu: float, correct: int, guesses: int, canaries: int, significance: float
-) -> bool:
+def steinke_bound(epsilon: float) -> Bound:
+    """Names the bound of `epsilon_lower_bound`."""
+    return Bound("Steinke et al.", "nothing but (ε, δ)-DP", epsilon)
+
+
+def f_dp_refutes(mu: float, correct: int, guesses: int, canaries: int, significance: float) -> bool:
     """Returns True if so many correct guesses refute μ-GDP (Mahloujifar et al., Algorithm 3).
 
     The recursion bounds the probabilities h_i and r_i that guess i is wrong or correct and that at
@@ -209,8 +212,8 @@ def pair_epsilon(shift: float, ratio: float, delta: float) -> float:
     root = math.sqrt(ratio)
 
     def exceeds(ε: float) -> bool:
-        there = hockey_stick(shift, ratio, ε)
-        return max(there, hockey_stick(shift / root, 1 / ratio, ε)) > delta
+        forward = hockey_stick(shift, ratio, ε)
+        return max(forward, hockey_stick(shift / root, 1 / ratio, ε)) > delta
 
     return largest(exceeds, LARGEST_EPSILON)
 

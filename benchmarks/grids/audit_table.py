@@ -79,7 +79,8 @@ MECHANISMS: dict[str, tuple[int, Sections]] = {
         },
     ),
 }  # fmt: skip
-normal, clip_factors = SecretGenerator.normal, mechanisms.clip_factors
+normal: Any = SecretGenerator.normal
+clip_factors = mechanisms.clip_factors
 SHARED = "shared mask"
 
 
@@ -102,7 +103,7 @@ class OneMask:
 def faults(twin: str) -> dict[str, Any]:
     """Returns the fault of a twin, as a mapping from what is replaced to its replacement."""
     clip, secret = "fedsynth.privacy.mechanisms.clip_factors", "fedsynth.privacy.randomness"
-    return {
+    planted: dict[str, dict[str, Any]] = {
         "honest": {},
         "half the noise": {
             f"{secret}.SecretGenerator.normal": lambda *a: normal(*a[:2], a[2] / 2, *a[3:])
@@ -110,7 +111,8 @@ def faults(twin: str) -> dict[str, Any]:
         "√2 sensitivity": {clip: lambda squares, norm: clip_factors(squares, 2**0.5 * norm)},
         "no clip": {clip: lambda squares, norm: squares**0},
         SHARED: {f"{secret}.SecretGenerator.poisson_sample": OneMask()},
-    }[twin]
+    }
+    return planted[twin]
 
 
 @cache

@@ -157,7 +157,9 @@ def audit_run(
         run = AuditedRun(audited, spec, canaries, observer or Observer(), test_only)
         plan = run.budget.plan
         if plan.chief.shares > 1:
-            reason = "must be 'own' for an audit, because one upload has less noise than a secure sum"
+            reason = (
+                "must be 'own' for an audit, because one upload has less noise than a secure sum"
+            )
             raise SettingError(None, "aggregation", reason)
         run.watch()
         runs.append(run)
@@ -220,8 +222,8 @@ def independent_bounds(
         sampled = torch.cat([part for seen in all_canaries for part in seen.sampled]).numpy()
         absent = torch.cat([part for seen in all_canaries for part in seen.absent]).numpy()
         rows = [(*step, count) for step, count in steps.items()]
-        found = step_bound(sampled, absent, rows, delta, confidence)
-        yield Bound("Gaussian pair of each step", f"{law}, the charged sampling", found)
+        single = step_bound(sampled, absent, rows, delta, confidence)
+        yield Bound("Gaussian pair of each step", f"{law}, the charged sampling", single)
 
 
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
