@@ -29,7 +29,7 @@ from fedsynth.privacy.releases import check_delta, require
 from fedsynth.privacy.score_bounds import LARGEST_MU, Bound, Scores, count_bounds, gaussian_pair
 
 Function = Callable[[npt.NDArray[np.float64]], Any]
-OTHERS = 10  # the vectors that the canary of a call opposes
+BACKGROUND = 10  # the vectors that the canary of a call opposes
 ALMOST_ZERO = 1e-6  # the length of a vector that every call gets, in clips: none may be empty
 DESIGNS = ("together", "opposed")
 
@@ -197,9 +197,9 @@ class _Calls:
         """Returns the coins and the scores of canaries that have a call each, and the calls."""
         included = self.coins.random(canaries) < 0.5
         (direction,) = self._directions(1)
-        others = np.tile(10 * self.clip * direction, (OTHERS, 1))
-        both = np.concatenate([others, -others[:1]])
-        scores = [-direction @ self._call(both if inside else others) for inside in included]
+        background = np.tile(10 * self.clip * direction, (BACKGROUND, 1))
+        both = np.concatenate([background, -background[:1]])
+        scores = [-direction @ self._call(both if inside else background) for inside in included]
         return included, np.array(scores), canaries
 
     def _directions(self, count: int) -> npt.NDArray[np.float64]:
