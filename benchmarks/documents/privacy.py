@@ -87,7 +87,7 @@ def _bound(name: str, bound: str, epsilon: int = 3) -> str:
     if bound == "Gaussian pair" and "q =" in name:
         bound = "Gaussian pair of each step"
     rows = _audits(name, "honest", epsilon)
-    if bound not in rows[0]["bounds"]:
+    if not rows or bound not in rows[0]["bounds"]:
         return ""
     return f"{statistics.mean(row['bounds'][bound] for row in rows):.2f}"
 

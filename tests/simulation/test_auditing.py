@@ -184,6 +184,15 @@ def test_faulty_mechanisms_are_detected(
     assert audit.fault
 
 
+def test_few_sampled_steps_have_no_pair_of_sums() -> None:
+    """Regression: with σ = 1, q = 0.5 and one step, a Gaussian pair has ε = 4.2 instead of 3.5."""
+    step = {"local_steps": 1, "batch": 20}
+    settings = audit_settings("fedavg", step, 16, rounds=1, noise_multiplier=1.0, sample_rate=0.5)
+    audit = seeded_audit(settings)
+    assert [bound.name for bound in audit.bounds] == ["Gaussian pair of each step"]
+    assert 0.6 * audit.epsilon < audit.highest < audit.epsilon
+
+
 def half_noise(patch: pytest.MonkeyPatch) -> None:
     draw: Any = SecretGenerator.normal
     patch.setattr(SecretGenerator, "normal", lambda *a: draw(*a[:2], a[2] / 2, *a[3:]))
