@@ -21,7 +21,7 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
-from fedsynth.files import claim
+from fedsynth.files import claim, write_output
 from fedsynth.results.file_names import CONFIG
 
 if TYPE_CHECKING:
@@ -191,6 +191,11 @@ def audit(
     from fedsynth.cli.progress import make_observer
     from fedsynth.simulation.audit import audit_run, settings_of_run, write_audit
 
+    unusable = (run, config, guesses) if function is not None else (page,)
+    if any(option is not None for option in unusable):
+        raise OptionError(
+            "--run, --config and --guesses cannot be used with --function, and --page needs it"
+        )
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
         return
@@ -254,7 +259,7 @@ def _audit_function(
         confidence=confidence,
     )
     if page is not None:
-        page.write_text(result.page(), encoding="utf-8")
+        write_output(page, result.page().encode())
     if as_json:
         facts = {
             "epsilon": result.epsilon,
