@@ -11,6 +11,8 @@ import math
 import shlex
 import sys
 from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,12 +21,13 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
-from fedsynth.files import claim
+from fedsynth.files import claim, write_output
 from fedsynth.results.file_names import CONFIG
 
 if TYPE_CHECKING:
     from fedsynth.config.settings import RunSettings
     from fedsynth.federation.privacy_plan import PrivacyPlan
+    from fedsynth.privacy.score_bounds import Bound
     from fedsynth.simulation.audit import AuditResult
 
 MAX_PRINTED = 40  # the maximum number of differences that are printed
@@ -151,10 +154,23 @@ def audit(
     guesses: Annotated[
         int | None, _audit_option(help="An even number. Default: 2/5 of --canaries.")
     ] = None,
-    confidence: Annotated[float, _audit_option(help="The confidence of the bound.")] = 0.999,
+    confidence: Annotated[float, _audit_option(help="The confidence of each bound.")] = 0.999,
+    repeats: Annotated[int, _audit_option(help="Audit the canaries of so many runs together.")] = 1,
     run: Annotated[
         Path | None,
         options.path_option("Audit this run, and add the result to its report.", panel=AUDIT),
+    ] = None,
+    function: Annotated[
+        str | None,
+        _audit_option(
+            metavar="FILE.py:NAME",
+            help="Audit a function that gets vectors [n, d] and returns a noisy sum [d].",
+        ),
+    ] = None,
+    dimension: Annotated[int, _audit_option(help="d, with --function.")] = 1000,
+    page: Annotated[
+        Path | None,
+        options.path_option("Write an HTML page, with --function.", panel=AUDIT),
     ] = None,
     config: options.Config = None,
     as_json: options.AsJson = False,
@@ -166,18 +182,34 @@ def audit(
     on random images, with real ledgers, masks, clipping and noise. The audit reads no records, and
     does not charge your ledgers. An audit can find a fault, but cannot prove privacy.
 
+    With --function, a Python function of your own is executed instead. Its claim is --dp-sigma or
+    --dp-epsilon, with --dp-delta and --dp-clip.
+
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
-    runs/… --canaries 1000`.
+    runs/… --canaries 1000`, `fedsynth privacy audit --function filter.py:noisy_sum --dp-sigma 1`.
     """
     from fedsynth.cli.progress import make_observer
     from fedsynth.simulation.audit import audit_run, settings_of_run, write_audit
 
+    unusable = (run, config, guesses) if function is not None else (page,)
+    if any(option is not None for option in unusable):
+        raise OptionError(
+            "--run, --config and --guesses cannot be used with --function, and --page needs it"
+        )
+    if function is not None:
+        _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
+        return
     settings, first = _settings_to_audit(run, config, chosen)
     audited = settings if run is None else settings_of_run(run, settings)
     keep_large_allocations()
     with make_observer(audited, first) as observer:
         result = audit_run(
-            audited, canaries=canaries, guesses=guesses, confidence=confidence, observer=observer
+            audited,
+            canaries=canaries,
+            guesses=guesses,
+            confidence=confidence,
+            repeats=repeats,
+            observer=observer,
         )
     command = shlex.join(["fedsynth", *sys.argv[1:]])
     if run is not None:
@@ -187,6 +219,81 @@ def audit(
         )
         write_audit(run, settings, result.entry(command))
     _show(result, command, as_json)
+
+
+def _audit_function(
+    function: str,
+    chosen: options.Sections,
+    numbers: tuple[int, int, float],
+    page: Path | None,
+    as_json: bool,
+) -> None:
+    """Audits a function in a file of the user, and shows the result.
+
+    Args:
+        function: the value of --function.
+        chosen: the settings that the options give.
+        numbers: the values of --dimension, --canaries and --confidence.
+        page: the file of the page.
+        as_json: True prints JSON.
+    """
+    from fedsynth.formatting import format_epsilon
+    from fedsynth.own_code import load_own
+    from fedsynth.privacy import audit as audit_function
+    from fedsynth.privacy.audit_bounds import CAVEAT
+
+    names = {"noise_multiplier": "sigma", "epsilon": "epsilon", "delta": "delta", "clip": "clip"}
+    claim = chosen.pop("privacy")
+    if set(claim) - set(names) or any(chosen.values()):
+        raise OptionError(
+            "with --function, only --dp-sigma, --dp-epsilon, --dp-delta and --dp-clip describe the "
+            "claim. Remove the other settings"
+        )
+    definition, _ = load_own(None, "function", function)
+    dimension, canaries, confidence = numbers
+    result = audit_function(
+        definition,
+        **{names[name]: value for name, value in claim.items()},
+        dimension=dimension,
+        canaries=canaries,
+        confidence=confidence,
+    )
+    if page is not None:
+        write_output(page, result.page().encode())
+    if as_json:
+        facts = {
+            "epsilon": result.epsilon,
+            "delta": result.delta,
+            "fault": result.fault,
+            "bounds": [
+                {"design": design.name, **asdict(bound)}
+                for design in result.designs
+                for bound in design.bounds
+            ],
+        }
+        print(json.dumps(facts, indent=2, ensure_ascii=False))
+    else:
+        print(
+            f"ε = {format_epsilon(result.epsilon)} claimed (δ = {result.delta:g}) · audited lower "
+            f"bounds at {100 * result.confidence:g} % confidence from {canaries} canaries"
+        )
+        for design in result.designs:
+            _show_bounds(f"{design.name}, ", design.bounds)
+        print(f"({CAVEAT})")
+    _exit_if_false(result.fault)
+
+
+def _show_bounds(prefix: str, bounds: Sequence[Bound]) -> None:
+    from fedsynth.privacy.audit_bounds import down
+
+    for bound in bounds:
+        print(f"  {down(bound.epsilon)}  {prefix}{bound.name} (assumes {bound.assumes})")
+
+
+def _exit_if_false(fault: bool) -> None:
+    if fault:
+        print("the claim is false, because a lower bound is above the claimed ε", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def _settings_to_audit(
@@ -221,10 +328,17 @@ def _settings_to_audit(
 
 def _show(result: AuditResult, command: str, as_json: bool) -> None:
     from fedsynth.formatting import format_epsilon
-    from fedsynth.privacy.audit import CAVEAT, down
+    from fedsynth.privacy.audit_bounds import CAVEAT, down
+    from fedsynth.privacy.score_bounds import steinke_bound
 
     if as_json:
-        facts = {**result.entry(command), "epsilon": result.epsilon, "fault": result.fault}
+        bounds = [asdict(bound) for bound in result.bounds]
+        facts = {
+            **result.entry(command),
+            "epsilon": result.epsilon,
+            "bounds": bounds,
+            "fault": result.fault,
+        }
         print(json.dumps(facts, indent=2, ensure_ascii=False))
     else:
         print(
@@ -233,10 +347,9 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
             f"% confidence from {result.canaries} canaries, {result.guesses} guesses, "
             f"{result.correct} correct"
         )
+        _show_bounds("", [steinke_bound(result.epsilon_lower_bound), *result.bounds])
         print(f"({CAVEAT}. The audit read no records, so it cost no privacy)")
-    if result.fault:
-        print("the claim is false, because the lower bound is above the claimed ε", file=sys.stderr)
-        raise typer.Exit(1)
+    _exit_if_false(result.fault)
 
 
 SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"

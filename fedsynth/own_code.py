@@ -115,7 +115,7 @@ def unloaded_file(section: str, key: str, setting: str) -> SettingError:
     return SettingError(section, key, reason)
 
 
-def load_own(section: str, key: str, setting: str) -> tuple[Any, str]:
+def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
     """Executes a custom file, and returns the object with the given name and its label.
 
     Args:
@@ -144,7 +144,7 @@ def load_own(section: str, key: str, setting: str) -> tuple[Any, str]:
     return definition, code.label
 
 
-def _executed(section: str, key: str, path: Path, code: OwnCode) -> Any:
+def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
     """Executes a Python file and returns it as a module.
 
     If this process has executed the same text from a file of this name before, the function returns

@@ -3,14 +3,16 @@
 An audit is a real run of the method, but it reads no private record. The clients have public random
 images with the shape of the data set's images, and about as many as the data set declares. The
 audit therefore costs no privacy, and no ledger that is kept across runs is charged. The noise and
-the sampling are those of a real run. The result is a lower bound on ε (`fedsynth.privacy.audit`).
+the sampling are those of a real run. The result is a lower bound on ε (`fedsynth.privacy.audit_bounds`).
 If it is above the ε that the audited client's ledger states, the implementation has a fault. An
 audit can find a fault, but it cannot prove privacy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,12 +31,20 @@ from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import plan_of, public_context, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import PUBLIC, Clients, declared, specification, with_declared
-from fedsynth.privacy.audit import epsilon_lower_bound, guesses_for, right_guesses
+from fedsynth.privacy.accounting import Totals, epsilon
+from fedsynth.privacy.audit_bounds import epsilon_lower_bound, guesses_for, right_guesses
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
+from fedsynth.privacy.score_bounds import (
+    Bound,
+    count_bounds,
+    gaussian_pair,
+    pair_epsilon,
+    step_bound,
+)
 from fedsynth.results.finished import RunFolderError, read_summary, value_at
 from fedsynth.results.report_facts import provenance
 from fedsynth.seeding import numpy_generator, torch_generator
@@ -63,6 +73,7 @@ class AuditResult:
         delta: δ.
         epsilon_lower_bound: the lower bound on ε that the guesses prove.
         epsilon: the ε that the audited client's ledger states.
+        bounds: the other lower bounds, which assume more. Each has the same confidence.
     """
 
     method: str
@@ -74,11 +85,20 @@ class AuditResult:
     delta: float
     epsilon_lower_bound: float
     epsilon: float
+    bounds: tuple[Bound, ...] = ()
+
+    @property
+    def highest(self) -> float:
+        """The highest lower bound."""
+        return max([self.epsilon_lower_bound, *(bound.epsilon for bound in self.bounds)])
 
     @property
     def fault(self) -> bool:
-        """True if the audit refutes the stated ε, because the lower bound is above it."""
-        return self.epsilon_lower_bound > self.epsilon
+        """True if the audit refutes the stated ε, because a lower bound is above it.
+
+        With k bounds, a correct run is refuted with a probability of at most k·(1 − confidence).
+        """
+        return self.highest > self.epsilon
 
     def entry(self, command: str) -> dict[str, Any]:
         """Returns the audit section of a privacy report.
@@ -88,6 +108,7 @@ class AuditResult:
         """
         entry = {"command": command, **asdict(self)}
         del entry["epsilon"]  # the report states the run's own
+        del entry["bounds"]  # a report has only what can be computed from its figures
         return entry
 
 
@@ -97,6 +118,7 @@ def audit_run(
     canaries: int = 1000,
     guesses: int | None = None,
     confidence: float = 0.999,
+    repeats: int = 1,
     spec: DatasetSpec | None = None,
     observer: Observer | None = None,
     test_only: np.random.Generator | None = None,
@@ -108,9 +130,12 @@ def audit_run(
 
     Args:
         settings: the settings of the run to audit.
-        canaries: the number of canaries. Each canary is included with probability 1/2.
+        canaries: the number of canaries. Each canary is included with probability 1/2. Bounds that
+            need independent scores use only releases with as many coordinates.
         guesses: the number of guesses, which must be even. None uses two fifths of the canaries.
-        confidence: the probability that the bound of this audit is at most the true ε.
+        confidence: the probability that a bound of this audit is at most the true ε.
+        repeats: the number of runs, each with new coins. The canaries of all runs are audited
+            together. `canaries` and `guesses` are those of one run.
         spec: the specification of custom data. None uses that of `settings.dataset`.
         observer: an observer that receives the progress. None reports no progress.
         test_only: a seeded generator for tests, from which random choices and noise are drawn.
@@ -126,25 +151,81 @@ def audit_run(
         settings = with_declared(settings, declared(settings))
     if spec is None:
         spec = specification(settings)
-    run = AuditedRun(_audited(settings, spec), spec, canaries, observer or Observer(), test_only)
-    plan = run.budget.plan
-    if plan.chief.shares > 1:
-        reason = "must be 'own' for an audit, because one upload has less noise than a secure sum"
-        raise SettingError(None, "aggregation", reason)
-    run.watch()
-    correct = right_guesses(run.canaries.scores.numpy(), run.canaries.included.numpy(), guesses)
+    check_number(None, "repeats", repeats, 1, MAX_CANARIES, integer=True)
+    audited = _audited(settings, spec)
+    runs = []
+    for _ in range(repeats):
+        run = AuditedRun(audited, spec, canaries, observer or Observer(), test_only)
+        plan = run.budget.plan
+        if plan.chief.shares > 1:
+            reason = (
+                "must be 'own' for an audit, because one upload has less noise than a secure sum"
+            )
+            raise SettingError(None, "aggregation", reason)
+        run.watch()
+        runs.append(run)
+    correct = 0
+    for run in runs:
+        seen = run.canaries
+        correct += right_guesses(seen.scores.numpy(), seen.included.numpy(), guesses)
     delta = plan.privacy.delta
+    counts = (correct, repeats * guesses, repeats * canaries)
     return AuditResult(
         method=run.method.name,
         mechanism=plan.chief.mechanism,
-        canaries=canaries,
-        guesses=guesses,
+        canaries=repeats * canaries,
+        guesses=repeats * guesses,
         correct=correct,
         confidence=confidence,
         delta=delta,
-        epsilon_lower_bound=epsilon_lower_bound(correct, guesses, canaries, delta, confidence),
+        epsilon_lower_bound=epsilon_lower_bound(*counts, delta, confidence),
         epsilon=run.claimed(),
+        bounds=tuple(independent_bounds(runs, guesses, confidence)),
     )
+
+
+def independent_bounds(
+    runs: Sequence[AuditedRun], guesses: int, confidence: float
+) -> Iterator[Bound]:
+    """Yields the bounds that need independent scores.
+
+    There are none if no release has as many coordinates as canaries. With replace-one adjacency,
+    a canary is at most half of a step, and the bounds remain valid.
+
+    Args:
+        runs: the finished runs, which have the same settings.
+        guesses: the number of guesses for each run.
+        confidence: the confidence of each bound.
+    """
+    all_canaries = [run.canaries for run in runs]
+    delta = runs[0].budget.plan.privacy.delta
+    steps = Counter(all_canaries[0].steps)
+    if not steps:
+        return
+    included = torch.cat([seen.included for seen in all_canaries]).numpy()
+    scores = torch.cat([seen.independent for seen in all_canaries]).numpy()
+    if all(q == 1 for _, q in steps):
+        correct = 0
+        for seen in all_canaries:
+            correct += right_guesses(seen.independent.numpy(), seen.included.numpy(), guesses)
+        counts = (correct, len(runs) * guesses, len(scores))
+        yield from count_bounds(*counts, delta, confidence)[1:]
+    rows = [(*step, count) for step, count in steps.items()]
+    law = "independent Gaussian scores"
+    variance = sum(count / σ**2 for (σ, _), count in steps.items())
+    sampling = sum(count * q * (1 - q) / σ**4 for (σ, q), count in steps.items())
+    mean = sum(count * q / σ**2 for (σ, q), count in steps.items())
+    expected = pair_epsilon(mean / math.sqrt(variance), 1 + sampling / variance, delta)
+    # with few sampled steps, the scores are far from Gaussian, and a correct run could be refuted
+    if sampling == 0 or expected <= epsilon(Totals.of(rows), delta):
+        exact = "" if sampling == 0 else " (with sampling: only asymptotically)"
+        pair = gaussian_pair(scores[included], scores[~included], delta, confidence)
+        yield Bound("Gaussian pair", law + exact, pair)
+    if len({σ for σ, q in steps if q < 1}) == 1:
+        sampled = torch.cat([part for seen in all_canaries for part in seen.sampled]).numpy()
+        absent = torch.cat([part for seen in all_canaries for part in seen.absent]).numpy()
+        single = step_bound(sampled, absent, rows, delta, confidence)
+        yield Bound("Gaussian pair of each step", f"{law}, the charged sampling", single)
 
 
 def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:

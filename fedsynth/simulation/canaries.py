@@ -19,6 +19,10 @@ where v = q/2·(1 − q/2) is the variance of "in, and sampled". Then
 
 which is exact for orthogonal canaries. The lower bound is valid for any score, and a better score
 makes it higher.
+
+The bounds in `fedsynth.privacy.score_bounds` need independent scores. For these bounds, the releases
+with orthogonal canaries have separate scores. With ẑ_i = ū_iᵀ y/(s𝒞), a canary's score is Σ ẑ_i/σ
+over these releases.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from fedsynth.errors import PrivacyError
 from fedsynth.privacy.mechanisms import GaussianSumMechanism, Released
 from fedsynth.privacy.passes import Sample
 from fedsynth.privacy.products import Products
+from fedsynth.privacy.releases import Release
 
 # The norm of a canary's vector, in multiples of the clip. It is far above 1, so that only clipping
 # bounds the contribution of the canary.
@@ -140,6 +145,10 @@ class Canaries:
     Attributes:
         scores: the scores, float64 [m]. A higher score means that the canary is more likely in the
             data.
+        independent: the same, over releases with orthogonal canaries only.
+        steps: (σ, q) of the releases with orthogonal canaries.
+        sampled: ẑ_i of canaries that a step with q < 1 sampled.
+        absent: ẑ_i of canaries that are not in the data, at the same steps.
     """
 
     labels: Tensor
@@ -147,9 +156,14 @@ class Canaries:
     rest: int
     generator: torch.Generator
     scores: Tensor = field(init=False)
+    independent: Tensor = field(init=False)
+    steps: list[tuple[float, float]] = field(init=False, default_factory=list)
+    sampled: list[Tensor] = field(init=False, default_factory=list)
+    absent: list[Tensor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.scores = torch.zeros(len(self.labels), dtype=torch.float64)
+        self.independent = torch.zeros(len(self.labels), dtype=torch.float64)
         self._directions: dict[tuple[int, int], Directions] = {}
 
     def __len__(self) -> int:
@@ -161,6 +175,21 @@ class Canaries:
         These canaries come after the other records of the client.
         """
         return self.included.nonzero().flatten()
+
+    def observe(self, signals: Tensor, sampled: Tensor, release: Release) -> None:
+        """Adds the independent scores of one step.
+
+        Args:
+            signals: ẑ_i of all canaries.
+            sampled: the canaries that the step sampled.
+            release: the row of the ledger.
+        """
+        σ, q = release.noise_multiplier, release.sample_rate
+        self.steps.append((σ, q))
+        self.independent += signals / σ
+        if q < 1:
+            self.sampled.append(signals[sampled])
+            self.absent.append(signals[~self.included])
 
     def members(self, groups: int) -> list[Tensor]:
         """Returns the indices of the canaries in each group of a release.
@@ -302,16 +331,22 @@ class AuditedSums(GaussianSumMechanism):
         directions = self._directions
         row = self._release
         residual = released.to(self._rest) - self._rest
+        signals = torch.zeros_like(self._canaries.scores)
         for y, members in zip(residual, self._members, strict=True):
             if not len(members):
                 continue
             u = self._signed_clip * directions.units[: len(members)]
+            seen = y[directions.columns].to(u)
+            signals[members] = (u @ seen / (row.noise_multiplier * row.sensitivity**2)).cpu()
             ratios = log_likelihood_ratios(
-                y[directions.columns].to(u),
+                seen,
                 u,
                 row.noise_multiplier * row.sensitivity,
                 row.sample_rate,
                 orthogonal=directions.orthogonal,
             )
             self._canaries.scores[members] += ratios.cpu()
+        if directions.orthogonal:
+            sampled = self._canary_of_sampled
+            self._canaries.observe(signals, sampled[sampled >= 0], row)
         return released

@@ -22,7 +22,7 @@ from typing import Any
 
 from fedsynth.files import write_whole
 from fedsynth.privacy import accounting
-from fedsynth.privacy.audit import FALSE_POSITIVE_RATES, attack_success, best_guess
+from fedsynth.privacy.audit_bounds import FALSE_POSITIVE_RATES, attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release, check_adjacency, check_delta, require

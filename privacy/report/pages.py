@@ -12,18 +12,24 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 from html import escape
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from markdown_it import MarkdownIt
 
 from fedsynth import formatting
-from fedsynth.privacy.audit import CAVEAT, down
+from fedsynth.privacy.audit_bounds import CAVEAT, down
 from fedsynth.privacy.report.figures import Event, Report
 from fedsynth.privacy.report.file import damage_as_error
 from fedsynth.privacy.report.plots import Line, line_plot, templates
 
+if TYPE_CHECKING:
+    from fedsynth.privacy.function_audit import FunctionAudit
+
+BINS = 40  # of the scores in an audit's plot
 # The packages other than fedsynth whose versions determine the content of a page.
 RENDERERS = ("jinja2", "markdown-it-py")
 # The files whose hashes a report may contain, each with a description.
@@ -124,12 +130,38 @@ def render_html(report: Mapping[str, Any]) -> str:
     Raises:
         PrivacyError: the report is damaged.
     """
-    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     markdown = render_markdown(report)
     with damage_as_error(UNRENDERABLE):
         plots = _plots(report["guarantee"])
-    title = formatting.printable(f"Privacy report: {report['run']['id'] or report['method']}")
+    return _page(f"Privacy report: {report['run']['id'] or report['method']}", markdown, plots)
+
+
+def render_audit(result: FunctionAudit) -> str:
+    """Renders the audit of a function as an HTML page with a plot of the scores of each design."""
+    named = replace(result, name=formatting.as_markdown(result.name))
+    markdown = _TEMPLATES.get_template("audit.md.j2").render(a=named)
+    plots = {}
+    for design in result.designs:
+        middle = (design.present.mean() + design.absent.mean()) / 2
+        scores = {"present canaries": design.present, "absent canaries": design.absent}
+        together = np.concatenate(list(scores.values())) - middle
+        edges = np.linspace(together.min(), together.max(), BINS + 1)
+        lines = []
+        for name, values in scores.items():
+            shares = np.histogram(values - middle, edges)[0] / len(values)
+            points = zip((edges[1:] + edges[:-1]) / 2, shares, strict=True)
+            lines.append(Line(name, [(float(x), float(y)) for x, y in points]))
+        plots[f"Scores: {design.name}"] = _figure(
+            line_plot(lines, x="score, in deviations of the claimed noise", y="share of canaries"),
+            "the further apart the two curves are, the larger is ε",
+        )
+    return _page(f"Audit of {result.name}", markdown, plots)
+
+
+def _page(title: str, markdown: str, plots: Mapping[str, str]) -> str:
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     body = _arranged(parser.render(markdown), plots)
+    title = formatting.printable(title)
     return _TEMPLATES.get_template("page.html.j2").render(title=title, body=body)
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from fedsynth.errors import HOSTILE, PrivacyError, faults, short_key, short_repr
 from fedsynth.files import read_regular
-from fedsynth.privacy.audit import epsilon_lower_bound
+from fedsynth.privacy.audit_bounds import epsilon_lower_bound
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.report.build import NAME, build_report
 from fedsynth.privacy.report.figures import LedgerStart, ReportFacts

@@ -365,11 +365,14 @@ OPEN = (
     "--device cpu"
 )
 FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "audit_functions.py"
 
 
 def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
     audit = fedsynth(f"privacy audit {FEDDM} --canaries 500").ok
-    first, second = audit.stdout.splitlines()
+    first, *bounds, second = audit.stdout.splitlines()
+    assert "Steinke et al. (assumes nothing but (ε, δ)-DP)" in bounds[0]
+    assert "Gaussian pair (assumes independent Gaussian scores)" in bounds[-1]
     assert first.startswith("ε = 10 claimed (δ = 1e-05) · audited lower bound ")
     assert "at 99.9 % confidence from 500 canaries, 200 guesses, " in first
     assert "cannot prove privacy" in second
@@ -385,6 +388,23 @@ def test_refuted_claims_exit_with_code_1(fedsynth: Call, monkeypatch: pytest.Mon
     assert facts["fault"]
     assert facts["epsilon_lower_bound"] > facts["epsilon"] > 0
     assert "the claim is false" in audit.stderr
+
+
+def test_functions_are_audited(fedsynth: Call, tmp_path: Path) -> None:
+    command = f"privacy audit --function {EXAMPLES}:noisy_mean --dimension 20"
+    page = tmp_path / "audit.html"
+    audit = fedsynth(f"{command} --dp-sigma 1 --page {page}")
+    assert audit.code == 1
+    assert "opposed, Gaussian pair" in audit.stdout
+    assert "<h1>Audit of noisy" in page.read_text(encoding="utf-8")
+    correct = fedsynth(f"{command.replace('noisy_mean', 'gaussian_filter')} --dp-epsilon 9 --json")
+    facts = json.loads(correct.ok.stdout)
+    assert facts["epsilon"] == 9  # the noise is that of 4.4
+    assert len(facts["bounds"]) == 8
+    fedsynth(f"{command} --dp-sigma 1 --rounds 2").assert_refused("only --dp-sigma, --dp-epsilon")
+    fedsynth(f"{command} --run x").assert_refused("cannot be used with --function")
+    fedsynth(f"privacy audit {FEDDM} --page x").assert_refused("--page needs it")
+    fedsynth(command).assert_refused("sigma or epsilon must be set")
 
 
 def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 
 from fedsynth.errors import PrivacyError
-from fedsynth.privacy.audit import epsilon_lower_bound
+from fedsynth.privacy.audit_bounds import epsilon_lower_bound
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism
 from fedsynth.privacy.plans import ReleasePlan

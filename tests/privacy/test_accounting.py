@@ -19,7 +19,8 @@ from opacus.accountants import RDPAccountant
 from scipy.stats import norm
 
 from fedsynth.errors import PrivacySettingError
-from fedsynth.privacy import accounting, audit
+from fedsynth.privacy import accounting
+from fedsynth.privacy import audit_bounds as audit
 from fedsynth.privacy.accounting import Merged, Totals, delta_of, epsilon, epsilon_rdp, totals
 from fedsynth.privacy.releases import Release, check_delta
 from tests.privacy.support import release

@@ -21,7 +21,7 @@ from fedsynth import formatting
 from fedsynth.errors import PrivacyError, PrivacySettingError
 from fedsynth.formatting import format_epsilon, format_odds, format_percent
 from fedsynth.privacy.accounting import epsilon
-from fedsynth.privacy.audit import attack_success, best_guess
+from fedsynth.privacy.audit_bounds import attack_success, best_guess
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import RECORD, USER, Release

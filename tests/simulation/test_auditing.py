@@ -19,7 +19,7 @@ from fedsynth import RunSettings, resolve, simulate
 from fedsynth.errors import FedsynthError
 from fedsynth.federation.context import plan_of
 from fedsynth.privacy import Ledger, PrivacyError, Release
-from fedsynth.privacy.mechanisms import BudgetEnforcer
+from fedsynth.privacy.mechanisms import BudgetEnforcer, clip_factors
 from fedsynth.privacy.products import Outer
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.simulation.audit import AuditedRun, AuditResult, audit_run
@@ -103,6 +103,17 @@ def test_audits_of_honest_runs_are_powerful_and_consistent(mechanism: str) -> No
     audit = seeded_audit(statistics(mechanism, 1.37) if sums else settings_of(mechanism, 3.0))
     assert 2.97 < audit.epsilon <= (3.1 if sums else 3)
     assert (0.2 if sums else 0.3) < audit.epsilon_lower_bound < audit.epsilon
+    assert not audit.fault
+    # gradients have 64 coordinates for the 100 canaries of a class
+    assert (audit.highest > 1.2) is (mechanism != "gradient")
+
+
+def test_repeated_audits_pool_their_canaries() -> None:
+    audit = seeded_audit(statistics("moments", 1.37), canaries=300, repeats=3)
+    assert (audit.canaries, audit.guesses) == (900, 360)
+    assert 1.2 < audit.highest < audit.epsilon
+    names = [bound.name for bound in audit.bounds]
+    assert names == ["f-DP", "order statistics", "Gaussian pair"]
 
 
 def quarter_noise(patch: pytest.MonkeyPatch) -> None:
@@ -173,6 +184,54 @@ def test_faulty_mechanisms_are_detected(
     assert audit.fault
 
 
+def test_few_sampled_steps_have_no_pair_of_sums() -> None:
+    """Regression: with σ = 1, q = 0.5 and one step, a Gaussian pair has ε = 4.2 instead of 3.5."""
+    step = {"local_steps": 1, "batch": 20}
+    settings = audit_settings("fedavg", step, 16, rounds=1, noise_multiplier=1.0, sample_rate=0.5)
+    audit = seeded_audit(settings)
+    assert [bound.name for bound in audit.bounds] == ["Gaussian pair of each step"]
+    assert 0.6 * audit.epsilon < audit.highest < audit.epsilon
+
+
+def half_noise(patch: pytest.MonkeyPatch) -> None:
+    draw: Any = SecretGenerator.normal
+    patch.setattr(SecretGenerator, "normal", lambda *a: draw(*a[:2], a[2] / 2, *a[3:]))
+
+
+def wide_clip(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        "fedsynth.privacy.mechanisms.clip_factors",
+        lambda squares, clip: clip_factors(squares, 2**0.5 * clip),
+    )
+
+
+def one_mask(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SecretGenerator, "poisson_sample", cache(SecretGenerator.poisson_sample))
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "fault", "finds"),
+    [
+        ("residual", half_noise, "order statistics"),
+        ("features", wide_clip, "Gaussian pair"),
+        ("dp-sgd", wide_clip, "Gaussian pair of each step"),
+        ("dp-sgd", one_mask, "Gaussian pair"),
+    ],
+)
+def test_small_faults_are_detected_by_independent_scores(
+    mechanism: str, fault: Any, finds: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(mechanism, 3.0)
+    if fault is one_mask:  # the fewer sampled and the more steps, the more it reveals
+        steps = {**TRAIN, "local_steps": 8}
+        settings = audit_settings("fedavg", steps, 16, sample_rate=0.1, epsilon=3.0)
+    fault(monkeypatch)
+    audit = seeded_audit(settings, 1)
+    assert audit.epsilon_lower_bound < audit.epsilon  # without assumptions, it is not found
+    assert audit.fault
+    assert {bound.name: bound.epsilon for bound in audit.bounds}[finds] > audit.epsilon
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_reduced_noise_is_detected_in_each_fedstats_release(
     exchange: str, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +293,7 @@ def test_runs_that_cannot_be_audited_are_refused() -> None:
         (honest, {"guesses": 7}, "guesses"),
         (honest, {"guesses": 1002}, "guesses"),
         (honest, {"confidence": 1.0}, "confidence"),
+        (honest, {"repeats": 0}, "repeats"),
         (resolve(secure), {}, "aggregation"),  # an upload is part of a sum
         (resolve(paper), {}, "privacy.mechanism"),
     ]

@@ -15,6 +15,8 @@ satisfies
 If the auditor made v correct guesses, every ε for which this probability is very small is refuted.
 The largest refuted ε is the lower bound.
 
+`score_bounds` has bounds that are higher, because they assume more about the noise.
+
 The other functions bound the power of any membership inference test. These bounds are computed from
 the ledger, without an attack.
 """
@@ -22,7 +24,7 @@ the ledger, without an attack.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import exp, floor
 
 import numpy as np
@@ -32,6 +34,7 @@ from fedsynth.privacy.accounting import delta_of, epsilon_of, merge
 from fedsynth.privacy.releases import ADD_REMOVE, Release, require
 
 GUESSES = 400  # of 1000 canaries: gives about the highest bound for ε from 1 to 3
+LARGEST_EPSILON = 64.0  # the search for a bound ends here
 FALSE_POSITIVE_RATES = (0.001, 0.01)
 CAVEAT = "an audit can find a fault, but cannot prove privacy"
 
@@ -80,16 +83,31 @@ def epsilon_lower_bound(
         delta: δ.
         confidence: the confidence of the bound, such as 0.95.
     """
+    return largest(
+        lambda ε: p_value(correct, guesses, canaries, ε, delta) <= 1 - confidence, LARGEST_EPSILON
+    )
+
+
+def largest(refuted: Callable[[float], bool], end: float) -> float:
+    """Searches for the largest parameter that is refuted, with an error of at most 1e-4.
+
+    Args:
+        refuted: a function that is True up to this parameter, and False above it.
+        end: the search ends once this parameter is refuted.
+
+    Returns:
+        A parameter that is refuted. It is 0 if none is.
+    """
     low = 0.0
     high = 1.0
-    if p_value(correct, guesses, canaries, 0.0, delta) > 1 - confidence:
+    if not refuted(0.0):
         return 0.0
-    while p_value(correct, guesses, canaries, high, delta) <= 1 - confidence and high < 64:
+    while refuted(high) and high < end:
         low = high
         high = 2 * high
     while high - low > 1e-4:
         middle = (low + high) / 2
-        if p_value(correct, guesses, canaries, middle, delta) <= 1 - confidence:
+        if refuted(middle):
             low = middle
         else:
             high = middle
