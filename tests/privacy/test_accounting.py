@@ -13,6 +13,7 @@ import dp_accounting as dp
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
@@ -118,10 +119,25 @@ def test_empty_and_unaccounted_ledgers_have_extreme_epsilons() -> None:
 
 
 def test_grid_interval_shrinks_with_privacy_loss() -> None:
-    for entry, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-4), (row(5, 0.001), 5e-6)):
+    for entry, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-3), (row(5, 0.001), 5e-6)):
         assert merged([entry]).interval == pytest.approx(interval)
     # at 1e-4 the last would be 2 % too large after 100,000 steps (0.2139); at 1e-5 it is 0.2094
     assert epsilon([row(5.0, 0.001, 100_000)], DELTA) == pytest.approx(0.2093, rel=2e-3)
+
+
+def test_epsilon_after_many_charges_equals_single_composition() -> None:
+    """Cached parts must be those of the same σ, q and steps."""
+    rows = [row(1 + index / 7, 0.02, 10 + index) for index in range(9)]
+    for count in range(1, 9):
+        entries = merged(rows[:count]).sampled
+        one_by_one = pld.from_gaussian_mechanism(1e9, value_discretization_interval=1e-4)
+        for sigma, q, steps in entries:
+            step = pld.from_gaussian_mechanism(
+                sigma, sampling_prob=q, value_discretization_interval=1e-4
+            )
+            one_by_one = one_by_one.compose(step.self_compose(steps))
+        expected = one_by_one.get_epsilon_for_delta(DELTA)
+        assert epsilon(rows[:count], DELTA) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(1.1, 0.01, 1000), (2.0, 0.05, 300)])
