@@ -127,17 +127,16 @@ def test_grid_interval_shrinks_with_privacy_loss() -> None:
 
 def test_epsilon_after_many_charges_equals_single_composition() -> None:
     """Cached parts must be those of the same σ, q and steps."""
-    rows = [row(1 + index / 7, 0.02, 10 + index) for index in range(9)]
-    for count in range(1, 9):
-        entries = merged(rows[:count]).sampled
-        one_by_one = pld.from_gaussian_mechanism(1e9, value_discretization_interval=1e-4)
-        for sigma, q, steps in entries:
-            step = pld.from_gaussian_mechanism(
-                sigma, sampling_prob=q, value_discretization_interval=1e-4
-            )
-            one_by_one = one_by_one.compose(step.self_compose(steps))
-        expected = one_by_one.get_epsilon_for_delta(DELTA)
-        assert epsilon(rows[:count], DELTA) == pytest.approx(expected, rel=1e-4)
+    kwargs = {"sampling_prob": 0.02, "value_discretization_interval": 2e-4}
+    rows: list[Release] = []
+    expected = pld.identity(2e-4)
+    for index in range(5):
+        sigma, steps = 1.5 - index / 7, 60 + index
+        rows.append(row(sigma, 0.02, steps))
+        step = pld.from_gaussian_mechanism(sigma, **kwargs)
+        expected = expected.compose(step.self_compose(steps))
+        exact = expected.get_epsilon_for_delta(DELTA)
+        assert epsilon(rows, DELTA) == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(1.1, 0.01, 1000), (2.0, 0.05, 300)])
