@@ -193,7 +193,7 @@ def _many_steps(σ: float, q: float, interval: float, influence: int, steps: int
     return _one_step(σ, q, interval, influence).self_compose(steps)
 
 
-def _composition(entries: tuple[Any, ...], interval: float, influence: int) -> Any:
+def _composition(entries: tuple[Any, ...], interval: float | None, influence: int) -> Any:
     """Composes the releases of all `entries` (σ, q, steps).
 
     Most parts are computed only once if ε is computed after each of many rounds: multiples of
