@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) mu
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave, at least
 SLACK_PER_STEP = 2e-16  # the same for each step: the FFT's error grows with its power
 MAX_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
-LARGE_EPSILON = 1e6  # far above every ε that is not infinite
+STEPS_TOGETHER = 64
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
 
@@ -84,7 +85,8 @@ class Merged:
             return None
         single = 0.0
         variance = self.mu**2
-        resolve = 1e-4
+        # without connected dots (replace-one), rounding errors add up over all steps
+        resolve = math.inf if self.influence == 1 else 1e-4
         for noise, q, steps in self.sampled:
             σ = noise / self.influence
             spread = 10 / σ + 0.5 / σ / σ
@@ -168,7 +170,7 @@ def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None
     return Merged(influence * math.hypot(*full), sampled, influence)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _one_step(σ: float, q: float, interval: float, influence: int = 1) -> Any:
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -181,15 +183,47 @@ def _one_step(σ: float, q: float, interval: float, influence: int = 1) -> Any:
     )
 
 
-@lru_cache(maxsize=4)  # up to about 60 MB each
+@lru_cache(maxsize=2 * STEPS_TOGETHER)  # at most 1 MB each
+def _few_steps(σ: float, q: float, interval: float, influence: int, steps: int) -> Any:
+    return _one_step(σ, q, interval, influence).self_compose(steps)
+
+
+@lru_cache(maxsize=2)  # at most 24 MB each
+def _many_steps(σ: float, q: float, interval: float, influence: int, steps: int) -> Any:
+    return _one_step(σ, q, interval, influence).self_compose(steps)
+
+
+def _composition(entries: tuple[Any, ...], interval: float | None, influence: int) -> Any:
+    """Composes the releases of all `entries` (σ, q, steps).
+
+    Most parts are computed only once if ε is computed after each of many rounds: multiples of
+    `STEPS_TOGETHER` steps of one entry, and, of many entries, those before and after the middle.
+    """
+    if len(entries) > 1:
+        middle = 1 << (len(entries) - 1).bit_length() - 1
+        halves = entries[:middle], entries[middle:]
+        left, right = (_cached_composition(half, interval, influence) for half in halves)
+        return left.compose(right)
+    σ, q, steps = entries[0]
+    many, few = divmod(steps, STEPS_TOGETHER)
+    parts = []
+    if many:
+        parts.append(_many_steps(σ, q, interval, influence, many * STEPS_TOGETHER))
+    if few:
+        parts.append(_few_steps(σ, q, interval, influence, few))
+    return reduce(lambda total, part: total.compose(part, tail_mass_truncation=0), parts)
+
+
+_cached_composition = lru_cache(maxsize=256)(_composition)  # mostly below 1 MB each
+
+
+@lru_cache(maxsize=2)  # at most 24 MB each
 def _composed(merged: Merged) -> Any:
     interval = merged.interval
-    parts = []
-    for σ, q, steps in merged.sampled:
-        parts.append(_one_step(σ, q, interval, merged.influence).self_compose(steps))
+    composition = _composition(merged.sampled, interval, merged.influence)
     if merged.mu > 0:
-        parts.append(_one_step(1 / merged.mu, 1.0, interval))
-    return reduce(lambda total, part: total.compose(part), parts)
+        composition = composition.compose(_one_step(1 / merged.mu, 1.0, interval))
+    return composition
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
@@ -220,7 +254,7 @@ def epsilon_of(merged: Merged, delta: float) -> float:
     Raises:
         PrivacySettingError: δ is too small for the accuracy of the FFT.
     """
-    import numpy as np
+    from scipy.optimize import brentq
 
     if merged.interval is not None:
         require(
@@ -230,24 +264,21 @@ def epsilon_of(merged: Merged, delta: float) -> float:
             delta,
             "privacy",
         )
-        with np.errstate(over="ignore"):
-            ε = float(_composed(merged).get_epsilon_for_delta(delta - merged.slack))
-        # dp-accounting divides by masses, which can underflow if ε is in the hundreds; δ(ε) does not
-        if math.isfinite(ε) or delta_of(merged, LARGE_EPSILON) > delta:
-            return ε
-    low = 0.0
-    high = 1.0
-    if delta_of(merged, 0.0) <= delta:
-        return 0.0
-    while delta_of(merged, high) > delta:
-        low = high
-        high = 2 * high
-    while high - low > 1e-9 * max(1.0, high):
-        middle = (low + high) / 2
-        if delta_of(merged, middle) <= delta:
-            high = middle
-        else:
-            low = middle
+
+    def excess(ε: float) -> float:
+        return math.log(max(delta_of(merged, ε), sys.float_info.min) / delta)
+
+    low, high = 0.0, 1.0
+    if excess(low) <= 0:
+        return low
+    while excess(high) > 0:
+        low, high = high, 2 * high
+        if high > 1e300:
+            return math.inf
+    tolerance = 1e-10 * high
+    high = min(high, brentq(excess, low, high, xtol=tolerance, rtol=1e-12))
+    while excess(high) > 0:  # brentq's result may be on either side
+        high += tolerance
     return high
 
 

@@ -13,6 +13,7 @@ import dp_accounting as dp
 import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution as pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from opacus.accountants import RDPAccountant
@@ -119,10 +120,24 @@ def test_empty_and_unaccounted_ledgers_have_extreme_epsilons() -> None:
 
 
 def test_grid_interval_shrinks_with_privacy_loss() -> None:
-    for entry, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-4), (row(5, 0.001), 5e-6)):
+    for entry, interval in ((row(1.0), None), (row(2.0, 0.05, 100), 1e-3), (row(5, 0.001), 5e-6)):
         assert merged([entry]).interval == pytest.approx(interval)
     # at 1e-4 the last would be 2 % too large after 100,000 steps (0.2139); at 1e-5 it is 0.2094
     assert epsilon([row(5.0, 0.001, 100_000)], DELTA) == pytest.approx(0.2093, rel=2e-3)
+
+
+def test_epsilon_after_many_charges_equals_single_composition() -> None:
+    """Cached parts must be those of the same σ, q and steps."""
+    kwargs = {"sampling_prob": 0.02, "value_discretization_interval": 2e-4}
+    rows: list[Release] = []
+    expected = pld.identity(2e-4)
+    for index in range(5):
+        sigma, steps = 1.5 - index / 7, 60 + index
+        rows.append(row(sigma, 0.02, steps))
+        step = pld.from_gaussian_mechanism(sigma, **kwargs)
+        expected = expected.compose(step.self_compose(steps))
+        exact = expected.get_epsilon_for_delta(DELTA)
+        assert epsilon(rows, DELTA) == pytest.approx(exact, rel=1e-4)
 
 
 @pytest.mark.parametrize(("sigma", "q", "steps"), [(1.1, 0.01, 1000), (2.0, 0.05, 300)])
