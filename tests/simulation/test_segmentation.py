@@ -18,7 +18,13 @@ from fedsynth.data.folders import find_files
 from fedsynth.data.images import record_digests
 from fedsynth.data.masks import Pair, examples_in, read_masked_folder, read_prostate_mri
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, SettingError
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    ForbiddenLayerError,
+    PartitionError,
+    SettingError,
+)
 from fedsynth.evaluation.accuracy import predict
 from fedsynth.experiments.page import runs_page
 from fedsynth.methods import METHODS, method_class
@@ -112,6 +118,15 @@ def test_runs_measure_dice_by_site_and_client(method: str, tmp_path: Path) -> No
     assert f"{100 * by_site[0]:.2f} %" in runs_page([Run.read(folder_of(result))])
 
 
+def test_private_run_on_masks_has_been_tried() -> None:
+    """A broken trial draws classes in place of masks, and the report has a warning."""
+    sections = {"model": {"norm": "group", "width": 2}, "method": {"local_steps": 1}}
+    result = fs.simulate(settings("fedavg", privacy={"epsilon": 8.0}, **sections), quiet=True)
+    assert result.privacy is not None
+    assert result.privacy["verdict"]["formal"]
+    assert not [text for text in result.privacy["verdict"]["warnings"] if "could not run" in text]
+
+
 def test_what_needs_classes_is_refused() -> None:
     refused = [name for name in METHODS if method_class(name).masks_refusal]
     needed = {"feddm", "fedaf", "fedfm", "fedgen", "moon", "fedkf", "fedhydra", "fpl", "fedsr"}
@@ -126,11 +141,7 @@ def test_what_needs_classes_is_refused() -> None:
         ({"model": {"name": "convnet"}}, SettingError, "model.name"),
         ({"model": {"projection": 4}}, SettingError, "model.name"),
         ({"data": {"dataset": "digits"}, "model": {"name": "unet"}}, SettingError, "model.name"),
-        (
-            {"privacy": {"epsilon": 8.0}, "model": {"norm": "group"}},
-            SettingError,
-            "privacy.epsilon",
-        ),
+        ({"privacy": {"epsilon": 8.0}}, ForbiddenLayerError, "model.mixes_examples"),
     ):
         with raises(kind, code):
             fs.simulate(settings("fedavg", **changes), quiet=True)
