@@ -451,9 +451,9 @@ class _Passes:
         x, y = self._x, self._y
         order = self._positions if order is None else order
         if records is not None:
-            x = _where(unchanged, x, records)
+            x = _select_rows(unchanged, x, records)
         if labels is not None:
-            y = _where(unchanged, y, labels)
+            y = _select_rows(unchanged, y, labels)
         moved = self._values(x[order.to(x.device)], y[order])
         if moved.shape != (len(order), *self._first.shape[1:]):
             self._fault = LENGTH
@@ -475,9 +475,10 @@ class _Passes:
             self._fault = self._fault or fault
 
 
-def _where(rows_N: Tensor, values: Tensor, others: Tensor) -> Tensor:
-    """Returns the values of the rows for which the boolean mask is true, and the others elsewhere."""
-    return torch.where(rows_N.to(values.device).view(-1, *[1] * (values.dim() - 1)), values, others)
+def _select_rows(condition_N: Tensor, rows: Tensor, replacements: Tensor) -> Tensor:
+    """Returns the rows for which the condition is true, and replacements for the others."""
+    condition = condition_N.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(condition, rows, replacements)
 
 
 class _FewRecords:
@@ -556,7 +557,7 @@ class _FewRecords:
             if _differ(first[~replaced], self._run(images, watch)[~replaced]):
                 return MIXES
             # apart, since code may choose its operations by the labels
-            labels = _where(replaced, self._other_labels, self._labels)
+            labels = _select_rows(replaced, self._other_labels, self._labels)
             if _differ(first[~replaced], self._run(images, labels=labels)[~replaced]):
                 return MIXES
             watches.append(watch.values)

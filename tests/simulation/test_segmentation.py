@@ -30,6 +30,7 @@ from fedsynth.experiments.page import runs_page
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.unet import UNet
 from fedsynth.results.finished import Run
+from fedsynth.simulation.audit import audit_run
 from fedsynth.training import segmentation
 from tests.quick_runs import folder_of, read_rows
 from tests.raising import raises
@@ -121,7 +122,10 @@ def test_runs_measure_dice_by_site_and_client(method: str, tmp_path: Path) -> No
 def test_private_run_on_masks_has_been_tried() -> None:
     """A broken trial draws classes in place of masks, and the report has a warning."""
     sections = {"model": {"norm": "group", "width": 2}, "method": {"local_steps": 1}}
-    result = fs.simulate(settings("fedavg", privacy={"epsilon": 8.0}, **sections), quiet=True)
+    run = settings("fedavg", privacy={"epsilon": 8.0, "nominal_size": 20}, **sections)
+    audit = audit_run(run, canaries=10, test_only=np.random.default_rng(0))
+    assert audit.epsilon_lower_bound <= audit.epsilon <= 8.0
+    result = fs.simulate(run, quiet=True)
     assert result.privacy is not None
     assert result.privacy["verdict"]["formal"]
     assert not [text for text in result.privacy["verdict"]["warnings"] if "could not run" in text]
