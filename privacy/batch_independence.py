@@ -141,6 +141,7 @@ class StepInputs:
         length: the number of records in a pass.
         bounds: the smallest and the largest value in a record.
         classes: the number of classes. Labels are 0, ..., classes - 1.
+        label_shape: the shape of one label, () for a class and (H, W) for a mask.
         padding: the label of padding.
         finite: False if records may contain NaN, and infinity if the bounds are infinite.
         precision: the type of the numbers in a network.
@@ -152,13 +153,14 @@ class StepInputs:
     length: int = TRIAL_LENGTH
     bounds: tuple[float, float] = (0.0, 1.0)
     classes: int = 1
+    label_shape: tuple[int, ...] = ()
     padding: int = 0
     finite: bool = True
     precision: torch.dtype = torch.float32
     seed: int = 0
 
     def draw(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
-        """Draws public random records [count, ...] and labels [count].
+        """Draws public random records [count, ...] and labels [count, ...].
 
         Values are uniform within the bounds. If a bound is infinite, every other record is uniform
         in [0, 1], and the others are normal, because some functions need positive values.
@@ -170,7 +172,7 @@ class StepInputs:
             values = low + (high - low) * values
         else:
             values[1::2] = 3 * draws.standard_normal(values[1::2].shape, dtype=np.float32)
-        labels = torch.from_numpy(draws.integers(0, self.classes, count))
+        labels = torch.from_numpy(draws.integers(0, self.classes, (count, *self.label_shape)))
         x = torch.from_numpy(values).to(torch.float32).clamp(*self.bounds)
         return x.to(self.device), labels
 
@@ -449,9 +451,9 @@ class _Passes:
         x, y = self._x, self._y
         order = self._positions if order is None else order
         if records is not None:
-            x = torch.where(unchanged.to(x.device).view(-1, *[1] * (x.dim() - 1)), x, records)
+            x = _select_rows(unchanged, x, records)
         if labels is not None:
-            y = torch.where(unchanged, y, labels)
+            y = _select_rows(unchanged, y, labels)
         moved = self._values(x[order.to(x.device)], y[order])
         if moved.shape != (len(order), *self._first.shape[1:]):
             self._fault = LENGTH
@@ -471,6 +473,12 @@ class _Passes:
         largest = float(relative.nan_to_num(0.0, math.inf).max())
         if largest > rounding(moved.device, self._inputs.precision):
             self._fault = self._fault or fault
+
+
+def _select_rows(condition_N: Tensor, rows: Tensor, replacements: Tensor) -> Tensor:
+    """Returns the rows for which the condition is true, and replacements for the others."""
+    condition = condition_N.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
+    return torch.where(condition, rows, replacements)
 
 
 class _FewRecords:
@@ -549,7 +557,7 @@ class _FewRecords:
             if _differ(first[~replaced], self._run(images, watch)[~replaced]):
                 return MIXES
             # apart, since code may choose its operations by the labels
-            labels = torch.where(replaced.cpu(), self._other_labels, self._labels)
+            labels = _select_rows(replaced, self._other_labels, self._labels)
             if _differ(first[~replaced], self._run(images, labels=labels)[~replaced]):
                 return MIXES
             watches.append(watch.values)

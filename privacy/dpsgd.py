@@ -64,8 +64,8 @@ Penalty = Callable[[nn.Module], Tensor]
 # private data nor change the network.
 BeforeStep = Callable[[nn.Module], None]
 
-# A function of (network, images [N, C, H, W], labels [N]) that returns the loss of each example
-# [N]. The loss of an example must depend only on that example.
+# A function of (network, images [N, C, H, W], labels [N] or masks [N, H, W]) that returns the loss of
+# each example [N]. The loss of an example must depend only on that example.
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 # Layers whose weights have the gradient of a linear layer. A subclass may compute anything.
@@ -200,8 +200,9 @@ def dp_sgd(
 
     Args:
         model: the network.
-        records: a function that returns the normalised images [M, C, H, W] and the labels [M] of
-            the records with the given indices [M] on the CPU.
+        records: a function that returns the normalised images [M, C, H, W] and the labels [M] or
+            masks [M, H, W] of the records with the given indices [M] on the CPU. Labels and masks
+            are int64.
         mechanism: a mechanism of one group, with one coordinate per model parameter. The training
             takes all steps for which the mechanism was charged.
         settings: the optimiser, the expected batch size and the objective.
@@ -226,7 +227,7 @@ def dp_sgd(
         values = values_of_each(gradients, inputs, note)[: len(sample)]
         rows = LayerGradients(values, gradients.blocks, mechanism.sensitivity)
         if units.grouped:  # the mean of a user's gradients is clipped, not each gradient
-            return [(rows.gradients(), torch.zeros_like(y))]
+            return [(rows.gradients(), y.new_zeros(len(y)))]
         return [rows]
 
     for _ in range(mechanism.steps_left):

@@ -11,7 +11,7 @@ from fedsynth.core.capabilities import PublicImages, VaryingReleases, upload_typ
 from fedsynth.core.messages import privacy_of_fields
 from fedsynth.core.method import Method
 from fedsynth.core.sums import SummedUploads, sums_securely
-from fedsynth.data.registry import DatasetSpec, is_published
+from fedsynth.data.registry import DatasetSpec, is_published, share_images
 from fedsynth.errors import (
     PrivacySettingError,
     SettingError,
@@ -76,12 +76,12 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
 
 
 def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses a method, a model or a privacy guarantee that cannot be used with tokens or masks.
+    """Refuses a method or a model that cannot be used with tokens or masks.
 
     Raises:
         SettingError: the data are tokens, and the method needs images; or the data have masks, and
-            the method needs classes, the model does not segment or the run is private; or the model
-            segments, and the data have no masks.
+            the method needs classes or the model does not segment; or the model segments, and the
+            data have no masks.
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
     if spec.vocabulary and method.features_refusal:
@@ -105,12 +105,6 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
     if names != {UNET} or settings.model.projection:
         reason = f"must be {UNET!r}, without projection, because {spec.name} has masks"
         raise SettingError("model", "name", reason, value=settings.model.name)
-    if settings.privacy is not None:
-        reason = (
-            f"cannot be set for {spec.name}, because the trials of private steps cannot draw masks. "
-            "Leave the section privacy out"
-        )
-        raise PrivacySettingError("privacy", "epsilon", reason)
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
@@ -178,13 +172,15 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses a private run that distils on public images from the data set of the clients' private
-    images.
+    """Refuses a private run that distils on public images among which are private images of clients.
+
+    These are images from the data set of the clients, or from one with images of that data set.
     """
-    if isinstance(method, PublicImages) and method.public_images() == spec.name:
+    if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
-            "clients' images come from this data set. Set method.proxy=noise or name another one"
+            f"{method.name} cannot distil on {method.public_images()} with differential privacy, "
+            f"because images of the clients' data set {spec.name} may be among its images. Set "
+            "method.proxy=noise or name another one"
         ).with_code("release.proxy")
 
 

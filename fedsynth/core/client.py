@@ -500,7 +500,7 @@ class PrivateClientView(_ClientView):
 
         def records(indices: Tensor) -> tuple[Tensor, Tensor]:
             chosen = part[indices.to(part.device, non_blocking=True)]
-            return self._images(chosen, len(chosen)), self._data.labels[chosen]
+            return self._images(chosen, len(chosen)), self._data.labels[chosen].long()
 
         isolated = self._isolated
         dp_sgd(

@@ -169,6 +169,18 @@ class Method(ABC):
                 message[field.name] = getattr(state, field.name)
         return self.request(**message)
 
+    def later_request(self, message: Request, context: RoundContext) -> Request:
+        """Returns the request of a later round, for the trial before a private run.
+
+        The trial computes a client's step of the first round. A method overrides this hook if the
+        clients compute further values of each example from fields that are empty in that round.
+
+        Args:
+            message: the request of the first round.
+            context: the context of the trial.
+        """
+        return message
+
     @abstractmethod
     def client_step(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext

@@ -323,6 +323,16 @@ _ENCODED = (
     "channels", "height", "width", "mean", "std", "bounds", "encoder", "encoded_shape"
 )  # fmt: skip
 DEFAULT_DATASET = "digits"
+# Published data sets of which some images are the same. Digits-Five has images of MNIST and SVHN,
+# CINIC-10 has those of CIFAR-10 and reduced ones of ImageNet, and the others are made from the forms
+# of NIST Special Database 19.
+_SHARED_IMAGES = (
+    {"digits-five", "svhn"},
+    {"digits-five", "mnist", "femnist"},
+    {"emnist-letters", "femnist"},
+    {"cinic10", "cifar10"},
+    {"cinic10", "tiny-imagenet"},
+)
 _SYNTHETIC_SPECS = (_synthetic_spec(alpha, alpha) for alpha in (0.0, 0.5, 1.0))
 # The specifications by name. It has only the paper's synthetic(α,β); `dataset_spec` accepts all
 # numbers from 0 to 99.9999.
@@ -334,6 +344,15 @@ DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
 def is_known(name: str) -> bool:
     """Returns True if `name` is the name of a published data set."""
     return name in DATASETS or synthetic_parameters(name) is not None
+
+
+def share_images(name: str, other: str) -> bool:
+    """Returns True if two data sets are the same, or are published and have images in common.
+
+    >>> share_images("digits-five", "mnist"), share_images("cifar10", "cifar100")
+    (True, False)
+    """
+    return name == other or any({name, other} <= names for names in _SHARED_IMAGES)
 
 
 def is_published(spec: DatasetSpec) -> bool:

@@ -7,7 +7,8 @@ CPU, and cause a warning on a GPU.
 The check is a trial on public random images, with the initial weights of the run. It can find a
 fault, but it cannot prove that there is none.
 
-The trial runs a client's step with a client view of random images (`TrialClientView`). Whenever the
+The trial runs a client's step with a client view of random images (`TrialClientView`), and with the
+request of a later round if that has more fields (`Method.later_request`). Whenever the
 step releases a sum, the view computes the values of the images as the step does, with the batch
 lengths of the run (the "pass lengths" of `fedsynth.privacy.passes`). It computes them again at
 other positions and among other images (`dependence_in_step`). The step of user code then runs a
@@ -256,6 +257,7 @@ class StepTrial:
             context.device,
             length=records if thorough else min(RECORDS, records),
             classes=context.spec.classes,
+            label_shape=context.spec.label_shape,
             precision=context.precision,
         )
         self._values: list[Tensor] = []
@@ -287,6 +289,8 @@ class StepTrial:
             message = server.request(exchange, context)
             if message is None:
                 continue
+            if exchange == MAIN:
+                message = self._method.later_request(message, context)
             budgets = [self._budget(exchange, number) for number in range(len(self.clients))]
             ends = exchange == MAIN and not self._finishes
             clients = TrialClientView(self, budgets, ends=ends)

@@ -115,7 +115,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
 
     The defaults are those of the public code for MNIST (`experiments/best_hyperparameters`), and
     the presets are those for its other data sets. The settings of local training are documented in
-    `TrainsLocally`. The optimiser is Adam, and `momentum` is its β₁.
+    `TrainsLocally`.
 
     Args:
         latent: the length of z.
@@ -149,6 +149,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
     local_epochs: int = 15
     batch: int = 32
     lr: float = 1e-3
+    optimiser: str = "adam"
     latent: int = in_range(10, 1)
     beta: float = in_range(1.0, 0)
     width: int = in_range(32, 1)
@@ -164,9 +165,6 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
 
     def broadcast(self, state: GeneratedState, context: RoundContext) -> Message:
         return Start()
-
-    def optimiser(self) -> sgd.Optimiser:
-        return sgd.Adam(self.lr, self.momentum, weight_decay=self.weight_decay)
 
     def start_model(
         self, client: int, message: Start, state: ClientState, context: RoundContext

@@ -198,6 +198,10 @@ class TrainsToAnchors(TrainsLocally):
             )
         return super().broadcast(state, context)
 
+    def later_request(self, message: AnchorsDown, context: RoundContext) -> AnchorsDown:
+        anchors = message.parameters["classifier.weight"]  # one public row for each class
+        return replace(message, anchors=anchors, has_anchor=torch.ones_like(message.has_anchor))
+
     def task(
         self, client: int, message: AnchorsDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:

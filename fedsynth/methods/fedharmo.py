@@ -14,7 +14,7 @@ the lowest frequencies, within a share L of the image's shorter side, and sets L
 the mean of an image changes. `window` is this share. It is 0 by default, because the published
 numbers come from the code. The code passes ν = 0.1 as an integer, so its Ā_k is that of the first
 batch. Here ν is 0.1, and Ā_k starts with the first batch. As in the code, the passes at w and at
-w + δ both update buffers. The code trains with Adam for segmentation, and this method with SGD.
+w + δ both update buffers. The code trains with Adam for segmentation (`optimiser="adam"`).
 
 The amplitudes are those of pixels in [0, 1], before they are normalised. They are a buffer of the
 model, so they are uploaded, averaged and saved with it. The method cannot run with differential

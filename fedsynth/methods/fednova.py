@@ -48,6 +48,7 @@ class FedNova(TrainsLocally):
     summary = "FedAvg with updates normalised by each client's number of steps"
     reference = "Wang et al. 2020, FedNova, arXiv 2007.07481"
     upload = NormalisedModel
+    adam_refusal = "updates are divided by the length of SGD steps"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -202,6 +202,10 @@ class FPL(TrainsLocally):
                 f"{context.spec.classes - 1}, got {message.classes.tolist()}"
             ).with_code("request.classes")
 
+    def later_request(self, message: PrototypesDown, context: RoundContext) -> PrototypesDown:
+        rows = message.parameters["classifier.weight"]  # one public row for each class
+        return replace(message, prototypes=rows, classes=torch.arange(len(rows)).to(rows.device))
+
     def task(
         self, client: int, message: PrototypesDown, state: ClientState, context: RoundContext
     ) -> LocalObjective:

@@ -62,6 +62,7 @@ class QFFL(TrainsLocally):
     dp_mechanisms = ()
     masks_refusal = "the clients measure cross-entropies"
     refusal = "each client uploads its exact loss, which no mechanism protects"
+    adam_refusal = "the server divides updates by the learning rate, which gives gradients for SGD"
     robust_refusal = "the server weights clients by their reported losses, and a malicious client can report any loss"
 
     momentum: float = 0.0

@@ -85,6 +85,7 @@ class TrainsWithControls(TrainsLocally):
     request = ControlDown
     upload = ControlUp
     state = ControlState
+    adam_refusal = "control variates are computed from plain SGD steps"
 
     momentum: float = 0.0
     lr: float = in_range(0.01, 1e-12)

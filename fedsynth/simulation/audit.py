@@ -346,7 +346,10 @@ def _random_federation(
 
     def images(labels: IntArray) -> ImageData:
         pixels = torch.from_numpy(rng.integers(0, 256, (len(labels), *spec.image_shape)))
-        return ImageData(to_stored(pixels / 255, spec), torch.from_numpy(labels), spec)
+        of_records = torch.from_numpy(labels)
+        if spec.has_masks:  # a mask has one class
+            of_records = of_records[:, None, None].expand(-1, *spec.label_shape)
+        return ImageData(to_stored(pixels / 255, spec), of_records, spec)
 
     labels = [np.resize(classes, size) for size in [*sizes, canaries]]
     train = images(np.concatenate(labels))

@@ -23,7 +23,7 @@ from fedsynth.federation.client_runtime import ClientBudget
 from fedsynth.federation.context import public_context
 from fedsynth.federation.position_leak_check import StepCheck
 from fedsynth.federation.privacy_plan import PrivacyPlan
-from fedsynth.methods import feddm
+from fedsynth.methods import feddm, fedfm, fpl
 from fedsynth.models import on_features as feature_linear
 from fedsynth.privacy import (
     BudgetExceededError,
@@ -336,6 +336,27 @@ def test_trials_cover_each_kind_of_round(method: str, rounds: list[int]) -> None
     plan = plan_of(replace(trial_settings(method, width=4, depth=2), rounds=4))
     trials = position_leak_check._trials(plan, context(plan.run), [[0]])
     assert [trial.context.round for trial in trials] == rounds
+
+
+@pytest.mark.parametrize(
+    ("method", "module", "name"),
+    [
+        ("fpl", fpl, "prototype_losses"),
+        ("fedfm", fedfm, "anchor_losses"),
+        ("fedfm-lite", fedfm, "anchor_losses"),
+    ],
+)
+def test_trials_cover_losses_of_later_rounds(
+    method: str, module: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the first round has no prototypes or anchors, so their losses were not tried."""
+
+    def shifted(losses: Any) -> Any:
+        pair = isinstance(losses, tuple)
+        return tuple(map(shifted_by_position, losses)) if pair else shifted_by_position(losses)
+
+    change_rows(module, name, shifted, monkeypatch)
+    assert len(warnings_of(trial_settings(method, width=8, depth=2))) == 1
 
 
 @pytest.mark.parametrize("model", [{}, {"features": "pixels"}], ids=["rows", "products"])

@@ -107,6 +107,31 @@ def test_special_cases_equal_fedavg(device: torch.device) -> None:
         assert_close(run_rounds(method, device, (ALL,) * len(expected)), expected)
 
 
+def adam(W: Array, k: int, mu: float, steps: int = 3) -> Array:
+    start, m, v = W, W * 0, W * 0
+    for t in range(1, steps + 1):
+        g = gradient(W, PARTS[k]) + mu * (W - start) + 0.1 * W
+        m, v = 0.8 * m + 0.2 * g, 0.999 * v + 0.001 * g**2
+        W = W - 0.05 * m / (1 - 0.8**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+    return W
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.7])
+def test_local_adam_equals_numpy(mu: float, device: torch.device) -> None:
+    """Each round starts with new moments. Clients train together and apart."""
+    W, expected = START, []
+    for _ in range(2):
+        W = np.average([adam(W, k, mu) for k in ALL], axis=0, weights=SIZES)
+        expected.append(W)
+    settings = FULL | {"optimiser": "adam", "lr": 0.05, "momentum": 0.8, "weight_decay": 0.1}
+    assert_close(run_rounds(fs.FedProx(**settings, mu=mu), device), expected)
+    for method in (fs.Scaffold, fs.FedDC, fs.FedNova, fs.QFFL):
+        with raises(SettingError, "method.optimiser"):
+            method(optimiser="adam", momentum=0.0)
+    with raises(SettingError, "method.momentum"):
+        fs.FedAvg(optimiser="adam", momentum=1.0)
+
+
 def test_fedavgm_equals_numpy(device: torch.device) -> None:
     W, v, expected = START, START * 0, []
     for _ in range(2):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fedsynth as fs
 from fedsynth import Dense, FedBE, FedDF, FedHydra, FedKF, ModelParameters, PrivacySettings
+from fedsynth.config.checks import refuse_own_proxy
 from fedsynth.core.client import ExactClientView
 from fedsynth.data.images import ImageData, normalise, proxy_images
 from fedsynth.data.registry import dataset_spec
@@ -299,6 +300,16 @@ def test_feddf_student_approaches_the_ensemble() -> None:
     private = {**run, "method": {"proxy": "digits"}, "privacy": {"epsilon": 8.0}}
     with raises(UnaccountedReleaseError, "release.proxy"):
         fs.simulate(fs.resolve(private))
+
+
+@pytest.mark.parametrize("pair", ["digits-five mnist", "digits-five svhn", "femnist mnist"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_proxy_with_images_of_clients_is_refused(pair: str, swapped: bool) -> None:
+    """Regression: only the name of the clients' data set was refused."""
+    clients, proxy = reversed(pair.split()) if swapped else pair.split()
+    with raises(UnaccountedReleaseError, "release.proxy"):
+        refuse_own_proxy(FedBE(proxy=proxy), dataset_spec(clients))
+    refuse_own_proxy(FedBE(proxy="cifar10"), dataset_spec(clients))
 
 
 @pytest.mark.parametrize(

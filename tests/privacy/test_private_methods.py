@@ -57,6 +57,7 @@ from fedsynth.privacy.settings import NO_LEDGER, PrivacySettings
 from fedsynth.simulation.simulate import simulate
 from fedsynth.synthesizer.condensation.matching import NetworkFeatures
 from fedsynth.synthesizer.condensation.private_matchers import per_example_gradients
+from fedsynth.training.segmentation import losses, network_losses
 from tests.digits import CPU, HOSTILE, SPEC, client_uploads, digits, private_clients, round_context
 from tests.quick_runs import folder_of, read_rows
 from tests.raising import raises
@@ -227,6 +228,14 @@ def row_functions() -> Iterator[tuple[str, Rows]]:
         network = build_model(settings, (1, 28, 28), 10, 0)
         yield f"forward {name}", lambda x, y, n=network: n(enlarged(x)).detach()
         yield f"dp-sgd {name}", lambda x, y, n=network: example_gradients(n, enlarged(x), y)
+    unet = build_model(ModelSettings("unet", width=2, norm="group"), (1, 16, 16), 2, 0)
+    twice = nn.Upsample((16, 16))
+
+    def masked(x: Tensor, y: Tensor) -> Tensor:
+        masks = (twice(x)[:, 0] > 0.1 * y[:, None, None]).long()
+        return example_gradients(unet, twice(x), masks, network_losses)
+
+    yield "dp-sgd unet", masked
     yield "dp-sgd hostile", lambda x, y: example_gradients(cancelling_network(3), x, y)
 
 
@@ -381,6 +390,32 @@ def test_influence_on_features_is_at_most_clip(method: Method, unnoised: Sums) -
     parameters = context.architecture.state_dict() | {"classifier.weight": cancelling_weight(z)}
     data = from_arrays(images, np.full(131, 5), MNIST)
     assert influence(unnoised, method, parameters, context, data, 0) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("users", [None, torch.tensor([0, 0, 0, 1, 2, 2, 3])])
+def test_sums_on_masks_equal_a_loop_over_images(users: Tensor | None, unnoised: Sums) -> None:
+    """A broken version computes the Dice coefficient over all pixels of a batch, as public codes do."""
+    rng = np.random.default_rng(0)
+    masks = torch.from_numpy(rng.integers(0, 2, (7, 32, 32)))
+    data = from_arrays(random_images(7, 32, 32), masks.numpy())
+    network = build_network(ModelSettings("unet", width=2, norm="group"), data.spec, 0)
+    context = feature_context(network, data.spec)
+    gradients = []
+    for x, mask in zip(normalise(data.images, data.spec)[:, None], masks[:, None], strict=True):
+        loss = losses(network(x), mask).sum()
+        parts = torch.autograd.grad(loss, list(network.parameters()))
+        gradients.append(torch.cat(list(map(torch.flatten, parts))))
+    rows = torch.stack(gradients)
+    if users is not None:
+        rows = torch.stack([rows[users == user].mean(dim=0) for user in range(4)])
+    factors = (0.5 / rows.norm(dim=1, keepdim=True)).clamp_max(1)
+    assert (factors < 1).any()
+    private_step(FEDAVG, network.state_dict(), context, data, users=users)
+    ((sums, clip),) = unnoised
+    torch.testing.assert_close(sums[0].float(), (rows * factors).sum(dim=0), rtol=1e-4, atol=1e-5)
+    if users is None:
+        assert clip == 0.5
+        assert influence(unnoised, FEDAVG, network.state_dict(), context, data, 0) <= 1 + 1e-6
 
 
 @pytest.mark.parametrize(("height", "width"), [(9, 9), (27, 27), (9, 10)])

@@ -18,12 +18,19 @@ from fedsynth.data.folders import find_files
 from fedsynth.data.images import record_digests
 from fedsynth.data.masks import Pair, examples_in, read_masked_folder, read_prostate_mri
 from fedsynth.data.registry import dataset_spec
-from fedsynth.errors import DataError, DataFilesCorruptError, PartitionError, SettingError
+from fedsynth.errors import (
+    DataError,
+    DataFilesCorruptError,
+    ForbiddenLayerError,
+    PartitionError,
+    SettingError,
+)
 from fedsynth.evaluation.accuracy import predict
 from fedsynth.experiments.page import runs_page
 from fedsynth.methods import METHODS, method_class
 from fedsynth.models.unet import UNet
 from fedsynth.results.finished import Run
+from fedsynth.simulation.audit import audit_run
 from fedsynth.training import segmentation
 from tests.quick_runs import folder_of, read_rows
 from tests.raising import raises
@@ -112,6 +119,18 @@ def test_runs_measure_dice_by_site_and_client(method: str, tmp_path: Path) -> No
     assert f"{100 * by_site[0]:.2f} %" in runs_page([Run.read(folder_of(result))])
 
 
+def test_private_run_on_masks_has_been_tried() -> None:
+    """A broken trial draws classes in place of masks, and the report has a warning."""
+    sections = {"model": {"norm": "group", "width": 2}, "method": {"local_steps": 1}}
+    run = settings("fedavg", privacy={"epsilon": 8.0, "nominal_size": 20}, **sections)
+    audit = audit_run(run, canaries=10, test_only=np.random.default_rng(0))
+    assert audit.epsilon_lower_bound <= audit.epsilon <= 8.0
+    result = fs.simulate(run, quiet=True)
+    assert result.privacy is not None
+    assert result.privacy["verdict"]["formal"]
+    assert not [text for text in result.privacy["verdict"]["warnings"] if "could not run" in text]
+
+
 def test_what_needs_classes_is_refused() -> None:
     refused = [name for name in METHODS if method_class(name).masks_refusal]
     needed = {"feddm", "fedaf", "fedfm", "fedgen", "moon", "fedkf", "fedhydra", "fpl", "fedsr"}
@@ -126,11 +145,7 @@ def test_what_needs_classes_is_refused() -> None:
         ({"model": {"name": "convnet"}}, SettingError, "model.name"),
         ({"model": {"projection": 4}}, SettingError, "model.name"),
         ({"data": {"dataset": "digits"}, "model": {"name": "unet"}}, SettingError, "model.name"),
-        (
-            {"privacy": {"epsilon": 8.0}, "model": {"norm": "group"}},
-            SettingError,
-            "privacy.epsilon",
-        ),
+        ({"privacy": {"epsilon": 8.0}}, ForbiddenLayerError, "model.mixes_examples"),
     ):
         with raises(kind, code):
             fs.simulate(settings("fedavg", **changes), quiet=True)

@@ -23,7 +23,7 @@ from fedsynth.privacy.passes import Units
 from fedsynth.seeding import forked_rng
 from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, learner_bytes, train_together
-from fedsynth.training.sgd import MomentumSgd, Objective, Pull, SgdSettings, train_on
+from fedsynth.training.sgd import Adam, MomentumSgd, Objective, Pull, SgdSettings, train_on
 from tests.conftest import NO_CUDA
 from tests.digits import SPEC
 from tests.privacy.support import mechanism
@@ -157,15 +157,21 @@ class Adaptive:
         w.sub_(self.learning_rate * mean / (1 - 0.9 ** steps.add_(1)))
 
 
-RULES: list[Optimiser] = [MomentumSgd(0.1, 0.9, 1e-2), Adaptive()]
+RULES: list[Optimiser] = [MomentumSgd(0.1, 0.9, 1e-2), Adam(0.1, weight_decay=1e-2), Adaptive()]
 
 
 def numpy_steps(rule: Optimiser, w: np.ndarray, gradients: list[np.ndarray]) -> np.ndarray:
-    velocity = np.zeros_like(w)
+    velocity, squares = np.zeros_like(w), np.zeros_like(w)
     for number, g in enumerate(gradients, start=1):
         if isinstance(rule, MomentumSgd):
             velocity = rule.momentum * velocity + g + rule.weight_decay * w
             w = w - rule.learning_rate * velocity
+        if isinstance(rule, Adam):
+            decayed = g + rule.weight_decay * w
+            velocity = 0.9 * velocity + 0.1 * decayed
+            squares = 0.999 * squares + 0.001 * decayed**2
+            root = np.sqrt(squares / (1 - 0.999**number)) + 1e-8
+            w = w - rule.learning_rate * velocity / (1 - 0.9**number) / root
         if isinstance(rule, Adaptive):
             velocity = 0.9 * velocity + 0.1 * g
             w = w - rule.learning_rate * velocity / (1 - 0.9**number)
