@@ -75,4 +75,5 @@ class Dense(DataFreeEnsembleDistillation):
         for epoch in context.server_loop("distillation", self.server_epochs, training.state):
             batches = training.train_generator(epoch)  # Eqs. 2 to 5
             training.train_student(epoch, batches)  # Eq. 6
+            training.measure_student(epoch)
         return self.result(training, context)

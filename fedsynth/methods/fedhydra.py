@@ -139,6 +139,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         for epoch in context.server_loop("distillation", self.server_epochs, training.state):
             batches = training.train_generator(epoch)  # Eqs. 13 to 16
             training.train_student(epoch, batches)  # Eqs. 17 to 19
+            training.measure_student(epoch)
         matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
         return self.result(training, context, matrices)
 

@@ -192,6 +192,7 @@ def distil(device: Any, epochs: int, steps: int, hooks: Any = None, **settings: 
     for epoch in range(epochs):
         batches.append(training.train_generator(epoch))
         training.train_student(epoch, batches[-1])
+        training.measure_student(epoch)
     return training, batches, student
 
 

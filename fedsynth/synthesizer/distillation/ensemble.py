@@ -279,6 +279,9 @@ class OneShotDistillation:
             counts = [tally(b.logits, b.labels, self._student_logits(b.images)) for b in batches]
         self.tallies[epoch] = torch.stack(counts).sum(dim=0)
         self._average_student(epoch)
+
+    def measure_student(self, epoch: int) -> None:
+        """Records the accuracy of the student after an epoch. On a GPU, it waits for the device."""
         self.accuracies[epoch] = self.measure(self.student)
 
     @torch.no_grad()
