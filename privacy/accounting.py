@@ -201,9 +201,8 @@ def _composition(entries: tuple[Any, ...], interval: float | None, influence: in
     """
     if len(entries) > 1:
         middle = 1 << (len(entries) - 1).bit_length() - 1
-        halves = entries[:middle], entries[middle:]
-        left, right = (_cached_composition(half, interval, influence) for half in halves)
-        return left.compose(right)
+        first = _cached_composition(entries[:middle], interval, influence)
+        return first.compose(_cached_composition(entries[middle:], interval, influence))
     σ, q, steps = entries[0]
     many, few = divmod(steps, STEPS_TOGETHER)
     parts = []
