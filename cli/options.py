@@ -121,7 +121,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
         FedsynthError: there is no such preset or cell.
     """
     if config is not None:
-        raise OptionError("use either --preset or --config, because both define all settings")
+        raise OptionError("--preset and --config both define all settings. Remove one of them")
     from fedsynth.experiments.presets import cell_words, preset, preset_sections
 
     table = preset(name)

@@ -206,16 +206,16 @@ def _settings_to_audit(
         settings = resolve(sections)
         if settings.privacy is None:
             raise OptionError(
-                "an audit needs a run with differential privacy. Set --dp-sigma, --dp-epsilon, or "
+                "the run to audit has no differential privacy. Set --dp-sigma, --dp-epsilon, or "
                 "--run with the folder of a private run"
             )
         return settings, options.from_preset(sections)
     if config is not None:
-        raise OptionError("--run and --config cannot be used together: both define all settings")
+        raise OptionError("--run and --config both define all settings. Remove one of them")
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(f"the options differ from the run {run}. Remove the options or --run")
+        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
     return settings, f"settings of {run}"
 
 
@@ -272,7 +272,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     if "folder" not in chosen["data"]:
         chosen["data"].setdefault("dataset", "mnist")
     if not chosen["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("set --dp-epsilon to compute σ, or --dp-sigma to compute ε")
+        raise OptionError("--dp-epsilon and --dp-sigma are missing. Set one of them")
     plans = plans_by_mechanism(chosen)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))

@@ -221,7 +221,7 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"no selected cell of {preset} contains {cell!r}. --list shows all cells")
+        raise OptionError(f"{preset} has no selected cell with {cell!r}. Name one from --list")
     if listed:
         _list_cells(table, cells)
         return
@@ -233,7 +233,7 @@ def reproduce(
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"no selected cell of {preset} can be run")
+        raise OptionError(f"no selected cell of {preset} can be run. Select others from --list")
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(output, deadline, report=say, watch=make_observer, download=download)

@@ -126,7 +126,7 @@ def distill(
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError("--set must be KEY=VALUE with a setting of the method")
+        raise OptionError(f"--set must be a setting of the method, got sections {list(sections)}")
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:
@@ -179,12 +179,12 @@ def describe(
     if path.exists():
         if read_declaration(path).signed_by:
             raise OptionError(
-                f"{path} is signed. Remove this file, or name a new file with --output"
+                f"{path} is signed and cannot be replaced. Name a new file with --output"
             )
         if not overwrite and read_regular(path) != proposal:
             raise OptionError(
-                f"{path} exists and differs from the new proposal. Name a new file with --output, "
-                "or replace this file with --overwrite"
+                f"{path} exists and contains another proposal. Name a new file with --output, or "
+                "replace this one with --overwrite"
             )
     write_output(path, proposal)
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
@@ -293,7 +293,7 @@ def export(
     from fedsynth.sharing.onnx_export import export_onnx
 
     if out is None and onnx is None:
-        raise OptionError("name the folder with --out, or the model's file with --onnx")
+        raise OptionError("no output is set. Name a folder with --out or a model file with --onnx")
     if out is not None:
         folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
         print(f"you may share the folder {folder}")
@@ -435,7 +435,7 @@ def fidelity(
     spec = synthetic_set(folder).spec
     test = real_images(spec, chosen["data"], dataset, download=download, note=say)
     if test is None:
-        raise OptionError("name the real images with --test-data or --dataset")
+        raise OptionError("no real images are set. Name them with --test-data or --dataset")
     with show_steps() as report:
         measured = fidelity_of_set(folder, test, features, weights, report=report)
     if as_json:

@@ -173,13 +173,13 @@ def check_model(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}, whose masks depend on the position of "
-                "an example in the batch. Remove this layer"
+                f"layer {name!r} is {type(layer).__name__}, whose masks depend on an example's "
+                "position in the batch. Remove the layer"
             ).with_code("model.dropout")
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {name!r} would be uploaded without noise, although it may contain statistics "
-            "of the data. Remove this buffer"
+            f"buffer {name!r} may contain data statistics, but would be uploaded without noise. "
+            "Remove the buffer"
         ).with_code("model.buffer")
 
 
@@ -325,10 +325,10 @@ def check_example_gradients(
         raise
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
-            f"the per-example gradients of the model failed with {short_repr(error)}. If the model "
-            f"accepts inputs of shape {list(x_NCHW.shape)} and the loss can be called as "
-            "loss(model, x, y), replace the layers that "
-            "Opacus does not support, for example with fedsynth.privacy.dpsgd.group_norm_twin"
+            f"computing per-example gradients for inputs of shape {list(x_NCHW.shape)} failed "
+            f"with {short_repr(error)}. If loss(model, x, y) works for this shape, replace layers "
+            "that Opacus does not support, for example with "
+            "fedsynth.privacy.dpsgd.group_norm_twin"
         ).with_code("model.gradients_fail") from error
     _check_equal(model, rows, expected)
 
@@ -346,10 +346,10 @@ def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None
         atol = tolerance + MIXED_PRECISION * _largest(exact)
         if not torch.allclose(actual, exact, rtol=0.0, atol=atol, equal_nan=True):
             raise ForbiddenLayerError(
-                f"the per-example gradients of parameter {name!r} are wrong. The model or the loss "
-                "mixes the examples of a batch, uses the parameter outside its layer, passes the "
-                "layer several inputs or changes its input in place, or the layer has an option "
-                "that Opacus ignores, such as padding_idx"
+                f"the per-example gradients of parameter {name!r} do not match autograd's. Remove "
+                "code that mixes the batch's examples, uses the parameter outside its layer, "
+                "passes the layer several inputs or changes them in place, and options that "
+                "Opacus ignores, such as padding_idx"
             ).with_code("model.mixes_examples")
 
 
@@ -505,7 +505,9 @@ class ExampleGradients:
             _, self._calls, _ = self._forward(public_like(x_NCHW[:2]), public_like(labels_N[:2]))
         losses, calls, uses = self._forward(x_NCHW, labels_N)
         if calls != self._calls:
-            raise PrivacyError("the model calls other layers than for public random images")
+            raise PrivacyError(
+                "the model calls other layers for private images than for random ones"
+            )
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
                 f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
@@ -529,8 +531,8 @@ class ExampleGradients:
                 return
             if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
-                    f"layer {name!r} must be called with one tensor and return one tensor, each "
-                    "with one row for each example"
+                    f"layer {name!r} does not map one tensor to one tensor, each with one row for "
+                    "each example. Change its call"
                 ).with_code("model.calls")
             calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))

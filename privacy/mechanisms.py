@@ -145,7 +145,8 @@ class BudgetEnforcer:
             if row.unaccounted is None and row.unit != self.unit:
                 raise LedgerError(
                     f"the ledger of client {self.ledger.client!r} was charged with "
-                    f"privacy.unit={row.unit}, but this run has {self.unit}. Set the same unit"
+                    f"privacy.unit={row.unit}, but this run uses privacy.unit={self.unit}. Set "
+                    f"privacy.unit={row.unit}"
                 ).with_code("ledger.unit")
 
 
@@ -405,13 +406,13 @@ class GaussianSumMechanism:
         self._refuse_forks()
         if not self._step.acquire(blocking=False):  # the step of a dead thread would never end
             raise PrivacyError(
-                "the previous step of the mechanism is still open. Call release() in its thread "
+                "the mechanism's previous step is still open. Call release() in its thread "
                 "before sample(), or charge a mechanism for each thread"
             ).with_code("mechanism.open_step")
         if self.steps_left < 1:
             self._step.release()
             raise PrivacyError(
-                f"the mechanism has already made all {self._release.steps} charged steps"
+                f"all {self._release.steps} charged steps are used. Charge a new mechanism"
             ).with_code("mechanism.steps")
         self._thread = get_ident()
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
@@ -465,7 +466,7 @@ class GaussianSumMechanism:
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
                 f"the mechanism was charged for a sensitivity of {self.sensitivity:g}, but got "
-                f"vectors of norm up to {products.bound:g}"
+                f"vectors of norm up to {products.bound:g}. Clip the vectors to the sensitivity"
             ).with_code("mechanism.sensitivity")
         sums = products.sums(None if sample is None else sample.shares)
         self._sums = open_sums.to(sums.device, non_blocking=True) + sums
@@ -484,8 +485,8 @@ class GaussianSumMechanism:
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "the mechanism protects users, so the user of every row must be known. Pass the "
-                "sample that Units.sample returned"
+                "the mechanism protects users, but the sample does not state each row's user. "
+                "Pass the sample that Units.sample returned"
             ).with_code("mechanism.users")
         return self._sums
 

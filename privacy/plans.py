@@ -217,8 +217,8 @@ class ReleaseBudget(Generic[S]):
         """
         if name not in self._plans:
             raise UnplannedReleaseError(
-                f"release {name!r} must be planned in Method.release_plans. The {self._exchange} "
-                f"exchange has the planned releases {', '.join(self._plans) or 'none'}"
+                f"release {name!r} is not planned for the {self._exchange} exchange, which plans "
+                f"{', '.join(self._plans) or 'none'}. Add it to Method.release_plans"
             ).with_code("release.unplanned_name")
         return self._plans[name]
 
@@ -245,7 +245,7 @@ class ReleaseBudget(Generic[S]):
         """
         self.plan(name)
         if name not in self._unused:
-            raise UnplannedReleaseError(f"a step can use release {name!r} only once a round")
+            raise UnplannedReleaseError(f"release {name!r} is used twice in a round. Use it once")
 
     def take(self, name: str) -> S:
         """Returns the charged mechanism of the plan with this name.

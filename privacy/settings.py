@@ -173,8 +173,8 @@ class PrivacySettings:
         _require(is_unit, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "requires privacy.nominal_size, the approximate number of users of a client, or "
-                "`users` in the declaration of the data"
+                "requires privacy.nominal_size, a client's approximate number of users, or "
+                "`users` in the data's declaration"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER

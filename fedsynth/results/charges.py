@@ -83,17 +83,17 @@ def plan_when_it_began(
     run = replace(read_run(folder, method), rows=rows)
     files, _ = ledger_files(folder, run, None)
     if files is None:
-        raise PrivacyError("the run's ledgers are not in the folder that config.toml states")
+        raise PrivacyError("the ledger folder in config.toml does not contain the run's ledgers")
     current = {history.client: history.releases for history in histories}
     if list(current) != list(run.start.ledgers):
-        raise PrivacyError(f"the run's clients differ from the clients in {PRIVATE_START}")
+        raise PrivacyError(f"the run's clients do not match those in {PRIVATE_START}")
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"the ledger of {client} is not the ledger with which the run began")
+            raise PrivacyError(f"{client}'s ledger is not the one with which the run began")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"the ledger of {client} lacks {_text(row)}, which the run has charged")
+        raise PrivacyError(f"{client}'s ledger is missing {_text(row)}, charged by the run")
     return charges.plan
 
 
@@ -135,7 +135,7 @@ class Charges:
                 self.absent.append(number)
             rows[client] = ledger_rows.rows.get(client, ())
         if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            text = f"the clients in the report differ from those in {PRIVATE_START}"
+            text = f"the report's clients do not match those in {PRIVATE_START}"
             raise PrivacyError(text).with_code("ledger.clients")
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
@@ -222,26 +222,26 @@ class Charges:
         """
         problems = []
         for client, row in self.missing:
-            text = f"the ledger of {client} lacks {_text(row)}, which config.toml needs"
+            text = f"{client}'s ledger is missing {_text(row)}, required by config.toml"
             problems.append(Problem("ledger.missing", text))
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
             if not self.ledger_rows.begins_with(client, start):
-                rows = f"the first {start.rows} rows in the ledger of {client}"
-                problems.append(Problem("ledger.chain", f"{rows} differ from {PRIVATE_START}"))
+                rows = f"the first {start.rows} rows of {client}'s ledger"
+                problems.append(Problem("ledger.chain", f"{rows} do not match {PRIVATE_START}"))
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
             noted = Counter(n for rows, n in ledger.lines.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
-                text = f"the ledger of {client} lacks a resumption that {RESUMED} states"
+                text = f"{client}'s ledger is missing a resumption listed in {RESUMED}"
                 problems.append(Problem("ledger.resumptions", text))
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
-                text = f"the ledger of {client} belongs to another data set or partition"
+                text = f"{client}'s ledger belongs to another data set or partition"
                 problems.append(Problem("ledger.data_set", text))
         if only_this_run:
             for client, row in self.foreign:
-                text = f"the ledger of {client} has {_text(row)}, which does not follow from "
+                text = f"{client}'s ledger contains {_text(row)}, not planned by "
                 problems.append(Problem("ledger.foreign", f"{text}config.toml"))
         return problems
 

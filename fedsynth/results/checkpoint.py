@@ -178,9 +178,9 @@ class CheckpointFolder:
         stored = files.read_regular(self.path / POINTER, MAX_POINTER_BYTES)
         pointer: dict[str, Any] = files.decode_json(files.without_hash(stored))
         if pointer["format"] != FORMAT:
-            raise self._damaged(f"{POINTER} does not have format {FORMAT}")
+            raise self._damaged(f"{POINTER} is not in format {FORMAT}")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"the run that wrote {self.path} had other settings or data")
+            raise CheckpointError(f"{self.path} belongs to a run with other settings or data")
         return pointer
 
     def _content(self, name: str) -> bytes:
@@ -219,10 +219,10 @@ class CheckpointFolder:
                 or data.
         """
         if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
-            raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
+            raise CheckpointError(f"{run.path / CONFIG} does not match this run's settings")
         checkpoint = self.read(settings.method)
         if checkpoint is None and run.has_rounds:
-            reason = "If the run began again, it would charge its ledgers twice"
+            reason = "Restore it from a backup, as a restart would charge the ledgers twice"
             raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
         return checkpoint
 

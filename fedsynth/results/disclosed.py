@@ -107,9 +107,9 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
     """Yields a description of each metric that may not be shown or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
-            yield f"has {key!r:.80}, which may not be shown"
+            yield f"contains {key!r:.80}, which may not be shown"
         elif not declared[key].fits(value):
-            yield f"has a value of {key} whose type or shape differs from its declaration"
+            yield f"contains {key} with a type or shape that does not match its declaration"
 
 
 def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -119,7 +119,7 @@ def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
         UnaccountedReleaseError: a name is reserved for fedsynth.
     """
     for key in facts.keys() & ROW:
-        raise UnaccountedReleaseError(f"the metric name {key!r} is reserved for fedsynth")
+        raise UnaccountedReleaseError(f"the metric name {key!r} is reserved. Rename the metric")
     return facts
 
 
@@ -174,8 +174,8 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         else:
             public[key] = value
     for problem in undeclared(public, declared):
-        advice = "`Measurements.metric_privacy` must declare each metric with its type"
-        raise UnaccountedReleaseError(f"a row of metrics {problem}. {advice}")
+        advice = "Declare each metric with its type in `Measurements.metric_privacy`"
+        raise UnaccountedReleaseError(f"a metrics row {problem}. {advice}")
     if MODELS in public:
         hidden[MODELS] = public[MODELS]
         public[MODELS] = {

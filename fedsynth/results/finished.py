@@ -177,10 +177,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(summary, dict):
-        raise RunFolderError(f"{path} is not a run's summary: the content must be a JSON object")
+        raise RunFolderError(f"{path} is not a run's summary: the content is not a JSON object")
     for key, declaration in disclosed.SUMMARY.items():
         if key in summary and not declaration.fits(summary[key]):
-            raise RunFolderError(f"{path} is not a run's summary: {key} has a wrong type")
+            raise RunFolderError(f"{path} is not a run's summary: the type of {key} is wrong")
     return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 
@@ -219,8 +219,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         rows = list(map(decode_json, text.split("\n")[:-1]))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
-    if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
-        raise RunFolderError(f"{file} is damaged: a line does not contain a round's metrics")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or type(row.get("round")) is not int:
+            raise RunFolderError(f"{file} is damaged: line {number} does not name its round")
     return rows
 
 

@@ -125,7 +125,9 @@ class Logger(Observer):
         try:
             yield
         except ImportError:
-            raise OutputError(f"logging needs pip install 'fedsynth[{self.name}]'") from None
+            raise OutputError(
+                f"{self.name} is missing: pip install 'fedsynth[{self.name}]'"
+            ) from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise OutputError(f"cannot log to {self.name}: {reason}") from error

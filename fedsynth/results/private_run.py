@@ -86,15 +86,15 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     run = read_start(folder, method)
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
     if clients != started:
-        text = f"config.toml has {clients} clients, but {PRIVATE_START} has {started}"
+        text = f"config.toml sets {clients} clients, but {PRIVATE_START} lists {started}"
         raise PrivacyError(text).with_code(CONFIG)
     rows = _metrics(folder / METRICS, disclosed.declared_row(type(run.settings.method)))
     resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         text = (
-            f"{RESUMED} states that the run was resumed after round {resumed[-1]}, but the last "
-            f"round after which the run can have been resumed is {limit}"
+            f"{RESUMED} states a resumption after round {resumed[-1]}, but the last possible one "
+            f"is after round {limit}"
         )
         raise PrivacyError(text).with_code(RESUMED)
     summary = None

@@ -121,7 +121,7 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} has no {CONFIG}, so it is not a run folder")
+            raise OutputError(f"{path} is not a run folder: it contains no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(
                 f"the run in {path} cannot be resumed, because it has finished"
@@ -186,7 +186,7 @@ class RunFolder:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
                 raise OutputError(
-                    f"the ledger {file} is missing, so the run cannot be resumed"
+                    f"cannot resume the run: ledger {file} is missing. Restore it from a backup"
                 ).with_code("files.finished")
 
     @property
@@ -354,7 +354,7 @@ def resumed_rounds(folder: Path) -> list[int]:
         return []
     rounds = read_part(folder / RESUMED, "list of resumptions", Resumptions).after_rounds
     if rounds != sorted(rounds):
-        text = f"{RESUMED} is damaged: its round numbers must not decrease"
+        text = f"{RESUMED} is damaged: round numbers decrease in {rounds}"
         raise PrivacyError(text).with_code(f"files.{RESUMED}")
     return rounds
 

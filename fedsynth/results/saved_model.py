@@ -154,7 +154,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
-            raise OutputError("the images or classes of the model exceed the limits of fedsynth")
+            raise OutputError(f"{spec.classes} classes of {spec.image_shape} images are too large")
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
@@ -162,7 +162,7 @@ class Architecture:
             architecture = cls(spec, registry.ModelSettings(**sections["model"]))
         count = architecture.count() or 0
         if count > parameters:
-            raise OutputError(f"the file has {parameters:,} of the network's {count:,} parameters")
+            raise OutputError(f"the file contains {parameters:,} of {count:,} network parameters")
         return architecture
 
 
@@ -224,7 +224,7 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(f"{file} does not state the architecture of its model")
+        raise OutputError(f"{file} is not a model file: it states no architecture")
     try:
         parameters = sum(map(Tensor.numel, weights.values()))
         architecture = Architecture.from_metadata(metadata, method, parameters)
@@ -236,8 +236,8 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     if not same:
         parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
-            f"{file} cannot be used: the outputs of the network for public images differ from "
-            f"those in the file. Probably {parts} had other weights when the file was written"
+            f"{file} cannot be used: the network's outputs for public images do not match those "
+            f"in the file. Use {parts} with the weights at the time of writing"
         ).with_code("files.model")
     return network.eval(), architecture
 
@@ -327,8 +327,8 @@ def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Modul
         return read_model(source, method)
     if not (source / MODEL).is_file():
         raise OutputError(
-            f"{source} must be a model file, the folder of a finished run, or a folder that was "
-            "exported with the run's model (--with-model)"
+            f"{source} is neither a model file nor a finished run's folder nor an export with a "
+            "model (--with-model)"
         ).with_code("files.model")
     if (source / SUMS).is_file():
         check_hashes(source)

@@ -106,7 +106,7 @@ def _verified(
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if run_folder.PRIVATE_START in missing and (folder / SUMS).is_file():
         raise PrivacyError(
-            f"the report in {folder} cannot be verified, because an export has no settings and "
+            f"the report in {folder} cannot be verified, as an export contains no settings or "
             f"ledgers. Verify the run folder. To check the export's files, run sha256sum -c {SUMS}"
         )
     page_differences, notes = page_problems(report, folder)
@@ -260,21 +260,21 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in names:
-            yield f"has metrics of a model {name!r:.40}, which the method does not make"
+            yield f"contains metrics of model {name!r:.40}, which the method does not make"
         for problem in undeclared(variant, MEASURED):
             yield f"{problem} (in the metrics of the model {name!r:.40})"
     for values in (row, *models.values()):
         if run.start.test_images != run_data.PUBLIC and values.keys() & set(ON_TEST):
-            yield f"has an accuracy on test images of kind {run.start.test_images!r}"
+            yield f"contains an accuracy on {run.start.test_images!r} test images"
         keys = (*(names.domains for names in NAMES.values()), DOMAIN_MEASURES)
         domains = {domain for key in keys for domain in values.get(key, ())}
         if not domains <= set(run.spec.domains):
-            yield "has an accuracy for a domain that the data set does not have"
+            yield "contains an accuracy for a domain that is not in the data set"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
     total = row.get("upload_bytes")  # a pixel has one byte, other values have more
     if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
-        yield "has upload sizes that contradict each other"
+        yield "contains contradictory upload sizes"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]:
@@ -353,7 +353,7 @@ def _file_problems(
     noted = report_file.hash_of_files(report["files"])
     for holder, hashes in _noted_hashes(folder, charges).items():
         if hashes != [noted]:  # a second line could state the hash of other files
-            text = f"the ledger of {holder} does not have the hash of the files in the report"
+            text = f"the ledger of {holder} does not contain the hash of the report's files"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
@@ -389,6 +389,6 @@ def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
     for name in names:
         patterns = [p for p in allowed if p.count("/") == name.count("/")]
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            text = f"{short_repr(name)} is no file of a run. Move it out of the run folder"
+            text = f"{short_repr(name)} is not a run's file. Move it out of the run folder"
             problems.append(Problem("files", text))
     return problems

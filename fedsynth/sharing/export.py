@@ -147,7 +147,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} has no images, because {name} makes none")
+        raise OutputError(f"the run in {folder} contains no images, because {name} makes none")
     synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
@@ -176,7 +176,7 @@ def verified_report(
         PrivacyError: the report does not follow from the run's settings and ledgers.
     """
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{folder} has no summary.json, so it is not a finished run's folder")
+        raise OutputError(f"{folder} is not a finished run's folder: it contains no summary.json")
     report = None
     if (folder / PRIVATE_START).exists():
         problems = verify_run(folder, method=method).problems

@@ -321,7 +321,7 @@ def real_images(
     loaded = load_dataset(dataset, root, download=download)[1]
     other = loaded.spec
     if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
-        reason = "must have the same image shape and classes as the synthetic set"
+        reason = f"must have the synthetic set's image shape {images.image_shape} and class names"
         raise SettingError("data", "dataset", reason, value=dataset)
     test = ImageData(loaded.images, loaded.labels, images)  # normalised as the synthetic ones are
     return _encoded(test, spec, encoder)
@@ -341,7 +341,7 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     features = encoder_map(encoder, test.spec)
     vectors = encode(test, features, torch.device("cpu"))
     if vectors.spec.encoder != spec.encoder:
-        reason = f"must be {expected}, which made the vectors of the set, got {features.name}"
+        reason = f"must be {expected}, which made the set's vectors, got {features.name}"
         raise SettingError("data", "encoder", reason)
     return replace(vectors, spec=spec)
 

@@ -226,8 +226,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if records != len(self._records):
             raise PrivacyError(
-                f"the method must sample from all {len(self._records)} records of the audited "
-                f"client, but sampled from {records} records"
+                f"the method sampled from {records} of the audited client's {len(self._records)} "
+                "records. Sample from all of them"
             ).with_code("audit.sample")
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
@@ -295,8 +295,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"the method must add all {len(self._canary_of_sampled)} sampled records, but "
-                f"added {self._position}"
+                f"the method added {self._position} of {len(self._canary_of_sampled)} sampled "
+                "records. Add all of them"
             ).with_code("audit.added")
         released = super().release()
         directions = self._directions

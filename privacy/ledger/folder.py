@@ -137,8 +137,8 @@ class LedgerFolder:
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"another run has opened ledger {self._file(name)} with different records after "
-                    "this run opened the ledger. Start this run again"
+                    f"another run opened ledger {self._file(name)} with different records after "
+                    "this run. Start this run again"
                 ).with_code("ledger.lock")
             self._check(name, index, records_by_client)
             yield
@@ -159,7 +159,8 @@ class LedgerFolder:
         """
         for orphan in sorted(_orphaned_lists(self.path / PRIVATE, self.ledgers())):
             raise LedgerError(
-                f"a ledger is missing in folder {self.path}. {_restore_hint(orphan)}"
+                f"folder {self.path} is missing a ledger whose record hashes it contains. "
+                f"{_restore_hint(orphan)}"
             ).with_code("ledger.missing")
 
     def carry_over(self, client: str) -> int:
@@ -177,8 +178,8 @@ class LedgerFolder:
         ledgers = self.ledgers()
         if client not in ledgers:
             raise LedgerError(
-                f"folder {self.path} has no ledger of client {client!r}. Clients with a ledger: "
-                f"{', '.join(ledgers) or 'none'}"
+                f"folder {self.path} contains no ledger for client {client!r}, only for "
+                f"{', '.join(ledgers) or 'no client'}. Check the name"
             ).with_code("ledger.client")
         ledgers[client].carry_over()
         return len(ledgers[client].releases)
@@ -189,9 +190,8 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.lines.records:
             raise LedgerError(
-                f"the records of ledger {self._file(name)} are unknown, because the ledger was copied "
-                f"from a run folder. To assign it to the records of client {name!r}, run "
-                f"{self._command(name)}"
+                f"ledger {self._file(name)} was copied from a run folder without its record list. "
+                f"To assign the records of client {name!r} to it, run {self._command(name)}"
             ).with_code("ledger.rows")
 
     def _command(self, name: str) -> str:
@@ -218,16 +218,15 @@ class LedgerFolder:
         self._refuse_moved(name, new, index, records_by_client)
         for record in new.keys() & index.orphans.keys():
             raise LedgerError(
-                f"the ledger for records of client {name!r} is missing in folder {self.path}. "
+                f"folder {self.path} is missing the ledger for the records of client {name!r}. "
                 f"{_restore_hint(index.orphans[record])}"
             ).with_code("ledger.missing")
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
-                f"client {name!r} has {new.total()} records that are not in ledger "
-                f"{self._file(name)}, and {gone} records of the ledger are missing. Use the records "
-                "of the ledger, or give the client a name without a ledger. If the data set has "
-                f"changed, run {self._command(name)}"
+                f"the records of client {name!r} do not match ledger {self._file(name)}: "
+                f"{new.total()} are new and {gone} are missing. Use the ledger's records, rename "
+                f"the client or, if the data set has changed, run {self._command(name)}"
             ).with_code("ledger.new_records")
 
     def _refuse_moved(
@@ -254,10 +253,10 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"{moved[other]} records of client {name!r} belong to ledger "
-                    f"{self._file(other)}. Remove these records, or divide them as the earlier run "
-                    "did, such as by site (train) or as one owner (synthesize). In Python, pass "
-                    "the names of the ledgers to simulate(names=...)"
+                    f"{moved[other]} records of client {name!r} are already in ledger "
+                    f"{self._file(other)}. Remove these records, or divide the data as the "
+                    "earlier run did: by site (train) or as one owner (synthesize). In Python, "
+                    "pass the ledgers' names to simulate(names=...)"
                 ).with_code("ledger.moved_records")
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -323,7 +322,7 @@ class LedgerFolder:
             if ledger.bound:
                 raise LedgerError(
                     f"key {path} is missing. Restore the key from a backup, or run "
-                    f"{self._command(name)} to confirm that the records of the client are the same"
+                    f"{self._command(name)} to confirm that the client's records are unchanged"
                 ).with_code("ledger.key")
 
 
@@ -382,7 +381,7 @@ class _RecordIndex:
             records = self._list(ledger.lines.records[-1]) if ledger.lines.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
-                    f"the list of the records of client {name!r} is missing or damaged. Restore "
+                    f"the record list of client {name!r} is missing or damaged. Restore "
                     f"{self.folder / ledger.lines.records[-1]} from a backup"
                 ).with_code("ledger.missing")
             self._current[name] = records or Counter()

@@ -127,7 +127,7 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
     releases = list(lines.releases)
     chains = list(lines.chains)
     for number, line in enumerate(data.splitlines()):
-        entry, chain = _decode(line, lines.chain, path)
+        entry, chain = _decode(line, lines.chain, len(releases), path)
         if lines.size == 0 and number == 0:
             lines = _header(entry, client, path)
             chains.append(chain)
@@ -141,7 +141,7 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
     return replace(lines, releases=tuple(releases), chains=tuple(chains), size=size)
 
 
-def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
+def _decode(line: bytes, chain: str, rows: int, path: Path | None) -> tuple[dict[str, Any], str]:
     """Decodes a line and checks its hash.
 
     Returns:
@@ -150,14 +150,15 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     try:
         entry = decode_json(line)
         if not isinstance(entry, dict):
-            raise ValueError("a line must be a JSON object")
+            raise ValueError("the line is not a JSON object")
     except ValueError as error:
-        raise LedgerError(f"ledger {path} has a line that is not valid JSON: {error}") from error
+        raise LedgerError(f"ledger {path} is damaged after release {rows}: {error}") from error
     stated = entry.pop("chain", None)
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(
-            f"ledger {path} was edited: a hash is wrong. Restore it from a backup"
+            f"ledger {path} was edited: the hash after release {rows} does not match. Restore the "
+            "ledger from a backup"
         ).with_code("ledger.edited")
     entry.pop("random", None)
     return entry, expected
@@ -168,9 +169,9 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(f"{path} is not a ledger of schema {LEDGER_SCHEMA}, which fedsynth reads")
+        raise LedgerError(f"{path} does not begin with the header of ledger schema {LEDGER_SCHEMA}")
     if client is not None and owner != client:
-        raise LedgerError(f"ledger {path} belongs to {short_repr(owner)}, not {short_repr(client)}")
+        raise LedgerError(f"{path} is the ledger of {short_repr(owner)}, not {short_repr(client)}")
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
@@ -199,7 +200,9 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             charged=(*lines.charged, new) if rows else (new,),
             may_change=False,
         )
-    raise LedgerError(f"ledger {path} has a line of an unknown kind. Use the version that wrote it")
+    raise LedgerError(
+        f"ledger {path} contains an unknown entry after release {rows}. Update fedsynth"
+    )
 
 
 def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
@@ -279,8 +282,8 @@ class Ledger:
         """
         if self.bound and self.lines.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but this "
-                f"run uses {dataset!r}. Use the data set and partition of the ledger, or another "
+                f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but "
+                f"this run uses {dataset!r}. Use the ledger's data set and partition, or another "
                 "ledger folder"
             ).with_code("ledger.dataset")
 
@@ -400,7 +403,9 @@ class Ledger:
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
-            raise LedgerError("a ledger in memory serves one run. Set privacy.ledger to keep it")
+            raise LedgerError(
+                f"ledger {self.client!r} is only in memory. Set privacy.ledger to keep it"
+            )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
             self._append(file, entry)
@@ -416,7 +421,7 @@ class Ledger:
         try:
             complete = file.write(line) == len(line)
             if not complete:
-                raise OSError("only a part of the line was written to disk")
+                raise OSError("only part of the line was written to disk")
             os.fsync(file.fileno())
         except OSError as error:
             if not complete:  # a part of a line would block the ledger; a whole line counts
@@ -466,7 +471,7 @@ class Ledger:
         """Reads and checks the lines that were appended since the last call."""
         lines = self.lines  # other threads may read, too: readers share the file's lock
         if file.seek(0, os.SEEK_END) < lines.size:
-            raise LedgerError(f"ledger {self.path} lacks earlier lines. Restore it from a backup")
+            raise LedgerError(f"ledger {self.path} was truncated. Restore it from a backup")
         file.seek(lines.size)
         self.lines = read_on(lines, file.read(), client, self.path)
 

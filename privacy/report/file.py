@@ -185,19 +185,19 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
         problems += damaged
     for client in heads:
         if client not in ledgers:
-            problems.append(Problem("ledger.clients", f"{files} has no ledger of client {client}"))
+            problems.append(Problem("ledger.clients", f"{files} contains no ledger of {client}"))
     for client, ledger in ledgers.items():
         if client in heads:
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                text = f"the ledger of {client} has {count_in_file} rows, not {count}"
+                text = f"{client}'s ledger contains {count_in_file} rows instead of {count}"
                 problems.append(Problem("ledger.rows", text))
             elif ledger.lines.chains[count] != heads[client]["chain"]:
-                text = f"the ledger of {client} has another chain hash at row {count}"
+                text = f"row {count} of {client}'s ledger does not match its hash in the report"
                 problems.append(Problem("ledger.chain", text))
         elif exact:
-            text = f"{files} has a ledger of {client}, but the report has none"
+            text = f"{files} contains a ledger of {client}, but the report does not"
             problems.append(Problem("ledger.clients", text))
     note = f"the report's rows were compared with the ledger files in {files}"
     return LedgerRows(rows, ledgers, problems, note)
@@ -245,8 +245,8 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[Problem]]:
             ledgers[ledger.client] = ledger
         else:
             text = (
-                f"{path} contains the ledger of client {short_repr(ledger.client)}, but the file "
-                "name must be the client's name"
+                f"{path} contains the ledger of client {short_repr(ledger.client)}. Name the file "
+                "after the client"
             )
             problems.append(Problem("ledger.file", text))
     return ledgers, problems

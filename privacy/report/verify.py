@@ -28,7 +28,7 @@ from fedsynth.privacy.report.file import LedgerRows, Problem
 from fedsynth.privacy.report.pages import render_html, render_markdown, renderer_versions
 
 TOLERANCE = 1e-6  # for figures that other versions of the libraries may round differently
-UNBUILDABLE = "no report can be built from these facts and ledger rows"
+UNBUILDABLE = "the report cannot be rebuilt from its facts and ledger rows"
 AUDIT_TOLERANCE = 2e-4  # twice the precision to which an audit's bound is computed
 
 
@@ -122,7 +122,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[Problem
         file = folder / f"{NAME}.{ending}"
         try:
             if file.exists() and read_regular(file) != render(report).encode():
-                problems.append(Problem(file.name, f"{file.name} differs from the JSON report"))
+                problems.append(Problem(file.name, f"{file.name} does not match the JSON report"))
         except OSError as error:
             problems.append(Problem(file.name, f"{file.name} cannot be read: {error.strerror}"))
         except PrivacyError as error:
