@@ -86,7 +86,7 @@ PASS_START = 2**22
 
 
 class Optimiser(Protocol):
-    """An optimiser, which updates weights with a gradient.
+    """An optimiser that updates weights with a gradient.
 
     The weights and the gradient have the shape [..., P]. The leading axes are networks that are
     trained in parallel. The update of a network depends only on its own weights, gradient and
@@ -243,7 +243,7 @@ def dp_sgd(
 def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns the length of a pass of DP-SGD, and how many records it has (see `pass_size`)."""
+    """Returns the length of a DP-SGD pass, and how many records it has (see `pass_size`)."""
     start = PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
@@ -377,7 +377,7 @@ def _gradients_and_expected(
 
 
 def _with_moved_weights(model: nn.Module) -> nn.Module:
-    """Copies a model and moves its weights, as a layer of zeros would hide earlier gradients."""
+    """Copies a model and moves its weights, because a zero layer would hide earlier gradients."""
     moved = copy.deepcopy(model)
     parameters = list(moved.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
@@ -390,9 +390,9 @@ def gradient_dependence(
 ) -> Dependence:
     """Tests whether each example's loss and gradient depend only on that example.
 
-    Call this before any budget is charged. Gradients are those of DP-SGD. Code in the backward pass
-    may act only on loud gradients, so the test is repeated with losses whose scales differ by eight
-    orders of magnitude.
+    Call the function before any budget is charged. Gradients are those of DP-SGD. Code in the
+    backward pass may act only on loud gradients, so the test is repeated with losses whose scales
+    differ by eight orders of magnitude.
 
     Args:
         model: the network, which is not changed.
@@ -474,7 +474,7 @@ class ExampleGradients:
         self.blocks: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """Returns the vectors of the gradients [N, S], as in `LayerGradients.values`.
+        """Returns the gradients as vectors [N, S], as in `LayerGradients.values`.
 
         Raises:
             ForbiddenLayerError: a parameter is not used by the layer that owns it, or the inputs or
@@ -549,7 +549,7 @@ class ExampleGradients:
 def _stacked(
     uses: Sequence[tuple[nn.Module, Tensor, Tensor]],
 ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-    """Joins all calls of a linear layer into one use [N, calls, ...], as of a cell in an LSTM.
+    """Joins all calls of a linear layer, such as an LSTM cell, into one use [N, calls, ...].
 
     The sum of the calls' outer products is then one matrix product for each example.
     """
@@ -568,7 +568,7 @@ def _stacked(
 def _layer_gradients(
     layer: nn.Module, inputs: Tensor, backprops: Tensor
 ) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Computes the gradients of each example with respect to the parameters of one layer.
+    """Computes each example's gradients with respect to one layer's parameters.
 
     A gradient is either a vector [N, P], or two vectors whose outer product it is.
     """
@@ -592,7 +592,7 @@ def _layer_gradients(
 def _functional_gradients(
     layer: nn.Module, inputs: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Computes the gradients of each example for a layer that Opacus does not support."""
+    """Computes each example's gradients for a layer that Opacus does not support."""
     parameters: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
 
     def product(values: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:

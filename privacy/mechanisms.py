@@ -56,7 +56,7 @@ NOTHING_LEFT = 2e-3
 
 @dataclass(frozen=True)
 class EpsilonCap:
-    """The largest ε that is allowed, and the δ at which this ε is computed.
+    """The largest allowed ε, and the δ at which ε is computed.
 
     The cap of a data owner may have a different δ than the run.
 
@@ -135,8 +135,8 @@ class BudgetEnforcer:
     def check_unit(self, rows: Sequence[Release]) -> None:
         """Checks that all rows protect the same privacy unit as this run.
 
-        A clip bounds the influence of either one record or one user. The costs of releases of both
-        kinds cannot be combined into one ε.
+        A clip bounds the influence of either one record or one user. The costs of both kinds cannot
+        be combined into one ε.
 
         Raises:
             LedgerError: a row protects another unit.
@@ -176,7 +176,7 @@ def squared_norms(rows_ND: Tensor) -> Tensor:
 
 
 def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
-    """Computes the factor of each row that scales norms above `clip` down to `clip`.
+    """Computes each row's factor that scales a norm above `clip` down to `clip`.
 
     Args:
         squares_N: the squared norms of the rows. If one is NaN or infinite, its factor is zero.
@@ -197,7 +197,7 @@ def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
 
 
 def used_rows(rows_ND: Tensor, used_N: Tensor) -> Tensor:
-    """Converts rows to float64. Rows that are not used (bool [N]) become zero."""
+    """Converts rows to float64. Unused rows (bool [N]) become zero."""
     exact = rows_ND.to(torch.float64)
     if exact.is_cuda:  # nonzero would wait for the GPU
         return exact.masked_fill(~used_N[:, None], 0.0)
@@ -211,7 +211,7 @@ def _columns(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Scales every row whose L2 norm is above `clip` down to the norm `clip`.
+    """Scales rows with an L2 norm above `clip` down to the norm `clip`.
 
     The result is float64. A row with a NaN or infinity becomes zero. float64 is used because the
     bound must hold for the rounded values that are summed. With bf16, sums exceeded the bound by 7
@@ -239,7 +239,7 @@ def _rows_at_once(rows: Tensor, width: int) -> int:
 
 
 def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
-    """Adds noise to sums and rounds the results to the nearest multiple of the grid's spacing.
+    """Adds noise to sums and rounds the results to the nearest grid point.
 
     The noise is added to the remainder of each sum modulo the spacing, because the remainder is
     small however large the sum is. If noise were added to large sums directly, its lowest bits
@@ -303,7 +303,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the contribution that the last call of `add` kept back to `sums` in place."""
+        """Adds the contribution kept back by the last call of `add` to `sums` in place."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
@@ -388,7 +388,7 @@ class GaussianSumMechanism:
 
     @property
     def noise_std(self) -> float:
-        """The public standard deviation σ𝒞/√H of the noise that this client adds.
+        """The public standard deviation σ𝒞/√H of the client's noise.
 
         Each coordinate of a release gets independent noise of this standard deviation.
         """
@@ -419,7 +419,7 @@ class GaussianSumMechanism:
         return self._secret.poisson_sample(units, self._release.sample_rate)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Clips the vectors of sampled records and adds each to the sum of its group.
+        """Clips the sampled records' vectors and adds each to its group's sum.
 
         Args:
             rows_ND: the vectors.
@@ -442,7 +442,7 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the vectors of sampled records to the sum. The vectors are given by their factors.
+        """Adds the sampled records' vectors, given by their factors, to the sum.
 
         The mechanism must have exactly one group.
 

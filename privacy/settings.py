@@ -69,7 +69,7 @@ def make_floats(settings: Any) -> None:
 
 
 def needs_a_budget() -> PrivacySettingError:
-    """Returns the error for settings that have neither a noise multiplier nor a budget."""
+    """Returns the error for settings without a noise multiplier and a budget."""
     return PrivacySettingError(
         "privacy", "noise_multiplier", "or privacy.epsilon must be set for differential privacy"
     )
@@ -191,5 +191,5 @@ class PrivacySettings:
 
     @property
     def ledger_folder(self) -> Path | None:
-        """The folder that keeps the ledgers across runs, or None if there is no such folder."""
+        """The folder that keeps the ledgers across runs, or None."""
         return self.ledger if isinstance(self.ledger, Path) else None

@@ -3,7 +3,7 @@
 When a run opens the folder, each client's records must be those for which its ledger was charged.
 
 A privacy budget belongs to records, not to a client's name or number. For each client the folder
-keeps a keyed hash of every record for which its ledger was used. From these hashes the folder
+keeps a keyed hash of every record for which its ledger was used. From the hashes, the folder
 detects that the same records come from a client with another name, that a client's data set has
 changed, or that a record has moved to another client. The files are:
 
@@ -49,12 +49,12 @@ MAX_RECORDS_BYTES = 2**34
 
 
 def default_names(clients: int) -> tuple[str, ...]:
-    """Returns the default names of clients, which are client-000, client-001, …"""
+    """Returns the clients' default names: client-000, client-001, …"""
     return tuple(f"client-{k:03d}" for k in range(clients))
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Checks the declared names of the clients, which are also the names of the ledgers' files.
+    """Checks the clients' declared names, which also name the ledger files.
 
     Returns:
         The names as a tuple.
@@ -93,7 +93,7 @@ class LedgerFolder:
         records: Callable[[bytes], Sequence[Digests]],
         dataset: str,
     ) -> list[Ledger]:
-        """Opens the ledger of each client of a run. Missing ledgers are created.
+        """Opens the ledgers of a run's clients, and creates missing ones.
 
         Args:
             names: the declared names of the clients. None uses `default_names`.
@@ -129,7 +129,7 @@ class LedgerFolder:
 
     @contextmanager
     def _confirmed(self, name: str, records_by_client: Mapping[str, Records]) -> Iterator[None]:
-        """Checks the records again before the first charge of a ledger.
+        """Checks the records again before a ledger's first charge.
 
         Another run may have opened the ledger for other records in the meantime. When the runs
         opened it, neither could notice the other, because nothing had been charged yet.
@@ -164,10 +164,10 @@ class LedgerFolder:
             ).with_code("ledger.missing")
 
     def carry_over(self, client: str) -> int:
-        """Declares that the data set of a client has changed.
+        """Declares that a client's data set has changed.
 
-        The releases in the ledger then count for all records of the client's next run. For new
-        records this overestimates ε. For the records for which the ledger was charged it is exact.
+        The releases in the ledger then count for all records of the client's next run. Its ε is
+        exact for the records for which the ledger was charged, and too large for new records.
 
         Returns:
             The number of releases in the ledger.
@@ -200,7 +200,7 @@ class LedgerFolder:
     def _check(
         self, name: str, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
-        """Checks that a client's records are those of its ledger and of no other ledger.
+        """Checks that a client's records match its own ledger and are in no other ledger.
 
         Raises:
             LedgerError: the records differ from those for which the ledger was charged, or another
@@ -232,7 +232,7 @@ class LedgerFolder:
     def _refuse_moved(
         self, name: str, new: Records, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
-        """Checks that the new records of a client are not those of another client's ledger.
+        """Checks that none of a client's new records is in another client's ledger.
 
         Raises:
             LedgerError: another ledger was charged for some of the records, or the records of
@@ -310,7 +310,7 @@ class LedgerFolder:
             ) from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Checks that no ledger in the folder was charged, before a new key is created.
+        """Refuses to create a new key if a ledger in the folder was already charged.
 
         The key with which the records of such a ledger were hashed is missing.
 
@@ -327,7 +327,7 @@ class LedgerFolder:
 
 
 class _RecordIndex:
-    """The hashes of all records for which the ledgers in a folder are or were used.
+    """The hashes of all records, current and earlier, of a folder's ledgers.
 
     Attributes:
         folder: the private folder, which has a file with the hashes of each record set.
@@ -355,7 +355,7 @@ class _RecordIndex:
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """Computes a keyed hash of a client's name and records, which does not depend on the order.
+        """Computes a keyed hash of a client's name and records in any order.
 
         The hash includes the name, so that hashes do not reveal that two clients have the same
         records or that both have none.
@@ -395,7 +395,7 @@ class _RecordIndex:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the files of record hashes to which no ledger of the folder refers."""
+    """Returns the record-hash files to which no ledger in the folder refers."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.lines.records)

@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Part)
 
 
 class Problem(NamedTuple):
-    """A contradiction that the verification of a report has found.
+    """A contradiction found while verifying a report.
 
     Attributes:
         code: the place in the report or in the run folder, such as `guarantee.epsilon`,
@@ -71,7 +71,7 @@ def sound_report(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_as_error(message: str) -> Iterator[None]:
-    """Converts exceptions that damaged files cause in a `with` block to PrivacyError.
+    """Converts exceptions caused by damaged files in a `with` block to PrivacyError.
 
     Args:
         message: the beginning of the message of the PrivacyError.
@@ -156,7 +156,7 @@ class LedgerRows:
 
 
 def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> LedgerRows:
-    """Reads the ledger rows from which a report was computed, and compares them with the report.
+    """Reads a report's ledger rows, and compares them with the report.
 
     Args:
         report: a report that `schema_problems` has found valid.
@@ -194,7 +194,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
                 text = f"{client}'s ledger contains {count_in_file} rows instead of {count}"
                 problems.append(Problem("ledger.rows", text))
             elif ledger.lines.chains[count] != heads[client]["chain"]:
-                text = f"row {count} of {client}'s ledger does not match its hash in the report"
+                text = f"the chain hash at row {count} of {client}'s ledger does not match"
                 problems.append(Problem("ledger.chain", text))
         elif exact:
             text = f"{files} contains a ledger of {client}, but the report does not"
@@ -204,7 +204,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Returns the ledger rows of each client that the report contains.
+    """Returns each client's ledger rows in the report.
 
     Raises:
         PrivacyError: the ledger section of the report is damaged.

@@ -34,7 +34,7 @@ AUDIT_TOLERANCE = 2e-4  # twice the precision to which an audit's bound is compu
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of the verification of a report.
+    """The result of verifying a report.
 
     Attributes:
         problems: all differences that were found. Empty if the report is correct.
@@ -91,7 +91,7 @@ def report_problems(
 
 
 def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Computes the audit section that the report must have, from the counts that it states."""
+    """Computes the expected audit section from the report's counts."""
     counts = (stated["correct"], stated["guesses"], stated["canaries"])
     bound = epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
     if math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=AUDIT_TOLERANCE):
