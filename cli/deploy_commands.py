@@ -151,8 +151,8 @@ def client(
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 
-    Before joining a run, the client prints what the run asks it to release and how much privacy
-    this costs. The client joins only runs that --policy or --approve allows.
+    Before joining a run, the client prints what the run asks it to release, and the privacy cost.
+    The client joins only runs that --policy or --approve allows.
     """
     from fedsynth.deployment.flower.processes import require_flower
 
@@ -193,7 +193,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the run over a network that the options, --set and --config describe.
+    """Returns the proposed run from the options, --set and --config.
 
     It prints a note if the run has no differential privacy.
     """

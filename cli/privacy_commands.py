@@ -192,7 +192,7 @@ def audit(
 def _settings_to_audit(
     run: Path | None, config: Path | None, chosen: options.Sections
 ) -> tuple[RunSettings, str]:
-    """Returns the settings of the run to audit, as they are stated, and the first line to print.
+    """Returns the stated settings of the run to audit, and the first line to print.
 
     Args:
         run: the folder of a finished run. None: the options describe the run.
@@ -296,7 +296,7 @@ def _warn(plans: list[PrivacyPlan]) -> None:
 
 
 def print_dry_run(settings: RunSettings, as_json: bool) -> None:
-    """Prints the privacy cost of a run. Reads the declaration and the ledgers, but no data.
+    """Prints a run's privacy cost from the declaration and the ledgers, without reading data.
 
     Raises:
         FedsynthError: the run would be refused before it reads data.
@@ -353,7 +353,7 @@ def carry_over(
 ) -> None:
     """Allow a client to change its records and keep its ledger.
 
-    Otherwise, a ledger refuses a run on records that differ from those of earlier runs. After this
+    Otherwise, a ledger refuses runs on records other than those in earlier runs. After this
     command, the privacy budget that is already spent counts for all records of the client,
     including the new records.
     """

@@ -46,12 +46,12 @@ def runs(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare finished runs in a table with their results and the settings that differ.
+    """Compare finished runs in a table of results and differing settings.
 
     For methods with a generator, the table also describes how the teacher (or the ensemble of
-    teachers) classifies the generated images in the last round. These columns show the fraction of
-    images that is classified as the requested class, and the entropy of the predicted classes
-    divided by log C.
+    teachers) classifies the generated images in the last round. The additional columns show the
+    fraction of images that is classified as the requested class, and the entropy of the predicted
+    classes divided by log C.
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
@@ -252,7 +252,7 @@ def reproduce(
 
 
 def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
-    """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
+    """Prints a table on stdout that compares published and reproduced numbers."""
     from fedsynth.experiments.comparison import format_number
 
     print(f"{table.name}: {table.heading}")

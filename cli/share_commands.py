@@ -163,7 +163,7 @@ def describe(
         bool, options.flag("--overwrite", "Replace a file that is not signed.")
     ] = False,
 ) -> None:
-    """Propose a public description of a folder of images, for a person to check and sign.
+    """Propose a public description of an image folder, for a person to check and sign.
 
     The description is a TOML file with the classes, sites, image size, a bound on the number of
     images and a nominal number. Apart from noisy releases, a run with differential privacy uses no
@@ -202,7 +202,7 @@ def clear_cache(
         Path, options.path_argument("The folder that --encoder-cache named.", metavar="DIR")
     ],
 ) -> None:
-    """Delete the vectors that runs have stored in a folder with --encoder-cache.
+    """Delete the vectors stored by runs with --encoder-cache.
 
     Example: `fedsynth data clear-cache ~/vectors`.
     """
@@ -238,9 +238,9 @@ def synthesize(
 ) -> None:
     """Make synthetic images from the private images of one owner.
 
-    The folder --out contains only files that may be released: the synthetic images as PNG files and
-    as a safetensors file, a README for the recipients, the privacy report, and hashes. The run
-    folder stays below --output.
+    The folder --out contains only releasable files: the synthetic images as PNG and safetensors
+    files, a README for recipients, the privacy report, and hashes. The run folder stays below
+    --output.
 
     Example: run `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then run
     `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.

@@ -1,4 +1,4 @@
-"""Recomputes what a private run had to charge, and compares this plan with the clients' ledgers.
+"""Recomputes what a private run had to charge, and compares the plan with the clients' ledgers.
 
 The comparison states which ledger rows belong to the plan, which rows do not, and which rows are
 missing. The plan is made in the same way as the run made it (`PrivacyPlan`): from the contents of
@@ -67,7 +67,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
 def plan_when_it_began(
     folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
 ) -> PrivacyPlan:
-    """Returns the privacy plan of a run that is now to be resumed, as it was when the run began.
+    """Returns the initial privacy plan of a run that is to be resumed.
 
     Args:
         folder: the run folder.
@@ -98,8 +98,7 @@ def plan_when_it_began(
 
 
 class Charges:
-    """Compares a run's plan with the rows that were added to the clients' ledgers since the run
-    began.
+    """Compares a run's plan with the rows added to the clients' ledgers since its start.
 
     Args:
         run: the content of the run folder.
@@ -144,7 +143,7 @@ class Charges:
             self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the ledger rows of this run from the rows that other runs have charged.
+        """Separates this run's ledger rows from those charged by other runs.
 
         The method examines only the rows that were added to a client's ledger since the run began.
 
@@ -209,16 +208,14 @@ class Charges:
         return planned
 
     def _has_two_exchanges(self, number: int) -> bool:
-        """Returns True if clients make private releases in both exchanges of a round, and not only
-        in the second.
-        """
+        """Returns True if clients make private releases in both exchanges of a round."""
         return any(release.exchange == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[Problem]:
         """Returns the differences between the ledgers and the plan.
 
-        Rows that a ledger lacks are always reported. Rows that the plan does not contain are
-        reported only if the ledger belongs only to this run.
+        Missing rows are always reported. Unplanned rows are reported only if the ledger belongs to
+        no other run.
         """
         problems = []
         for client, row in self.missing:
@@ -246,7 +243,7 @@ class Charges:
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the event that ends the run because the limit on ε allows no further round.
+        """Returns the event that ends the run when the limit on ε allows no further round.
 
         Returns None if the limit allows another round.
         """
@@ -257,12 +254,12 @@ class Charges:
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
-        """Returns, for each round, the ε that was spent until the end of this round.
+        """Returns the ε spent by the end of each round.
 
         The value is that of the client with the largest ε.
 
-        Rows that other runs have charged since this run began are not counted. The entry for round
-        0 is the ε that was spent before this run.
+        Rows charged by other runs since the start are not counted. The entry for round 0 is the ε
+        spent before the run.
         """
         privacy = self.plan.privacy
         by_client = {}
@@ -276,7 +273,7 @@ class Charges:
         """Returns what the metrics of a round must state about the clients whose uploads were not
         used.
 
-        In a simulation, these entries follow from the run's seed. In a run over a network, and for
+        In a simulation, the entries follow from the run's seed. In a run over a network, and for
         rejected uploads, the reasons are copied from the round's metrics.
         """
         row = self.row(number)

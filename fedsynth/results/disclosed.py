@@ -90,7 +90,7 @@ SUMMARY: Declared = {
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """Returns the names that metrics of a round may have in a run with this method.
+    """Returns the allowed names of a round's metrics, given the method.
 
     Each name is mapped to the declaration of its privacy.
     """
@@ -124,9 +124,7 @@ def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Returns a copy of a value in which None replaces infinities and NaN. JSON has no such
-    numbers.
-    """
+    """Returns a JSON-serialisable copy of a value, with None for infinities and NaN."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -185,10 +183,10 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns the metrics that state which clients' uploads a round did not use, and why.
+    """Returns the metrics on the clients' uploads that a round did not use, with reasons.
 
     The clients are in ascending order. If a round was discarded because it had too few uploads, the
-    metrics also state the numbers of uploads and of required uploads.
+    metrics also state how many uploads came and how many were required.
     """
     row: dict[str, Any] = {}
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
@@ -201,7 +199,7 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
 
 
 def lost_in_words(row: Mapping[str, Any]) -> list[str]:
-    """Describes the clients whose uploads a round did not use.
+    """Describes the clients whose uploads were not used in a round.
 
     The descriptions are made from the entries that `lost_clients` added to the round's metrics.
     Examples are "lost 0 (crashed)" and "rejected 3 (weight is -1, …)".

@@ -1,4 +1,4 @@
-"""Builds the privacy reports that the run itself did not write.
+"""Builds privacy reports that the run itself did not write.
 
 These are the report of a run that was killed, and the report that a data owner keeps about the
 client's own ledger. This module also verifies the second one.
@@ -139,7 +139,7 @@ def _owner_facts(run: PrivateRun, owner: Owner, rows: Sequence[Release]) -> Repo
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
-    """Returns the privacy plan from which the releases of a data owner's client were charged.
+    """Returns the privacy plan for charging a data owner's client.
 
     The plan has the σ that the server stated.
     """

@@ -1,4 +1,4 @@
-"""Reads the folder of a private run. The folder is untrusted input."""
+"""Reads a private run's folder, which is untrusted input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, m
 
 @dataclass(frozen=True)
 class PrivateRun:
-    """The content of the folder of a private run, after its types were checked.
+    """The type-checked content of a private run's folder.
 
     In the folder of a data owner's report, the files for the attributes after `start` do not exist,
     so these attributes are empty.
@@ -61,7 +61,7 @@ class PrivateRun:
 
     @cached_property
     def context(self) -> RoundContext:
-        """The context of the first round, which describes the run and the data set. It is public."""
+        """The public context of the first round, which describes the run and the data set."""
         return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property
@@ -71,9 +71,7 @@ class PrivateRun:
 
     @property
     def resumptions(self) -> list[Event]:
-        """The events that the privacy report must contain because the run was resumed, one for each
-        resumption.
-        """
+        """The privacy report's expected events, one for each resumption."""
         return [Event(kind="resumed", rounds_done=number) for number in self.resumed]
 
 
@@ -130,7 +128,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """Returns the specification of a run's data set, and whether the data set is a custom one."""
+    """Returns the specification of a run's data set, and whether it is a custom one."""
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
@@ -163,7 +161,7 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
     run.
 
     The folder is None if the ledgers cannot be read here. Ledgers in the run folder belong only to
-    this run. A ledger that is kept for several runs may have grown since this run ended.
+    this run. A ledger kept for several runs may have grown since the run's end.
     """
     if run.networked:  # its clients keep their ledgers
         return ledger, False

@@ -64,8 +64,7 @@ class Architecture:
 
     @property
     def teaches(self) -> bool:
-        """True if the model can be the teacher of a student, which means that it labels the
-        student's training images.
+        """True if the model can teach a student by labelling its training images.
 
         A model that learned only from the synthetic images cannot be a teacher.
         """
@@ -86,12 +85,12 @@ class Architecture:
 
     @property
     def takes_model(self) -> bool:
-        """True if the settings in the section "model" determine the network, and not the method."""
+        """True if the section "model", and not the method, determines the network."""
         return self.run is None or not isinstance(self.run.method, OwnNetwork)
 
     @property
     def custom_parts(self) -> dict[str, str]:
-        """The names of the custom model, feature map and method from which the network is built.
+        """The names of the network's custom model, feature map and method.
 
         The keys are "model", "features" and "method". A part that is not custom has no entry.
         """
@@ -167,7 +166,7 @@ class Architecture:
 
 
 def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the part of a run's settings that determines the run's network."""
+    """Returns the part of a run's settings that determines its network."""
     names = ("method", "method_source")
     run = {key: value for key, value in sections["run"].items() if key in names}
     return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
@@ -243,7 +242,7 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
 
 
 def computes(network: nn.Module, spec: DatasetSpec, logits: str) -> bool:
-    """Returns True if a network computes the outputs that the metadata of a model file states.
+    """Returns True if a network reproduces the outputs in a model file's metadata.
 
     Args:
         network: the network.
@@ -264,8 +263,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Returns rounded log-probabilities of a network for public images, from which the network can
-    be recognised later. In segmentation, they are those of the logits' means over pixels.
+    """Returns a network's rounded log-probabilities for public images, which identify it later. In
+    segmentation, logits are averaged over pixels.
     """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training

@@ -171,7 +171,7 @@ def _ended_early(charges: Charges) -> bool:
 
 
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
-    """Returns the events that the privacy report must state because the run deviated from its plan.
+    """Returns the privacy report's expected events, in which the run deviated from its plan.
 
     In a run over a network, the reasons for the events are taken from the report. In a simulation,
     the limit on ε explains an early end. If other runs have charged the ledgers since the early
@@ -201,8 +201,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if an event may have happened which states that a client did not send its
-    ledger.
+    """Returns True if a client may have failed to send its ledger, as an event states.
 
     It may have happened if the client did not answer in the rounds of the event, or if these rounds
     were interrupted.
@@ -219,9 +218,7 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Returns an event with the reason that the report states for the event, if the report states
-    one.
-    """
+    """Returns an event with the report's reason for it, if there is one."""
     for event in stated:
         matches = event.model_copy(update={"why": None}) == expected
         if matches and event.why is not None and _REASON.fullmatch(event.why):
@@ -251,8 +248,8 @@ def _figure_problems(charges: Charges) -> list[Problem]:
 
 
 def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
-    """Yields a problem for each metric of a round that a run with these settings cannot have
-    measured. No ledger has the hash of the files of a killed run.
+    """Yields a problem for each metric in a round that the run's settings exclude. A killed run's
+    file hashes are in no ledger.
     """
     run = charges.run
     method = run.settings.method
@@ -361,7 +358,7 @@ def _file_problems(
 
 
 def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
-    """Returns the hashes that this run has noted in each ledger which must have one."""
+    """Returns the hashes noted by this run in each ledger that must contain one."""
     run = charges.run
     if run.networked:
         try:
@@ -379,7 +376,7 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
 
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
-    """Returns a problem for each file that no run writes. Such a file could hold anything."""
+    """Returns a problem for each file that no run writes and that could hold anything."""
     allowed = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
     try:
         names = plain_files(folder, leave_out=[EXCLUDED])

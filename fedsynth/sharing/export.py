@@ -81,12 +81,11 @@ def export_run(
     with_model: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
-    """Writes the part of a finished run that may be released into a new folder.
+    """Writes the releasable part of a finished run into a new folder.
 
     The folder contains the synthetic images, their privacy report and hashes of the files. It
     contains no ledgers, no paths or names from the run, and no number about the private data that
-    the report does not state. Settings are included only with the model: those of the model and of
-    its method.
+    the report does not state. Settings are included only with the model: its own and its method's.
 
     Args:
         run: the run folder.
@@ -259,7 +258,7 @@ def readme(share: Share) -> str:
 
 
 def folder_names(class_names: Sequence[str]) -> list[str]:
-    """Returns the name of the image folder of each class, in the order of the classes.
+    """Returns each class's image-folder name, in class order.
 
     >>> folder_names(["T-shirt/top", "Trouser"])
     ['00-T-shirt_top', '01-Trouser']

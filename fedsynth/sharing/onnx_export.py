@@ -114,7 +114,7 @@ def export_onnx(
 
 
 def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
-    """Returns the ONNX program of a network, whose first dimension may have any size."""
+    """Returns a network's ONNX program for any number of images."""
     try:
         import onnxscript  # noqa: F401
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
@@ -146,7 +146,7 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
 
 
 def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
-    """Checks the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx."""
+    """Checks an ONNX model's logits with onnxruntime or, if not installed, with onnx."""
     from onnx.reference import ReferenceEvaluator
 
     session: Any = ReferenceEvaluator  # which is wrong for some pooling

@@ -49,7 +49,7 @@ _FACTS_OF_INPUTS = (
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A network that was trained on a synthetic set, with the facts about its training.
+    """A network trained on a synthetic set, with facts about its training.
 
     Attributes:
         network: the network in evaluation mode. It maps normalised images to logits.
@@ -205,7 +205,7 @@ def student_of_set(
 
 
 def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
-    """Returns the settings of a network that suits the images of a synthetic set.
+    """Returns network settings for a synthetic set's images.
 
     By default, the network is a ConvNet of width 32, or an MLP for vectors and time series.
 
@@ -251,7 +251,7 @@ def _teacher(
 
 
 def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: DatasetSpec) -> None:
-    """Refuses a model that was trained for other images or classes, or for images scaled otherwise.
+    """Refuses a model trained for other images or classes, or for other image scaling.
 
     The labels of such a model would be wrong.
     """
@@ -328,7 +328,7 @@ def real_images(
 
 
 def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None) -> ImageData:
-    """Replaces test images by the vectors of the encoder that made a synthetic set's vectors.
+    """Replaces test images with vectors from a synthetic set's encoder.
 
     Images of a set without an encoder are returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""Canaries, and the scores that an auditor computes for the canaries from a client's releases.
+"""Canaries, and an auditor's scores for canaries, computed from a client's releases.
 
 A canary is a test record. A fair coin decides whether it is included in one client's data. The
 scores show how well the client's releases reveal the results of the coins.
@@ -87,7 +87,7 @@ def finite(rows_ND: Tensor) -> Tensor:
 
 
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
-    """Computes the factors by which clipping scales the rows, as the privacy theorem assumes.
+    """Computes the factor by which clipping shrinks each row.
 
     The factors [N, 1] are computed without the mechanism's code, so that the audit detects a fault
     in that code.
@@ -98,7 +98,7 @@ def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """The unit vectors along which the vectors of canaries point.
+    """The directions of canary vectors, as unit vectors.
 
     Attributes:
         units: the unit vectors [N, K], without the coordinates that are zero for all canaries.
@@ -156,7 +156,7 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices (int64) of the canaries that the coins included in the data.
+        """Returns the indices (int64) of the canaries that coins included in the data.
 
         These canaries come after the other records of the client.
         """
@@ -172,7 +172,7 @@ class Canaries:
         return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
 
     def directions(self, count: int, width: int) -> Directions:
-        """Returns the unit vectors along which the vectors of a group's canaries point.
+        """Returns the directions of a group's canary vectors, as unit vectors.
 
         If the unit vectors are orthogonal, they are the same at every release. Otherwise new ones
         are drawn, so that different pairs of canaries overlap at each release.
@@ -194,7 +194,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's mechanism of releases, which an auditor observes to compute scores of canaries.
+    """A client's mechanism, observed by an auditor who scores the canaries.
 
     Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
     clips long. The sign of the vectors alternates between releases and between rounds, so that

@@ -166,8 +166,8 @@ class LedgerFolder:
     def carry_over(self, client: str) -> int:
         """Declares that a client's data set has changed.
 
-        The releases in the ledger then count for all records of the client's next run. Its ε is
-        exact for the records for which the ledger was charged, and too large for new records.
+        The releases in the ledger then count for all records of the client's next run. The ledger's
+        ε is exact for records charged before, and too large for new ones.
 
         Returns:
             The number of releases in the ledger.
