@@ -489,7 +489,7 @@ def test_missing_keys_and_lists_are_detected(folder: Path, tmp_path: Path) -> No
     first, second = LedgerFolder(folder).ledgers().values()
     (private / second.lines.records[0]).rename(backup)
     for names, parts in (("", "abc dex"), ("west", "de"), ("client-000 west", "abc de")):
-        missing = "records of client 'client-001' is missing"  # so they cannot be compared
+        missing = "record list of client .client-001. is missing"  # so they cannot be compared
         rejects(missing, folder, *parts.split(), names=names)
     opened(folder, "abc", "de")  # the same records restore the list
     (private / first.lines.records[0]).write_bytes(b"x" * 48)
