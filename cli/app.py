@@ -38,7 +38,7 @@ app.add_typer(deploy_app, name="deploy")
 
 
 def main() -> None:
-    """Starts the program `fedsynth`, which executes the command in the program's arguments."""
+    """Starts the program `fedsynth`, which executes the given command."""
     for stream in (sys.stdout, sys.stderr):  # an old locale must cost only a Greek letter
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""The class of the command line, which prints errors in one line.
+"""The command-line class, which prints errors in one line.
 
 This module also ends a program cleanly on signals.
 """
@@ -171,7 +171,7 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Flushes stdout, so that a full disk is reported now and not when Python shuts down."""
+    """Flushes stdout, so that a full disk is reported before Python shuts down."""
     if sys.stdout is None:
         return
     try:
@@ -193,7 +193,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _is_bug(error: OSError) -> bool:
-    """Returns True if a bug in fedsynth may have caused the error, and not a file of the user."""
+    """Returns True if the cause may be a bug in fedsynth, and not a user's file."""
     if error.filename is None:
         return error.errno not in NO_BUG
     if isinstance(error.filename, int):  # a file descriptor
@@ -212,10 +212,10 @@ def keep_large_allocations() -> bool:
 
     By default, glibc requests every allocation over 32 MB from the operating system, and returns it
     when it is freed. Each training step on a CPU then causes page faults for all its activations.
-    For a ConvNet-32 on batches of 256 28×28 images, this was half of the CPU time (959 against 490
-    µs per image, one thread, measured once). `tests/cli/test_commands.py` counts the page faults.
-    The setting applies to the whole process, so only the command line makes it, and not the
-    library.
+    For a ConvNet-32 on batches of 256 28×28 images, the page faults took half of the CPU time (959
+    against 490 µs per image, one thread, measured once). `tests/cli/test_commands.py` counts the
+    page faults. The setting applies to the whole process, so only the command line makes it, and
+    not the library.
     """
     if sys.platform == "win32":
         return False

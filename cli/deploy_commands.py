@@ -111,7 +111,7 @@ def server(
     else:
         if config is not None or spec is not None or any(chosen.values()):
             raise OptionError(
-                "a resumed run keeps its settings. Remove --config, --spec and all settings"
+                "--resume cannot change settings. Remove --config, --spec and all settings"
             )
         sections = options.read_config(resume / "config.toml")
         proposal = new_proposal(sections, served_proposal(resume).spec)
@@ -151,8 +151,8 @@ def client(
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 
-    Before joining a run, the client prints what the run asks it to release and how much privacy
-    this costs. The client joins only runs that --policy or --approve allows.
+    Before joining a run, the client prints what the run asks it to release, and the privacy cost.
+    The client joins only runs that --policy or --approve allows.
     """
     from fedsynth.deployment.flower.processes import require_flower
 
@@ -163,13 +163,13 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("exactly one of --data and --trial is required")
+        raise OptionError("set either --data or --trial")
     if data is not None and is_record_file(data):
-        raise OptionError("--data of a client must be a folder of images. Convert arrays to images")
+        raise OptionError(f"--data={data} is no image folder. Convert arrays to images")
     if ca is None and not insecure:
         raise OptionError("--ca is required. For a trial on one machine, use --insecure instead")
     if (identity is None) != (identities is None):
-        raise OptionError("--identity and --identities must be used together")
+        raise OptionError("only one of --identity and --identities is set. Set both")
     source = DatasetPart() if data is None else ClassFolders(data)
     connection = ServerConnection(server, ca, key)
     node = Node(number, ledger, _owner(policy, approve), device, _say, source=source)
@@ -193,7 +193,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the run over a network that the options, --set and --config describe.
+    """Returns the proposed run from the options, --set and --config.
 
     It prints a note if the run has no differential privacy.
     """
@@ -205,7 +205,7 @@ def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) 
     proposal = new_proposal(sections, None if spec is None else read_spec(spec))
     if code := code_options(proposal.settings):
         raise OptionError(
-            f"{code[1]} cannot be used in a deployment, because owners execute only the installed "
+            f"{code[1]} cannot be used in a deployment, because owners run only the installed "
             "package. Name a built-in one"
         )
     if proposal.settings.privacy is None:

@@ -34,7 +34,7 @@ Note = Callable[[str], None]
 
 
 def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
-    """Parses the values of the option --set, and adds them to the settings of the other options.
+    """Parses the values of --set, and adds them to the other options' settings.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section. Of two
     values for the same key, the last one counts.
@@ -81,8 +81,7 @@ def read_config(path: Path | None) -> Sections:
 
 
 def merged(config: Sections, chosen: Sections, note: Note = lambda text: None) -> Sections:
-    """Combines the settings of a config file with the settings of the options, which override the
-    file.
+    """Combines config-file settings with options, which override the file.
 
     If the options select another method than the file, the method's settings in the file are
     dropped, and `note` receives a message about this.
@@ -106,7 +105,7 @@ def merged(config: Sections, chosen: Sections, note: Note = lambda text: None) -
 
 
 def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> Sections:
-    """Returns the settings of the run that reproduces one number of a published table.
+    """Returns run settings that reproduce one number in a published table.
 
     Settings of the options override those of the table.
 
@@ -121,7 +120,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
         FedsynthError: there is no such preset or cell.
     """
     if config is not None:
-        raise OptionError("use either --preset or --config, because both define all settings")
+        raise OptionError("--preset and --config both define all settings. Remove one of them")
     from fedsynth.experiments.presets import cell_words, preset, preset_sections
 
     table = preset(name)
@@ -131,7 +130,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line of text that lists the settings with a special default value for the data set.
+    """Returns a line that lists the settings with a special default for the data set.
 
     Returns an empty string if there are no such settings.
     """
@@ -158,7 +157,7 @@ BESIDE_RESUME = (
 
 
 def with_own_code(chosen: Sections) -> Sections:
-    """Loads and registers the user's own code, which options name as FILE.py:NAME.
+    """Loads and registers the user's own code, named in options as FILE.py:NAME.
 
     Returns the settings with the names under which the code is registered.
     """
@@ -170,7 +169,7 @@ def with_own_code(chosen: Sections) -> Sections:
 
 
 def refuse_beside_resume(context: typer.Context) -> None:
-    """Checks that the user gave no option that cannot be combined with --resume.
+    """Refuses options that cannot be combined with --resume.
 
     A resumed run keeps its settings, so options for settings are not allowed.
 
@@ -333,11 +332,10 @@ Set = Annotated[
 def takes_settings(
     *places: str, set_option: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that adds options for settings to a command, and the option `--set`.
+    """Decorates a command with options for settings and with `--set`.
 
-    The first argument of the command contains the values of these options by section. `--set`
-    accepts all settings, also those without an option. The user's own code that the values name is
-    loaded.
+    The first argument of the command contains the options' values by section. `--set` accepts all
+    settings, with or without an option. The user's own code that the values name is loaded.
 
     Args:
         places: sections such as "run", which stand for all settings with an option, or single

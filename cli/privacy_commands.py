@@ -299,7 +299,7 @@ def _exit_if_false(fault: bool) -> None:
 def _settings_to_audit(
     run: Path | None, config: Path | None, chosen: options.Sections
 ) -> tuple[RunSettings, str]:
-    """Returns the settings of the run to audit, as they are stated, and the first line to print.
+    """Returns the stated settings of the run to audit, and the first line to print.
 
     Args:
         run: the folder of a finished run. None: the options describe the run.
@@ -313,16 +313,16 @@ def _settings_to_audit(
         settings = resolve(sections)
         if settings.privacy is None:
             raise OptionError(
-                "an audit needs a run with differential privacy. Set --dp-sigma, --dp-epsilon, or "
+                "the run to audit has no differential privacy. Set --dp-sigma, --dp-epsilon, or "
                 "--run with the folder of a private run"
             )
         return settings, options.from_preset(sections)
     if config is not None:
-        raise OptionError("--run and --config cannot be used together: both define all settings")
+        raise OptionError("--run and --config both define all settings. Remove one of them")
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(f"the options differ from the run {run}. Remove the options or --run")
+        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
     return settings, f"settings of {run}"
 
 
@@ -385,7 +385,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     if "folder" not in chosen["data"]:
         chosen["data"].setdefault("dataset", "mnist")
     if not chosen["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("set --dp-epsilon to compute σ, or --dp-sigma to compute ε")
+        raise OptionError("--dp-epsilon and --dp-sigma are missing. Set one of them")
     plans = plans_by_mechanism(chosen)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))
@@ -409,7 +409,7 @@ def _warn(plans: list[PrivacyPlan]) -> None:
 
 
 def print_dry_run(settings: RunSettings, as_json: bool) -> None:
-    """Prints the privacy cost of a run. Reads the declaration and the ledgers, but no data.
+    """Prints a run's privacy cost from the declaration and the ledgers, without reading data.
 
     Raises:
         FedsynthError: the run would be refused before it reads data.
@@ -466,7 +466,7 @@ def carry_over(
 ) -> None:
     """Allow a client to change its records and keep its ledger.
 
-    Otherwise, a ledger refuses a run on records that differ from those of earlier runs. After this
+    Otherwise, a ledger refuses runs on records other than those in earlier runs. After this
     command, the privacy budget that is already spent counts for all records of the client,
     including the new records.
     """

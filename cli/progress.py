@@ -31,9 +31,7 @@ NO_ACCURACY = {
 
 
 class LiveObserver(StderrObserver):
-    """An observer that shows a progress bar on stderr, and above the bar a line for each finished
-    round.
-    """
+    """Shows a progress bar on stderr, with a line above it for each finished round."""
 
     def __init__(self, settings: RunSettings, first: str, progress: Progress) -> None:
         super().__init__(settings, first)
@@ -51,7 +49,7 @@ class LiveObserver(StderrObserver):
 
 @contextmanager
 def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObserver]:
-    """Returns a context whose value is an observer that shows the progress of a run on stderr.
+    """Returns a context manager for an observer that shows a run's progress on stderr.
 
     If stderr is a terminal, the observer shows a progress bar. Otherwise, it prints lines. The
     arguments are those of `StderrObserver`.
@@ -70,7 +68,7 @@ def make_observer(settings: RunSettings, first: str = "") -> Iterator[StderrObse
 
 @contextmanager
 def show_steps() -> Iterator[Callable[[str, int, int], None]]:
-    """Returns a context whose value is a function that shows the progress of a long computation.
+    """Returns a context manager for a function that shows a long computation's progress.
 
     The function receives the stage, the number of finished steps and their total number. On a
     terminal, it shows a progress bar. Otherwise, it prints a line on stderr every `PRINT_SECONDS`.

@@ -46,12 +46,12 @@ def runs(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare finished runs in a table with their results and the settings that differ.
+    """Compare finished runs in a table of results and differing settings.
 
     For methods with a generator, the table also describes how the teacher (or the ensemble of
-    teachers) classifies the generated images in the last round. These columns show the fraction of
-    images that is classified as the requested class, and the entropy of the predicted classes
-    divided by log C.
+    teachers) classifies the generated images in the last round. The additional columns show the
+    fraction of images that is classified as the requested class, and the entropy of the predicted
+    classes divided by log C.
 
     Example: `for mu in 0.01 0.1 1; do fedsynth train --method fedprox --set mu=$mu; done; fedsynth
     runs`.
@@ -221,7 +221,7 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"no selected cell of {preset} contains {cell!r}. --list shows all cells")
+        raise OptionError(f"{preset} has no selected cell with {cell!r}. Name one from --list")
     if listed:
         _list_cells(table, cells)
         return
@@ -233,7 +233,7 @@ def reproduce(
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"no selected cell of {preset} can be run")
+        raise OptionError(f"no selected cell of {preset} can be run. Select others from --list")
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(output, deadline, report=say, watch=make_observer, download=download)
@@ -252,7 +252,7 @@ def reproduce(
 
 
 def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:
-    """Prints a table on stdout that compares the published numbers with the reproduced numbers."""
+    """Prints a table on stdout that compares published and reproduced numbers."""
     from fedsynth.experiments.comparison import format_number
 
     print(f"{table.name}: {table.heading}")

@@ -126,7 +126,7 @@ def distill(
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError("--set must be KEY=VALUE with a setting of the method")
+        raise OptionError(f"--set must be a setting of the method, got sections {list(sections)}")
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:
@@ -163,7 +163,7 @@ def describe(
         bool, options.flag("--overwrite", "Replace a file that is not signed.")
     ] = False,
 ) -> None:
-    """Propose a public description of a folder of images, for a person to check and sign.
+    """Propose a public description of an image folder, for a person to check and sign.
 
     The description is a TOML file with the classes, sites, image size, a bound on the number of
     images and a nominal number. Apart from noisy releases, a run with differential privacy uses no
@@ -179,12 +179,12 @@ def describe(
     if path.exists():
         if read_declaration(path).signed_by:
             raise OptionError(
-                f"{path} is signed. Remove this file, or name a new file with --output"
+                f"{path} is signed and cannot be replaced. Name a new file with --output"
             )
         if not overwrite and read_regular(path) != proposal:
             raise OptionError(
-                f"{path} exists and differs from the new proposal. Name a new file with --output, "
-                "or replace this file with --overwrite"
+                f"{path} exists and contains another proposal. Name a new file with --output, or "
+                "replace this one with --overwrite"
             )
     write_output(path, proposal)
     print(f"{description.table}\n(this table is exact and private, so no file contains it)\n")
@@ -202,7 +202,7 @@ def clear_cache(
         Path, options.path_argument("The folder that --encoder-cache named.", metavar="DIR")
     ],
 ) -> None:
-    """Delete the vectors that runs have stored in a folder with --encoder-cache.
+    """Delete the vectors stored by runs with --encoder-cache.
 
     Example: `fedsynth data clear-cache ~/vectors`.
     """
@@ -238,9 +238,9 @@ def synthesize(
 ) -> None:
     """Make synthetic images from the private images of one owner.
 
-    The folder --out contains only files that may be released: the synthetic images as PNG files and
-    as a safetensors file, a README for the recipients, the privacy report, and hashes. The run
-    folder stays below --output.
+    The folder --out contains only releasable files: the synthetic images as PNG and safetensors
+    files, a README for recipients, the privacy report, and hashes. The run folder stays below
+    --output.
 
     Example: run `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then run
     `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.
@@ -293,7 +293,7 @@ def export(
     from fedsynth.sharing.onnx_export import export_onnx
 
     if out is None and onnx is None:
-        raise OptionError("name the folder with --out, or the model's file with --onnx")
+        raise OptionError("no output is set. Name a folder with --out or a model file with --onnx")
     if out is not None:
         folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
         print(f"you may share the folder {folder}")
@@ -435,7 +435,7 @@ def fidelity(
     spec = synthetic_set(folder).spec
     test = real_images(spec, chosen["data"], dataset, download=download, note=say)
     if test is None:
-        raise OptionError("name the real images with --test-data or --dataset")
+        raise OptionError("no real images are set. Name them with --test-data or --dataset")
     with show_steps() as report:
         measured = fidelity_of_set(folder, test, features, weights, report=report)
     if as_json:

@@ -1,7 +1,7 @@
-"""Tests whether a user's function computes the value of each example from that example only.
+"""Tests whether a user's function computes each example's value from that example only.
 
 Every bound on the influence of one example assumes this. The function must not mix the examples of
-a batch, draw random numbers, compute values that depend on the position of an example in the batch,
+a batch, draw random numbers, compute values that depend on an example's batch position,
 or keep state between calls. The test calls the function with public random images. It can find a
 fault, but it cannot prove that there is none.
 """
@@ -52,7 +52,7 @@ ADVICE = "Compute each value only from its example, without random numbers and w
 
 
 class GlobalGenerators:
-    """Restores the global random generators of torch, NumPy and Python after a `with` block.
+    """Restores the global torch, NumPy and Python generators after a `with` block.
 
     Args:
         device: the device whose torch generator is included, in addition to that of the CPU.
@@ -75,7 +75,7 @@ class GlobalGenerators:
         return legacy[1].tobytes(), legacy[2:], python, torch_bytes
 
     def rewind(self) -> None:
-        """Restores the states that the generators had when this object was created."""
+        """Restores the generators' initial states."""
         legacy, python, cpu, *on_device = self._saved
         np.random.set_state(legacy)  # noqa: NPY002
         random.setstate(python)
@@ -91,7 +91,7 @@ class GlobalGenerators:
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records which torch operations draw random numbers, in a `with` block.
+    """Records the torch operations in a `with` block that draw random numbers.
 
     Args:
         fill: the value to which uninitialised memory (`torch.empty`) is set. Two runs with
@@ -177,7 +177,7 @@ class StepInputs:
         return x.to(self.device), labels
 
     def binary(self, count: int) -> Tensor:
-        """Draws records [count, ...] of which each value is the lower or the upper bound."""
+        """Draws records [count, ...] whose values are all lower or upper bounds."""
         low, high = map(float, self.bounds)
         if not math.isfinite(high - low):
             low, high = -1e3, 1e3
@@ -199,7 +199,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Dependence:
-    """The result of a trial of user code.
+    """The result of trying user code.
 
     Attributes:
         fault: a description of the fault, which completes the sentence "the function …". An empty
@@ -308,7 +308,7 @@ def dependence_in_step(
 
 
 class _Passes:
-    """Compares passes of a step's length, in which some records keep their values.
+    """Compares passes of the same length as a step's, in which some records keep their values.
 
     The values of all unchanged records are compared, and the state that the function can reach.
     """
@@ -328,7 +328,7 @@ class _Passes:
         self._fill = 0.0
 
     def _begin(self, x: Tensor, y: Tensor, values: Tensor | None = None) -> Tensor:
-        """Computes the values with which all later ones are compared."""
+        """Computes the reference values for all later comparisons."""
         self._x, self._y = x, y
         self._first = self._values(x, y) if values is None else values
         self._sizes = torch.linalg.vector_norm(self._first, math.inf, dim=1).cpu()
@@ -389,7 +389,7 @@ class _Passes:
         return Dependence(self._fault, self._moved, values=values)
 
     def compared_with(self, values: Tensor, fault: str) -> Dependence:
-        """Compares the values of the first records with other values of these records."""
+        """Compares the first records' values with other values of the same records."""
         self._watches = True
         self._begin(*self._inputs.draw(0, self._inputs.length), values)
         self._compare(self._positions >= 0, fault)
@@ -402,7 +402,7 @@ class _Passes:
             self._compare(self._positions >= 0, POSITION, order=order)
 
     def _replace(self) -> None:
-        """Replaces labels, then records, and then most records by an extreme one or by padding."""
+        """Replaces labels, then records, and then most records by extreme ones or padding."""
         even, few, first = self._positions % 2 == 0, self._positions % 8 == 0, self._positions == 0
         self._compare(even, MIXES, labels=self._y[:1])
         self._replace_halves()
@@ -419,7 +419,7 @@ class _Passes:
             self._compare(unchanged, MIXES, records=records, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
-        """Returns records among which are extreme ones, whose values are compared, too.
+        """Returns records that include extreme ones, whose values are also compared.
 
         The others occur twice, and their values are rounded, so that columns have ties, as numbers of
         sites or devices have.
@@ -445,7 +445,7 @@ class _Passes:
         labels: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Replaces all but the unchanged records, and compares the values of these."""
+        """Replaces all but the unchanged records, and compares the values of the unchanged ones."""
         if self._fault or not bool(unchanged.any()):
             return
         x, y = self._x, self._y
@@ -545,7 +545,7 @@ class _FewRecords:
     def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
         """Returns a description of the fault if the function mixes examples, otherwise "".
 
-        The examples of one half of the batch are replaced, and then those of the other half. A
+        First one half of the batch is replaced, and then the other half. A
         result or intermediate value that changes both times was computed from examples of both
         halves.
         """

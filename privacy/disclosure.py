@@ -115,7 +115,7 @@ def simulation_only(reason: str, shape: Any = Any) -> Disclosure:
 
 @dataclass(frozen=True)
 class MechanismFacts:
-    """Facts about a mechanism, which reports, ledgers and error messages state.
+    """Facts about a mechanism that appear in reports, ledgers and error messages.
 
     Attributes:
         name: the mechanism's name, as in `PrivacySettings.mechanism`.
@@ -136,7 +136,7 @@ class MechanismFacts:
 
     @property
     def guaranteed(self) -> bool:
-        """True if the mechanism has a privacy guarantee, so that its releases have an ε."""
+        """True if the mechanism has a privacy guarantee and its releases an ε."""
         return not self.reasons
 
     @property
@@ -165,7 +165,7 @@ PAPER = MechanismFacts(
 
 
 def mechanism_facts(name: str) -> MechanismFacts:
-    """Returns the facts about the mechanism with this name.
+    """Returns the facts about a mechanism, given its name.
 
     >>> mechanism_facts("residual").guaranteed, mechanism_facts("paper").guaranteed
     (True, False)

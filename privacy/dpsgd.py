@@ -86,7 +86,7 @@ PASS_START = 2**22
 
 
 class Optimiser(Protocol):
-    """An optimiser, which updates weights with a gradient.
+    """An optimiser that updates weights with a gradient.
 
     The weights and the gradient have the shape [..., P]. The leading axes are networks that are
     trained in parallel. The update of a network depends only on its own weights, gradient and
@@ -173,13 +173,13 @@ def check_model(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}, whose masks depend on the position of "
-                "an example in the batch. Remove this layer"
+                f"layer {name!r} is {type(layer).__name__}, whose masks depend on an example's "
+                "position in the batch. Remove the layer"
             ).with_code("model.dropout")
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {name!r} would be uploaded without noise, although it may contain statistics "
-            "of the data. Remove this buffer"
+            f"buffer {name!r} may contain data statistics, but would be uploaded without noise. "
+            "Remove the buffer"
         ).with_code("model.buffer")
 
 
@@ -244,7 +244,7 @@ def dp_sgd(
 def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns the length of a pass of DP-SGD, and how many records it has (see `pass_size`)."""
+    """Returns the length of a DP-SGD pass, and how many records it has (see `pass_size`)."""
     start = PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
@@ -326,10 +326,10 @@ def check_example_gradients(
         raise
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
-            f"the per-example gradients of the model failed with {short_repr(error)}. If the model "
-            f"accepts inputs of shape {list(x_NCHW.shape)} and the loss can be called as "
-            "loss(model, x, y), replace the layers that "
-            "Opacus does not support, for example with fedsynth.privacy.dpsgd.group_norm_twin"
+            f"computing per-example gradients for inputs of shape {list(x_NCHW.shape)} failed "
+            f"with {short_repr(error)}. If loss(model, x, y) works for this shape, replace layers "
+            "that Opacus does not support, for example with "
+            "fedsynth.privacy.dpsgd.group_norm_twin"
         ).with_code("model.gradients_fail") from error
     _check_equal(model, rows, expected)
 
@@ -347,10 +347,10 @@ def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None
         atol = tolerance + MIXED_PRECISION * _largest(exact)
         if not torch.allclose(actual, exact, rtol=0.0, atol=atol, equal_nan=True):
             raise ForbiddenLayerError(
-                f"the per-example gradients of parameter {name!r} are wrong. The model or the loss "
-                "mixes the examples of a batch, uses the parameter outside its layer, passes the "
-                "layer several inputs or changes its input in place, or the layer has an option "
-                "that Opacus ignores, such as padding_idx"
+                f"the per-example gradients of parameter {name!r} do not match autograd's. Remove "
+                "code that mixes the batch's examples, uses the parameter outside its layer, "
+                "passes the layer several inputs or changes them in place, and options that "
+                "Opacus ignores, such as padding_idx"
             ).with_code("model.mixes_examples")
 
 
@@ -378,7 +378,7 @@ def _gradients_and_expected(
 
 
 def _with_moved_weights(model: nn.Module) -> nn.Module:
-    """Copies a model and moves its weights, as a layer of zeros would hide earlier gradients."""
+    """Copies a model and moves its weights, because a zero layer would hide earlier gradients."""
     moved = copy.deepcopy(model)
     parameters = list(moved.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
@@ -391,9 +391,9 @@ def gradient_dependence(
 ) -> Dependence:
     """Tests whether each example's loss and gradient depend only on that example.
 
-    Call this before any budget is charged. Gradients are those of DP-SGD. Code in the backward pass
-    may act only on loud gradients, so the test is repeated with losses whose scales differ by eight
-    orders of magnitude.
+    Call the function before any budget is charged. Gradients are those of DP-SGD. Code in the
+    backward pass may act only on loud gradients, so the test is repeated with losses whose scales
+    differ by eight orders of magnitude.
 
     Args:
         model: the network, which is not changed.
@@ -475,7 +475,7 @@ class ExampleGradients:
         self.blocks: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """Returns the vectors of the gradients [N, S], as in `LayerGradients.values`.
+        """Returns the gradients as vectors [N, S], as in `LayerGradients.values`.
 
         Raises:
             ForbiddenLayerError: a parameter is not used by the layer that owns it, or the inputs or
@@ -506,7 +506,9 @@ class ExampleGradients:
             _, self._calls, _ = self._forward(public_like(x_NCHW[:2]), public_like(labels_N[:2]))
         losses, calls, uses = self._forward(x_NCHW, labels_N)
         if calls != self._calls:
-            raise PrivacyError("the model calls other layers than for public random images")
+            raise PrivacyError(
+                "the model calls other layers for private images than for random ones"
+            )
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
                 f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
@@ -530,8 +532,8 @@ class ExampleGradients:
                 return
             if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
-                    f"layer {name!r} must be called with one tensor and return one tensor, each "
-                    "with one row for each example"
+                    f"layer {name!r} does not map one tensor to one tensor, each with one row for "
+                    "each example. Change its call"
                 ).with_code("model.calls")
             calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
@@ -548,7 +550,7 @@ class ExampleGradients:
 def _stacked(
     uses: Sequence[tuple[nn.Module, Tensor, Tensor]],
 ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-    """Joins all calls of a linear layer into one use [N, calls, ...], as of a cell in an LSTM.
+    """Joins all calls of a linear layer, such as an LSTM cell, into one use [N, calls, ...].
 
     The sum of the calls' outer products is then one matrix product for each example.
     """
@@ -567,7 +569,7 @@ def _stacked(
 def _layer_gradients(
     layer: nn.Module, inputs: Tensor, backprops: Tensor
 ) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Computes the gradients of each example with respect to the parameters of one layer.
+    """Computes each example's gradients with respect to one layer's parameters.
 
     A gradient is either a vector [N, P], or two vectors whose outer product it is.
     """
@@ -591,7 +593,7 @@ def _layer_gradients(
 def _functional_gradients(
     layer: nn.Module, inputs: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """Computes the gradients of each example for a layer that Opacus does not support."""
+    """Computes each example's gradients for a layer that Opacus does not support."""
     parameters: dict[str, Tensor] = dict(layer.named_parameters(recurse=False))
 
     def product(values: dict[str, Tensor], x: Tensor, backprop: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ NOTHING_LEFT = 2e-3
 
 @dataclass(frozen=True)
 class EpsilonCap:
-    """The largest ε that is allowed, and the δ at which this ε is computed.
+    """The largest allowed ε, and the δ at which ε is computed.
 
     The cap of a data owner may have a different δ than the run.
 
@@ -135,8 +135,8 @@ class BudgetEnforcer:
     def check_unit(self, rows: Sequence[Release]) -> None:
         """Checks that all rows protect the same privacy unit as this run.
 
-        A clip bounds the influence of either one record or one user. The costs of releases of both
-        kinds cannot be combined into one ε.
+        A clip bounds the influence of either one record or one user. The costs of both kinds cannot
+        be combined into one ε.
 
         Raises:
             LedgerError: a row protects another unit.
@@ -145,7 +145,8 @@ class BudgetEnforcer:
             if row.unaccounted is None and row.unit != self.unit:
                 raise LedgerError(
                     f"the ledger of client {self.ledger.client!r} was charged with "
-                    f"privacy.unit={row.unit}, but this run has {self.unit}. Set the same unit"
+                    f"privacy.unit={row.unit}, but this run uses privacy.unit={self.unit}. Set "
+                    f"privacy.unit={row.unit}"
                 ).with_code("ledger.unit")
 
 
@@ -175,7 +176,7 @@ def squared_norms(rows_ND: Tensor) -> Tensor:
 
 
 def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
-    """Computes the factor of each row that scales norms above `clip` down to `clip`.
+    """Computes each row's factor that scales a norm above `clip` down to `clip`.
 
     Args:
         squares_N: the squared norms of the rows. If one is NaN or infinite, its factor is zero.
@@ -196,7 +197,7 @@ def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
 
 
 def used_rows(rows_ND: Tensor, used_N: Tensor) -> Tensor:
-    """Converts rows to float64. Rows that are not used (bool [N]) become zero."""
+    """Converts rows to float64. Unused rows (bool [N]) become zero."""
     exact = rows_ND.to(torch.float64)
     if exact.is_cuda:  # nonzero would wait for the GPU
         return exact.masked_fill(~used_N[:, None], 0.0)
@@ -210,7 +211,7 @@ def _columns(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def clip_rows(rows_ND: Tensor, clip: float) -> Tensor:
-    """Scales every row whose L2 norm is above `clip` down to the norm `clip`.
+    """Scales rows with an L2 norm above `clip` down to the norm `clip`.
 
     The result is float64. A row with a NaN or infinity becomes zero. float64 is used because the
     bound must hold for the rounded values that are summed. With bf16, sums exceeded the bound by 7
@@ -238,7 +239,7 @@ def _rows_at_once(rows: Tensor, width: int) -> int:
 
 
 def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
-    """Adds noise to sums and rounds the results to the nearest multiple of the grid's spacing.
+    """Adds noise to sums and rounds the results to the nearest grid point.
 
     The noise is added to the remainder of each sum modulo the spacing, because the remainder is
     small however large the sum is. If noise were added to large sums directly, its lowest bits
@@ -302,7 +303,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the contribution that the last call of `add` kept back to `sums` in place."""
+        """Adds the contribution kept back by the last call of `add` to `sums` in place."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
@@ -387,7 +388,7 @@ class GaussianSumMechanism:
 
     @property
     def noise_std(self) -> float:
-        """The public standard deviation σ𝒞/√H of the noise that this client adds.
+        """The public standard deviation σ𝒞/√H of the client's noise.
 
         Each coordinate of a release gets independent noise of this standard deviation.
         """
@@ -405,20 +406,20 @@ class GaussianSumMechanism:
         self._refuse_forks()
         if not self._step.acquire(blocking=False):  # the step of a dead thread would never end
             raise PrivacyError(
-                "the previous step of the mechanism is still open. Call release() in its thread "
+                "the mechanism's previous step is still open. Call release() in its thread "
                 "before sample(), or charge a mechanism for each thread"
             ).with_code("mechanism.open_step")
         if self.steps_left < 1:
             self._step.release()
             raise PrivacyError(
-                f"the mechanism has already made all {self._release.steps} charged steps"
+                f"all {self._release.steps} charged steps are used. Charge a new mechanism"
             ).with_code("mechanism.steps")
         self._thread = get_ident()
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Clips the vectors of sampled records and adds each to the sum of its group.
+        """Clips the sampled records' vectors and adds each to its group's sum.
 
         Args:
             rows_ND: the vectors.
@@ -441,7 +442,7 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the vectors of sampled records to the sum. The vectors are given by their factors.
+        """Adds the sampled records' vectors, given by their factors, to the sum.
 
         The mechanism must have exactly one group.
 
@@ -465,7 +466,7 @@ class GaussianSumMechanism:
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
                 f"the mechanism was charged for a sensitivity of {self.sensitivity:g}, but got "
-                f"vectors of norm up to {products.bound:g}"
+                f"vectors of norm up to {products.bound:g}. Clip the vectors to the sensitivity"
             ).with_code("mechanism.sensitivity")
         sums = products.sums(None if sample is None else sample.shares)
         self._sums = open_sums.to(sums.device, non_blocking=True) + sums
@@ -484,8 +485,8 @@ class GaussianSumMechanism:
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "the mechanism protects users, so the user of every row must be known. Pass the "
-                "sample that Units.sample returned"
+                "the mechanism protects users, but the sample does not state each row's user. "
+                "Pass the sample that Units.sample returned"
             ).with_code("mechanism.users")
         return self._sums
 

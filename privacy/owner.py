@@ -7,7 +7,7 @@ of records is private. Divisors, sampling rates and batch lengths are computed f
 a public number that the owner states.
 
 The user's functions, networks and losses are first called with public random records, as a step
-calls them. This trial finds code that mixes records, draws random numbers or keeps state, but it
+calls them. The call finds code that mixes records, draws random numbers or keeps state, but it
 cannot prove that there is no such code. The report therefore mentions that custom code was used.
 """
 
@@ -188,8 +188,8 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
-                f"{self.delta:g}), which is the total of all releases. Set a larger total",
+                f"data owner {self.name!r} has spent ε = {spent:.4g} of the total {target:g} (at "
+                f"δ = {self.delta:g}). Set a larger total",
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
@@ -232,7 +232,7 @@ class DataOwner:
         (only,) = mechanisms
         if only not in self._charged:
             raise UnplannedReleaseError(
-                f"the mechanism was not charged to data owner {self.name!r}"
+                f"data owner {self.name!r} has not charged the mechanism. Call charge() for it"
             ).with_code("release.uncharged")
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
@@ -257,7 +257,7 @@ class DataOwner:
         """Releases a noisy mean vector for each class.
 
         `values` computes a vector from each record. The noisy sum of each class is divided by
-        `nominal_size / classes`, a public number, and not by the number of records of the class.
+        `nominal_size / classes`, a public number, and not by the class's number of records.
 
         Args:
             values: a function of records [M, ...] that returns vectors [M, D]. Each vector must
@@ -346,7 +346,7 @@ class DataOwner:
 
         An additional record moves the records after it. If each of their values u then becomes v by
         rounding, the clipped values differ by at most ‖u − v‖ / min(‖u‖, ‖v‖) clips, as clipping is
-        a projection. The sum changes by at most the number of records times this quotient.
+        a projection. The sum changes by at most the number of records times the right-hand side.
         """
         return self.nominal_size * moved > ROUNDING_OF_SUM
 
@@ -467,7 +467,7 @@ class DataOwner:
         write_output(path, renderers[path.suffix](report).encode())
 
     def _not_compared(self) -> list[str]:
-        """Returns a line for the report about state that the trials could not compare."""
+        """Returns a report line about state that the trials could not compare."""
         if not self._opaque:
             return []
         return [f"objects whose state could not be compared: {', '.join(sorted(self._opaque))}"]

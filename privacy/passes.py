@@ -1,16 +1,16 @@
-"""Samples of privacy units, and the batches of constant length into which samples are split.
+"""Samples of privacy units, and the constant-length batches into which samples are split.
 
 Libraries choose their kernels by the shapes of the tensors, and kernels round differently. If a
-batch were as long as the sample of a step, an additional record could change the rounding of the
-values of *other* records. A malicious server can send weights that amplify this rounding until it
-is visible (docs/threat-model.md, "Malicious servers"). Therefore the records of a step are split
-into batches ("passes") whose length is computed only from public numbers. The last batch is padded
-with zeros, and the values of the padding are discarded.
+batch were as long as the sample of a step, an additional record could change how *other* records'
+values are rounded. A malicious server can send weights that amplify this rounding until it is
+visible (docs/threat-model.md, "Malicious servers"). Therefore the records of a step are split into
+batches ("passes") whose length is computed only from public numbers. The last batch is padded with
+zeros, and the values of the padding are discarded.
 
 The value of a record must then be the same to the last bit, whatever its position in a batch and
-whatever the other records are. This depends on the kernels. A trial before a run checks it for the
-run's own shapes and device. Where bits move, a pass has only one record, whose position and padding
-are then always the same (`pass_size`).
+whatever the other records are. Whether it is the same depends on the kernels. A trial before a run
+checks it for the run's own shapes and device. Where bits move, a pass has only one record, whose
+position and padding are then always the same (`pass_size`).
 
 Code that computes values of records may raise on some of them. If a step failed because of one
 record, the failure would reveal that the record is there. Therefore the value of such a record
@@ -71,7 +71,7 @@ class Sample:
         return [self.select(slice(i, i + size)) for i in range(0, len(self), size)]
 
     def select(self, indices: Tensor | slice) -> Sample:
-        """Returns the part of the sample that a boolean mask or a slice selects."""
+        """Returns the part of the sample selected by a boolean mask or a slice."""
         if self.users is None or self.shares is None:
             return Sample(self.records[indices])
         return Sample(self.records[indices], self.users[indices], self.shares[indices])
@@ -163,7 +163,7 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
 def pass_size(
     expected: float | None, start_over_row: float, limit: int, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns the length of a pass, and how many records it has. The rest is padding.
+    """Returns a pass's length and its number of records. The rest is padding.
 
     Args:
         expected, start_over_row, limit: see `pass_length`.
@@ -309,9 +309,9 @@ def noisy_sums(
     count: int,
     prepare: Prepare,
 ) -> list[Released]:
-    """Samples units of each owner, and releases the noisy sums of the values of their records.
+    """Samples each owner's units, and releases noisy sums of their records' values.
 
-    Every private release of a method, of a training and of a `DataOwner` is made here.
+    All methods, local trainings and `DataOwner`s make their private releases here.
 
     Args:
         mechanisms: one charged mechanism for each owner.

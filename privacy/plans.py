@@ -1,4 +1,4 @@
-"""Plans for the releases of a round, and the charged releases that a client's step may make.
+"""Plans for a round's releases, and the charged releases that a client's step may make.
 
 The releases of one mechanism are planned and charged together.
 A method states its plans once (`Method.release_plans`), before any data are read. In each exchange
@@ -95,8 +95,7 @@ class ReleasePlan:
         """Returns the signal-to-noise ratio of the sum over all clients.
 
         The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
-        (σ·𝒞·√(K/H)·√D). It divides the norm of the sum by the root mean square of the norm of its
-        noise.
+        (σ·𝒞·√(K/H)·√D). It divides the sum's norm by the root mean square of its noise's norm.
 
         Without `signal`, it is an upper bound for all T releases of the run together: as if the C
         groups had equally many examples, all with the same vector, of norm 𝒞. The signal is then
@@ -133,7 +132,7 @@ class ReleasePlan:
     def release(
         self, round: int, sigma: float, *, unit: str = RECORD, unaccounted: str | None = None
     ) -> Release:
-        """Returns the row that the ledger records when a client makes this release.
+        """Returns the release's ledger row.
 
         Args:
             round: the number of the round.
@@ -163,7 +162,7 @@ Plans = tuple[ReleasePlan, ...]
 
 
 def check_plans(plans: Sequence[ReleasePlan]) -> None:
-    """Checks that a round has at least one plan and that all its plans have different names.
+    """Checks that a round has at least one plan and that plan names are unique.
 
     Raises:
         PrivacySettingError: there is no plan, or two plans have the same name.
@@ -210,15 +209,15 @@ class ReleaseBudget(Generic[S]):
             self._unused[plan.name] = mechanism
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns the plan with this name.
+        """Returns a plan by name.
 
         Raises:
             UnplannedReleaseError: the client was not charged for such a plan in this exchange.
         """
         if name not in self._plans:
             raise UnplannedReleaseError(
-                f"release {name!r} must be planned in Method.release_plans. The {self._exchange} "
-                f"exchange has the planned releases {', '.join(self._plans) or 'none'}"
+                f"release {name!r} is not planned for the {self._exchange} exchange, which plans "
+                f"{', '.join(self._plans) or 'none'}. Add it to Method.release_plans"
             ).with_code("release.unplanned_name")
         return self._plans[name]
 
@@ -237,7 +236,7 @@ class ReleaseBudget(Generic[S]):
         return len(self._unused) == len(self._plans)
 
     def check(self, name: str) -> None:
-        """Checks that `take` would return a mechanism for this name, without taking it.
+        """Checks that `take` would return a mechanism, without taking it.
 
         Raises:
             UnplannedReleaseError: this exchange has no such plan, or its mechanism was taken
@@ -245,10 +244,10 @@ class ReleaseBudget(Generic[S]):
         """
         self.plan(name)
         if name not in self._unused:
-            raise UnplannedReleaseError(f"a step can use release {name!r} only once a round")
+            raise UnplannedReleaseError(f"release {name!r} is used twice in a round. Use it once")
 
     def take(self, name: str) -> S:
-        """Returns the charged mechanism of the plan with this name.
+        """Returns the charged mechanism of a plan, given its name.
 
         Each mechanism can be taken only once.
 

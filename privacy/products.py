@@ -1,4 +1,4 @@
-"""Sums over examples of long vectors, each of which is a product of two short vectors.
+"""Sums of per-example long vectors, each a product of two short vectors.
 
 The sums are computed from the short vectors, so the long products of the examples are never stored.
 
@@ -45,7 +45,7 @@ from fedsynth.privacy.mechanisms import (
 
 
 class Products(ABC):
-    """Base class for the long vectors of N examples, which are stored as their short factors.
+    """Base class for long vectors of N examples, stored as their short factors.
 
     A subclass is a dataclass. Its tensor fields are the factors, each with N rows. Its first field
     must be a tensor.
@@ -59,14 +59,14 @@ class Products(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """The number of coordinates of one example's vector."""
+        """The dimension of an example's vector."""
 
     def __len__(self) -> int:
         """Returns N, the number of examples."""
         return len(next(iter(vars(self).values())))
 
     def part(self, indices: slice | Tensor) -> Self:
-        """Returns the vectors of the examples with these indices."""
+        """Returns the vectors of the examples at the given indices."""
         part = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -88,7 +88,7 @@ class Products(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Products):
-    """One vector for each example, which is stored directly and is not a product.
+    """One vector for each example, stored directly and not as a product.
 
     Args:
         vectors: [N, D], clipped to norm `bound`.
@@ -143,7 +143,7 @@ class Outer(Products):
 
 @dataclass(frozen=True, eq=False)
 class LayerGradients(Products):
-    """For each example, a gradient that consists of blocks, clipped to norm `bound`.
+    """For each example, a blockwise gradient, clipped to norm `bound`.
 
     A block is a vector, or the outer product l ⊗ r of two vectors, flattened in row-major order.
 
@@ -167,7 +167,7 @@ class LayerGradients(Products):
         return [tuple(islice(vectors, len(block))) for block in self.blocks]
 
     def _factors(self, blocks: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """Computes the factors [N] that clip the gradients of these blocks."""
+        """Computes the factors [N] that clip the blocks' gradients."""
         squares = self.values.new_zeros(len(self), dtype=torch.float64)
         for first, *second in blocks:
             block = squared_norms(first)
@@ -296,7 +296,7 @@ class Grams(Products):
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
-    """Returns the number of coordinates of one example's vector in `Grams` with these blocks.
+    """Returns the dimension of an example's vector in `Grams`, given the blocks.
 
     >>> grams_width(((3, 2),))
     9

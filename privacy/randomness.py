@@ -20,7 +20,7 @@ of a spacing γ *after adding its noise*. If a single client's vector is release
 post-processing. If only the sum of several clients' vectors is released, it is not, because the
 rounding error depends on each vector. Lemma 4 in docs/privacy-proofs.md bounds what the rounding
 reveals. If each of H clients adds noise of standard deviation τ, the sum of the H rounded vectors
-is within total variation 2·D·H·exp(−2π²τ²/(γ²H)) of a function of the sum of the unrounded vectors.
+is distributed as a function of the unrounded sum, up to total variation 2·D·H·exp(−2π²τ²/(γ²H)).
 
 A grid is fine enough if τ ≥ 2¹²·γ·√H. The bound is then below 10⁻¹⁰⁰⁰⁰⁰⁰⁰⁰, and neither sensitivity
 nor noise changes. Of all grids that are fine enough, the coarsest is used. The vectors are float64,
@@ -138,7 +138,7 @@ VALUES = 2.0**10
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers to which a client rounds its noisy vector before secure aggregation.
+    """The grid to which a client rounds its noisy vector before secure aggregation.
 
     They are the multiples of 2^-bits whose absolute value is at most `bound`.
 
@@ -170,7 +170,7 @@ class Addends:
 
 
 def finest(bound: float, clients: int) -> Grid:
-    """Returns the finest grid on which the sum over this many clients is exact and cannot overflow.
+    """Returns the finest grid on which a sum over the clients is exact and cannot overflow.
 
     Args:
         bound: the bound on the absolute value of a coordinate of one client's vector.

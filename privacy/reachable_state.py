@@ -1,8 +1,8 @@
-"""Records all state that a function can reach, so that two points in time can be compared.
+"""Records all state that a function can reach, to compare two points in time.
 
 Code that keeps state between calls can carry one record's values to others, or into a model that is
 returned. The records that a function has seen may be in a buffer, an attribute, a closure, a global
-list or a class. All of these are read, in the user's code as well as in the objects that it holds.
+list or a class. All such places are read, in the user's code and in the objects that it holds.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReachableState:
         return state
 
     def change_since(self, snapshot: ReachableState, *, only_tensors: bool = False) -> str:
-        """Returns the end of the path of a value that has changed, or an empty string.
+        """Returns the end of a changed value's path, or an empty string.
 
         Args:
             snapshot: the earlier state.
@@ -172,7 +172,7 @@ class ReachableState:
 
 
 def _digest(value: Any) -> object:
-    """Returns a comparable form of a value that holds no other values, otherwise None."""
+    """Returns a comparable form of a value without contained values, otherwise None."""
     if isinstance(value, _ATOMS):
         return repr(value)
     if isinstance(value, Tensor):
@@ -219,7 +219,7 @@ def _used(path: str, value: object, names: set[str]) -> Iterator[tuple[str, obje
 
 
 def _slots(value: object) -> dict[str, object]:
-    """Returns the attributes that are in slots, whose names may be private to a class."""
+    """Returns the slot attributes, including those with class-private names."""
     names: dict[str, object] = {}
     for base in type(value).__mro__:
         if "__slots__" in vars(base):

@@ -102,7 +102,7 @@ class Release:
         require(self.sampler != FULL or q == 1, "sample_rate", full, q)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row as a flat dict that JSON can encode. `from_json` is the inverse."""
+        """Returns the row as a flat, JSON-serialisable dict. `from_json` is the inverse."""
         return asdict(self)
 
     @classmethod

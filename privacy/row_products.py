@@ -1,4 +1,4 @@
-"""Matrix products in which the bits of each result row depend only on the same row of the input.
+"""Matrix products in which the bits of each result row depend only on the same input row.
 
 Usually this does not hold. A kernel library may sum a row in an order that depends on the row's
 memory alignment. If the width is not a multiple of the register width, each row of a batch has a

@@ -69,7 +69,7 @@ def make_floats(settings: Any) -> None:
 
 
 def needs_a_budget() -> PrivacySettingError:
-    """Returns the error for settings that have neither a noise multiplier nor a budget."""
+    """Returns the error for settings without a noise multiplier and a budget."""
     return PrivacySettingError(
         "privacy", "noise_multiplier", "or privacy.epsilon must be set for differential privacy"
     )
@@ -173,8 +173,8 @@ class PrivacySettings:
         _require(is_unit, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "requires privacy.nominal_size, the approximate number of users of a client, or "
-                "`users` in the declaration of the data"
+                "requires privacy.nominal_size, a client's approximate number of users, or "
+                "`users` in the data's declaration"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
@@ -191,5 +191,5 @@ class PrivacySettings:
 
     @property
     def ledger_folder(self) -> Path | None:
-        """The folder that keeps the ledgers across runs, or None if there is no such folder."""
+        """The folder that keeps the ledgers across runs, or None."""
         return self.ledger if isinstance(self.ledger, Path) else None

@@ -1,8 +1,8 @@
 """Signing a run folder, and checking its signature.
 
 With a signature, the holder of a private key states that the files of a run folder belong together.
-`signature.json` contains the SHA-256 of every file of the folder, such as the report, the ledgers,
-the model and the synthetic images. It also contains an Ed25519 signature over all these hashes (RFC
+`signature.json` contains the SHA-256 of every file in the folder, such as the report, the ledgers,
+the model and the synthetic images. It also contains an Ed25519 signature over all hashes (RFC
 8032). Signing needs the package `cryptography`, which the extra `fedsynth[sign]` installs. The
 folder `simulation_only/` is not signed, because it is not meant to leave the machine.
 
@@ -71,8 +71,8 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
         raise SigningError(
-            f"{path} must be an unencrypted {kind} Ed25519 key in PEM format. The commands openssl "
-            "genpkey and openssl pkey create such keys"
+            f"{path} is not an unencrypted {kind} Ed25519 key in PEM format. Create keys with "
+            "openssl genpkey and openssl pkey"
         ).with_code("signing.format")
     return key
 
@@ -139,7 +139,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Computes the SHA-256 of every file of a run folder that a signature covers.
+    """Computes the SHA-256 of every signed file in a run folder.
 
     Returns:
         A mapping from the path of each file in the folder to its hash, sorted by path.
@@ -152,5 +152,5 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def _message(files: dict[str, str]) -> bytes:
-    """Returns the bytes that are signed, which depend only on the file names and hashes."""
+    """Returns the signed bytes, which depend only on file names and hashes."""
     return _PURPOSE + json.dumps(files, sort_keys=True, separators=(",", ":")).encode()

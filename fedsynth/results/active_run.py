@@ -1,4 +1,4 @@
-"""A run that is in progress: the rounds that simulations and runs over a network share."""
+"""A run in progress: the rounds shared by simulations and runs over a network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 
 class ActiveRun:
-    """The base class of runs in progress.
+    """Base class for runs in progress.
 
     A subclass creates the exchange and calls `_join`. Then it sets the run folder and calls
     `_begin_record`, and for a resumed run `_restore`.
@@ -126,7 +126,7 @@ class ActiveRun:
         )
 
     def round_context(self, number: int) -> RoundContext:
-        """Returns the context in which the steps of the round with this number are computed."""
+        """Returns the context for computing a round's steps."""
         return self.plain_context(number)
 
     def play(self, context: RoundContext) -> Refusal | None:

@@ -1,4 +1,4 @@
-"""Recomputes what a private run had to charge, and compares this plan with the clients' ledgers.
+"""Recomputes what a private run had to charge, and compares the plan with the clients' ledgers.
 
 The comparison states which ledger rows belong to the plan, which rows do not, and which rows are
 missing. The plan is made in the same way as the run made it (`PrivacyPlan`): from the contents of
@@ -67,7 +67,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
 def plan_when_it_began(
     folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
 ) -> PrivacyPlan:
-    """Returns the privacy plan of a run that is now to be resumed, as it was when the run began.
+    """Returns the initial privacy plan of a run that is to be resumed.
 
     Args:
         folder: the run folder.
@@ -83,23 +83,22 @@ def plan_when_it_began(
     run = replace(read_run(folder, method), rows=rows)
     files, _ = ledger_files(folder, run, None)
     if files is None:
-        raise PrivacyError("the run's ledgers are not in the folder that config.toml states")
+        raise PrivacyError("the ledger folder in config.toml does not contain the run's ledgers")
     current = {history.client: history.releases for history in histories}
     if list(current) != list(run.start.ledgers):
-        raise PrivacyError(f"the run's clients differ from the clients in {PRIVATE_START}")
+        raise PrivacyError(f"the run's clients do not match those in {PRIVATE_START}")
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"the ledger of {client} is not the ledger with which the run began")
+            raise PrivacyError(f"{client}'s ledger is not the one with which the run began")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"the ledger of {client} lacks {_text(row)}, which the run has charged")
+        raise PrivacyError(f"{client}'s ledger is missing {_text(row)}, charged by the run")
     return charges.plan
 
 
 class Charges:
-    """Compares a run's plan with the rows that were added to the clients' ledgers since the run
-    began.
+    """Compares a run's plan with the rows added to the clients' ledgers since its start.
 
     Args:
         run: the content of the run folder.
@@ -135,7 +134,7 @@ class Charges:
                 self.absent.append(number)
             rows[client] = ledger_rows.rows.get(client, ())
         if not ledger_rows.rows.keys() <= rows.keys() or (self.absent and not run.networked):
-            text = f"the clients in the report differ from those in {PRIVATE_START}"
+            text = f"the report's clients do not match those in {PRIVATE_START}"
             raise PrivacyError(text).with_code("ledger.clients")
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
@@ -144,7 +143,7 @@ class Charges:
             self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the ledger rows of this run from the rows that other runs have charged.
+        """Separates this run's ledger rows from those charged by other runs.
 
         The method examines only the rows that were added to a client's ledger since the run began.
 
@@ -209,44 +208,42 @@ class Charges:
         return planned
 
     def _has_two_exchanges(self, number: int) -> bool:
-        """Returns True if clients make private releases in both exchanges of a round, and not only
-        in the second.
-        """
+        """Returns True if clients make private releases in both exchanges of a round."""
         return any(release.exchange == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[Problem]:
         """Returns the differences between the ledgers and the plan.
 
-        Rows that a ledger lacks are always reported. Rows that the plan does not contain are
-        reported only if the ledger belongs only to this run.
+        Missing rows are always reported. Unplanned rows are reported only if the ledger belongs to
+        no other run.
         """
         problems = []
         for client, row in self.missing:
-            text = f"the ledger of {client} lacks {_text(row)}, which config.toml needs"
+            text = f"{client}'s ledger is missing {_text(row)}, required by config.toml"
             problems.append(Problem("ledger.missing", text))
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
             if not self.ledger_rows.begins_with(client, start):
-                rows = f"the first {start.rows} rows in the ledger of {client}"
-                problems.append(Problem("ledger.chain", f"{rows} differ from {PRIVATE_START}"))
+                rows = f"the first {start.rows} rows of {client}'s ledger"
+                problems.append(Problem("ledger.chain", f"{rows} do not match {PRIVATE_START}"))
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
             noted = Counter(n for rows, n in ledger.lines.resumptions if rows >= start.rows)
             if Counter(self.run.resumed) - noted:
-                text = f"the ledger of {client} lacks a resumption that {RESUMED} states"
+                text = f"{client}'s ledger is missing a resumption listed in {RESUMED}"
                 problems.append(Problem("ledger.resumptions", text))
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
-                text = f"the ledger of {client} belongs to another data set or partition"
+                text = f"{client}'s ledger belongs to another data set or partition"
                 problems.append(Problem("ledger.data_set", text))
         if only_this_run:
             for client, row in self.foreign:
-                text = f"the ledger of {client} has {_text(row)}, which does not follow from "
+                text = f"{client}'s ledger contains {_text(row)}, not planned by "
                 problems.append(Problem("ledger.foreign", f"{text}config.toml"))
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the event that ends the run because the limit on ε allows no further round.
+        """Returns the event that ends the run when the limit on ε allows no further round.
 
         Returns None if the limit allows another round.
         """
@@ -257,12 +254,12 @@ class Charges:
         return None
 
     def epsilon_by_round(self) -> dict[int, float]:
-        """Returns, for each round, the ε that was spent until the end of this round.
+        """Returns the ε spent by the end of each round.
 
         The value is that of the client with the largest ε.
 
-        Rows that other runs have charged since this run began are not counted. The entry for round
-        0 is the ε that was spent before this run.
+        Rows charged by other runs since the start are not counted. The entry for round 0 is the ε
+        spent before the run.
         """
         privacy = self.plan.privacy
         by_client = {}
@@ -276,7 +273,7 @@ class Charges:
         """Returns what the metrics of a round must state about the clients whose uploads were not
         used.
 
-        In a simulation, these entries follow from the run's seed. In a run over a network, and for
+        In a simulation, the entries follow from the run's seed. In a run over a network, and for
         rejected uploads, the reasons are copied from the round's metrics.
         """
         row = self.row(number)

@@ -106,7 +106,7 @@ class CheckpointFolder:
         self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
 
     def write(self, checkpoint: Checkpoint, stored: Iterable[int] = ()) -> None:
-        """Writes the checkpoint of a round, which replaces the previous checkpoint in the folder.
+        """Writes a round's checkpoint in place of the folder's previous one.
 
         Args:
             checkpoint: the state after a round.
@@ -178,9 +178,9 @@ class CheckpointFolder:
         stored = files.read_regular(self.path / POINTER, MAX_POINTER_BYTES)
         pointer: dict[str, Any] = files.decode_json(files.without_hash(stored))
         if pointer["format"] != FORMAT:
-            raise self._damaged(f"{POINTER} does not have format {FORMAT}")
+            raise self._damaged(f"{POINTER} is not in format {FORMAT}")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"the run that wrote {self.path} had other settings or data")
+            raise CheckpointError(f"{self.path} belongs to a run with other settings or data")
         return pointer
 
     def _content(self, name: str) -> bytes:
@@ -191,7 +191,7 @@ class CheckpointFolder:
 
     @property
     def clients(self) -> list[int]:
-        """The indices of the clients whose client states are stored in the checkpoint."""
+        """The indices of the clients with a stored client state."""
         return sorted(self._client_states())
 
     def client_state(self, client: int) -> ClientState:
@@ -207,7 +207,7 @@ class CheckpointFolder:
             raise self._damaged(str(error)) from None
 
     def _client_states(self) -> dict[int, str]:
-        """Returns, for each client, the name of the file that contains the client's state."""
+        """Returns the name of each client's state file."""
         return {_client(name): name for name in self._files if name.startswith("client_state-")}
 
     def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
@@ -219,15 +219,15 @@ class CheckpointFolder:
                 or data.
         """
         if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
-            raise CheckpointError(f"{run.path / CONFIG} differs from this run's settings")
+            raise CheckpointError(f"{run.path / CONFIG} does not match this run's settings")
         checkpoint = self.read(settings.method)
         if checkpoint is None and run.has_rounds:
-            reason = "If the run began again, it would charge its ledgers twice"
+            reason = "Restore it from a backup, as a restart would charge the ledgers twice"
             raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
         return checkpoint
 
     def give_states(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
-        """Gives the clients the client states that they had when the checkpoint was written.
+        """Restores the clients' states from the checkpoint.
 
         A client state stays in its file until the client needs it.
         """
@@ -261,12 +261,12 @@ class CheckpointFolder:
         self.give_states(clients, device)
 
     def steps_of(self, number: int) -> LoopCheckpoints:
-        """Returns the object that reads and writes the checkpoints of loops within one round."""
+        """Returns the reader and writer for loop checkpoints within one round."""
         return LoopCheckpoints(self, number, STEP_SECONDS)
 
     def _prune(self) -> None:
-        """Removes files that the current checkpoint does not list. A file that cannot be removed is
-        left in the folder, because it does no harm.
+        """Removes files that the current checkpoint does not list. Files that cannot be removed
+        stay, as they do no harm.
         """
         for path in self.path.iterdir():
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
@@ -286,7 +286,7 @@ PLACE = {
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a run's settings without the settings that `PLACE` lists.
+    """Returns a copy of a run's settings without those listed in `PLACE`.
 
     The settings are grouped by section, as in config.toml.
     """
@@ -318,7 +318,7 @@ def run_identity(
 
 
 def _client(name: str) -> int:
-    """Returns the index of the client, which is a part of the given file name."""
+    """Returns the client's index from the given file name."""
     return int(name.split("-")[1].split(".")[0])
 
 
@@ -328,8 +328,7 @@ STEP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LoopState(Packed):
-    """The state of a long loop within a round, such as a training, from which the loop can be
-    resumed.
+    """The state for resuming a long loop within a round, such as a training.
 
     Args:
         tensors: the tensors from which the loop can resume, by name.
@@ -370,7 +369,7 @@ class LoopCheckpoints(LoopCheckpointer):
         self._finished: dict[Path, LoopState] = {}
 
     def load(self, name: str) -> tuple[int, Tensors] | None:
-        """Returns the step and the tensors from which a loop resumes, or None if nothing was saved.
+        """Returns the step and tensors from which a loop resumes, or None if nothing was saved.
 
         The call also starts the clock that measures the duration of the loop.
 
@@ -391,7 +390,7 @@ class LoopCheckpoints(LoopCheckpointer):
         return int(state.step), state.tensors
 
     def offer(self, name: str, step: int, tensors: MakeTensors) -> None:
-        """Writes a checkpoint of a loop if enough time has passed since the last write.
+        """Writes a loop's checkpoint if enough time has passed since the last write.
 
         The states of finished loops that still wait to be written are written at the same time.
 

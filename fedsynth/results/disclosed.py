@@ -90,7 +90,7 @@ SUMMARY: Declared = {
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """Returns the names that metrics of a round may have in a run with this method.
+    """Returns the allowed names of a round's metrics, given the method.
 
     Each name is mapped to the declaration of its privacy.
     """
@@ -107,9 +107,9 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
     """Yields a description of each metric that may not be shown or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
-            yield f"has {key!r:.80}, which may not be shown"
+            yield f"contains {key!r:.80}, which may not be shown"
         elif not declared[key].fits(value):
-            yield f"has a value of {key} whose type or shape differs from its declaration"
+            yield f"contains {key} with a type or shape that does not match its declaration"
 
 
 def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -119,14 +119,12 @@ def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
         UnaccountedReleaseError: a name is reserved for fedsynth.
     """
     for key in facts.keys() & ROW:
-        raise UnaccountedReleaseError(f"the metric name {key!r} is reserved for fedsynth")
+        raise UnaccountedReleaseError(f"the metric name {key!r} is reserved. Rename the metric")
     return facts
 
 
 def finite(value: Any) -> Any:
-    """Returns a copy of a value in which None replaces infinities and NaN. JSON has no such
-    numbers.
-    """
+    """Returns a JSON-serialisable copy of a value, with None for infinities and NaN."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -174,8 +172,8 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
         else:
             public[key] = value
     for problem in undeclared(public, declared):
-        advice = "`Measurements.metric_privacy` must declare each metric with its type"
-        raise UnaccountedReleaseError(f"a row of metrics {problem}. {advice}")
+        advice = "Declare each metric with its type in `Measurements.metric_privacy`"
+        raise UnaccountedReleaseError(f"a metrics row {problem}. {advice}")
     if MODELS in public:
         hidden[MODELS] = public[MODELS]
         public[MODELS] = {
@@ -185,10 +183,10 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns the metrics that state which clients' uploads a round did not use, and why.
+    """Returns the metrics on the clients' uploads that a round did not use, with reasons.
 
     The clients are in ascending order. If a round was discarded because it had too few uploads, the
-    metrics also state the numbers of uploads and of required uploads.
+    metrics also state how many uploads came and how many were required.
     """
     row: dict[str, Any] = {}
     for key, reasons in ((LOST, played.lost), (REJECTED, played.rejected)):
@@ -201,7 +199,7 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
 
 
 def lost_in_words(row: Mapping[str, Any]) -> list[str]:
-    """Describes the clients whose uploads a round did not use.
+    """Describes the clients whose uploads were not used in a round.
 
     The descriptions are made from the entries that `lost_clients` added to the round's metrics.
     Examples are "lost 0 (crashed)" and "rejected 3 (weight is -1, …)".

@@ -28,7 +28,7 @@ _SHARES = ("accuracy", "dice", "auroc", "f1", "error", "amp", "wlp", "agreement"
 
 
 class RunFolderError(FedsynthError, code="files.run"):
-    """Raised for a folder that is not the folder of a finished run, or whose files are damaged."""
+    """Raised for a folder that is not a finished run's or contains damaged files."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ class Spread(NamedTuple):
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """Returns the folders of the finished runs in a folder, ordered by the time at which the runs
-    began.
+    """Returns the finished runs' folders in a folder, ordered by the runs' start.
 
     If the folder is itself that of a finished run, the list contains only this folder. Otherwise
     the list contains the finished runs directly below it. The order is that of the time stamps in
@@ -177,10 +176,10 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {path}: {one_line(error)}") from None
     if not isinstance(summary, dict):
-        raise RunFolderError(f"{path} is not a run's summary: the content must be a JSON object")
+        raise RunFolderError(f"{path} is not a run's summary: the content is not a JSON object")
     for key, declaration in disclosed.SUMMARY.items():
         if key in summary and not declaration.fits(summary[key]):
-            raise RunFolderError(f"{path} is not a run's summary: {key} has a wrong type")
+            raise RunFolderError(f"{path} is not a run's summary: the type of {key} is wrong")
     return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 
@@ -209,7 +208,7 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
 def read_rows(file: Path) -> list[dict[str, Any]]:
     """Reads the metrics of the rounds from a file such as metrics.jsonl, which may be missing.
 
-    If the run was killed while the last line was written, this incomplete line is skipped.
+    An incomplete last line, from a killed run, is skipped.
 
     Raises:
         RunFolderError: the file cannot be read, or a line does not contain a round's metrics.
@@ -219,8 +218,9 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         rows = list(map(decode_json, text.split("\n")[:-1]))
     except (OSError, ValueError) as error:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
-    if not all(isinstance(row, dict) and type(row.get("round")) is int for row in rows):
-        raise RunFolderError(f"{file} is damaged: a line does not contain a round's metrics")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict) or type(row.get("round")) is not int:
+            raise RunFolderError(f"{file} is damaged: line {number} does not name its round")
     return rows
 
 
@@ -230,7 +230,7 @@ def is_share(metric: str) -> bool:
 
 
 def words_of(metric: str) -> str:
-    """Returns a metric's name in words, for the axis of a plot or a heading. For example,
+    """Returns a metric's name in words for a plot axis or heading. For example,
     "local.amp" becomes "local amp".
     """
     return metric.replace("_", " ").replace(".", " ")
@@ -242,7 +242,7 @@ def percent(value: float | None) -> str:
 
 
 def auroc_text(measures: Mapping[str, Any]) -> str:
-    """Returns the AUROC of a run or a domain as text, which may be that it is undefined.
+    """Returns the AUROC for a run or domain as text, or that it is undefined.
 
     >>> auroc_text({"auroc": 0.75}), auroc_text({"auroc": None}), auroc_text({})
     ('75.00 %', 'undefined', '–')

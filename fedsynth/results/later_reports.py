@@ -1,4 +1,4 @@
-"""Builds the privacy reports that the run itself did not write.
+"""Builds privacy reports that the run itself did not write.
 
 These are the report of a run that was killed, and the report that a data owner keeps about the
 client's own ledger. This module also verifies the second one.
@@ -51,12 +51,12 @@ def unfinished_report(
         return owner_report(folder, ledger=ledger, method=method)
     if not (folder / run_folder.PRIVATE_START).exists():
         reason = "The run had no differential privacy, or ended before its first release"
-        raise PrivacyError(f"{folder} lacks {run_folder.PRIVATE_START}. {reason}")
+        raise PrivacyError(f"{folder} does not contain {run_folder.PRIVATE_START}. {reason}")
     with report_file.damage_as_error(f"the run in {folder} is damaged"):
         run = private_run.read_run(folder, method)
         files, _ = private_run.ledger_files(folder, run, ledger)
         if files is None:
-            raise PrivacyError(f"{folder} has no ledgers. State their folder with --ledger DIR")
+            raise PrivacyError(f"{folder} contains no ledgers. Name their folder with --ledger DIR")
         histories = [read_ledger(files / f"{name}.jsonl").history() for name in run.start.ledgers]
         plan = rebuild_plan(run, {history.client: history.releases for history in histories})
         facts = report_facts(plan, len(run.rows), run.resumptions, run.start, abandoned=True)
@@ -74,14 +74,14 @@ def owner_problems(
     """
     run, owner = _owner_run(folder, method)
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
-        raise PrivacyError(f"the report's client differs from that in {run_folder.PRIVATE_START}")
+        raise PrivacyError(f"the report's client is not the one in {run_folder.PRIVATE_START}")
     [(client, start)] = run.start.ledgers.items()
     if ledger is None:
         ledger = folder.resolve().parents[1]
     ledger_rows = report_file.read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
     if not ledger_rows.begins_with(client, start):
-        text = f"the ledger of {client} is not the ledger with which the run began"
+        text = f"{client}'s ledger is not the one with which the run began"
         problems.append(Problem("ledger.chain", text))
     rows = ledger_rows.rows[client]
     new_rows = rows[start.rows :]
@@ -90,7 +90,7 @@ def owner_problems(
     for round_number in plan.participation.rounds_of(owner.client, plan.run.rounds):
         planned.update(plan.client_rows(owner.client, replace(run.context, round=round_number)))
     if new_rows and planned.isdisjoint(new_rows):
-        text = "the ledger has new rows, but this run's settings charge none of them"
+        text = f"{client}'s ledger contains new rows, but the run's settings charge none of them"
         problems.append(Problem("ledger.rows", text))
     facts = _owner_facts(run, owner, rows)
     problems += report_problems(report, facts, ledger_rows, run.start.ledgers)
@@ -123,9 +123,9 @@ def _owner_run(folder: Path, method: type[Method] | None) -> tuple[PrivateRun, O
     owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(f"{OWNER} names client {number} and round {rounds}, which the run lacks")
+        raise PrivacyError(f"{OWNER} names client {number} or round {rounds}, unknown to the run")
     if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("the report must be that of exactly one client of a run over a network")
+        raise PrivacyError("the report is not that of a single client in a run over a network")
     return run, owner
 
 
@@ -139,7 +139,7 @@ def _owner_facts(run: PrivateRun, owner: Owner, rows: Sequence[Release]) -> Repo
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
-    """Returns the privacy plan from which the releases of a data owner's client were charged.
+    """Returns the privacy plan for charging a data owner's client.
 
     The plan has the σ that the server stated.
     """

@@ -1,7 +1,7 @@
 """Logs the rounds of a run to TensorBoard or Weights & Biases.
 
-The loggers receive the same values as metrics.jsonl. For a private run, these exclude the values
-that only a simulation may show. The loggers add a time stamp to each entry, and the duration of a
+The loggers receive the same values as metrics.jsonl. For a private run, values that only a
+simulation may show are excluded. The loggers add a time stamp to each entry, and the duration of a
 round may reveal something about private data. The logs are therefore written outside the run
 folder, and a private run prints a warning.
 """
@@ -87,7 +87,7 @@ class Several(Observer):
 
 
 class Logger(Observer):
-    """Base class of the loggers, which copy the metrics of a run to another tool.
+    """Base class for loggers, which copy a run's metrics to another tool.
 
     Args:
         base: the parent folder of the logs. Each logger writes into its own folder below it.
@@ -125,7 +125,9 @@ class Logger(Observer):
         try:
             yield
         except ImportError:
-            raise OutputError(f"logging needs pip install 'fedsynth[{self.name}]'") from None
+            raise OutputError(
+                f"{self.name} is missing: pip install 'fedsynth[{self.name}]'"
+            ) from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
             raise OutputError(f"cannot log to {self.name}: {reason}") from error

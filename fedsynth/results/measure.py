@@ -220,7 +220,7 @@ class Measure:
 def _model_accuracies(
     uploads: Mapping[int, Message], context: RoundContext, test: ImageData
 ) -> list[float | None]:
-    """Returns the accuracy of each client's uploaded model, or None if it uploaded no whole model."""
+    """Returns the accuracy of each client's uploaded model, or None without a whole model."""
     accuracies: list[float | None] = [None] * context.clients
     for client, upload in uploads.items():
         names = context.architecture_of(client).state_dict().keys()

@@ -1,4 +1,4 @@
-"""Reads the folder of a private run. The folder is untrusted input."""
+"""Reads a private run's folder, which is untrusted input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, m
 
 @dataclass(frozen=True)
 class PrivateRun:
-    """The content of the folder of a private run, after its types were checked.
+    """The type-checked content of a private run's folder.
 
     In the folder of a data owner's report, the files for the attributes after `start` do not exist,
     so these attributes are empty.
@@ -61,7 +61,7 @@ class PrivateRun:
 
     @cached_property
     def context(self) -> RoundContext:
-        """The context of the first round, which describes the run and the data set. It is public."""
+        """The public context of the first round, which describes the run and the data set."""
         return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property
@@ -71,9 +71,7 @@ class PrivateRun:
 
     @property
     def resumptions(self) -> list[Event]:
-        """The events that the privacy report must contain because the run was resumed, one for each
-        resumption.
-        """
+        """The privacy report's expected events, one for each resumption."""
         return [Event(kind="resumed", rounds_done=number) for number in self.resumed]
 
 
@@ -86,15 +84,15 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     run = read_start(folder, method)
     clients, started = run.settings.partition.clients, len(run.start.ledgers)
     if clients != started:
-        text = f"config.toml has {clients} clients, but {PRIVATE_START} has {started}"
+        text = f"config.toml sets {clients} clients, but {PRIVATE_START} lists {started}"
         raise PrivacyError(text).with_code(CONFIG)
     rows = _metrics(folder / METRICS, disclosed.declared_row(type(run.settings.method)))
     resumed = run_folder.resumed_rounds(folder)
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         text = (
-            f"{RESUMED} states that the run was resumed after round {resumed[-1]}, but the last "
-            f"round after which the run can have been resumed is {limit}"
+            f"{RESUMED} states a resumption after round {resumed[-1]}, but the last possible one "
+            f"is after round {limit}"
         )
         raise PrivacyError(text).with_code(RESUMED)
     summary = None
@@ -130,7 +128,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """Returns the specification of a run's data set, and whether the data set is a custom one."""
+    """Returns the specification of a run's data set, and whether it is a custom one."""
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
@@ -163,7 +161,7 @@ def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Pa
     run.
 
     The folder is None if the ledgers cannot be read here. Ledgers in the run folder belong only to
-    this run. A ledger that is kept for several runs may have grown since this run ended.
+    this run. A ledger kept for several runs may have grown since the run's end.
     """
     if run.networked:  # its clients keep their ledgers
         return ledger, False

@@ -110,8 +110,8 @@ def _description(plan: PrivacyPlan) -> list[str]:
 
 
 def noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns a warning if the noise exceeds the largest possible signal of a release. It depends
-    only on public sizes.
+    """Returns a warning, from public sizes only, if noise exceeds a release's largest possible
+    signal.
     """
     if not plan.facts.guaranteed:
         return []
@@ -225,8 +225,7 @@ def report_facts(
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> figures.ReportFacts:
-    """Returns the facts that a run's privacy report states in addition to the content of the
-    ledgers.
+    """Returns the facts in a run's privacy report that are not in the ledgers.
 
     Args:
         plan: the run's plan.
@@ -287,7 +286,7 @@ def report_facts(
 
 
 def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
-    """Returns how many clients' uploads are at least added up before the server sees the sum.
+    """Returns the minimum number of clients in a sum that the server sees.
 
     Returns 0 if the server sees the upload of each client.
     """
@@ -301,7 +300,7 @@ def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
 def owner_facts(
     plan: PrivacyPlan, k: int, history: History, rounds: int, start: figures.Start, *, secret: bool
 ) -> figures.ReportFacts:
-    """Returns the facts that a data owner's report states in addition to the owner's ledger.
+    """Returns the facts in a data owner's report that are not in the owner's ledger.
 
     Args:
         plan: the run's plan.
@@ -418,9 +417,7 @@ def _settings_text(run: RunSettings, section: str) -> str:
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
-    """Describes the data set in the report by its name, and states which part of the data set is
-    public.
-    """
+    """Names the data set in the report, and states which part of it is public."""
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
@@ -445,7 +442,7 @@ IN_SIMULATION = "in the folder simulation_only and some error messages, and outs
 
 
 def accesses(plan: PrivacyPlan, test: str, *, simulated: bool = True) -> list[figures.Access]:
-    """Returns the list of all accesses to private data, which the privacy report contains.
+    """Returns the privacy report's list of all accesses to private data.
 
     Args:
         plan: the run's plan.
@@ -503,7 +500,7 @@ DATA_PATHS = (
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
-    """Returns the versions of the software that made a run, and a hash of all settings of the run.
+    """Returns the software versions that made a run, and a hash of all its settings.
 
     For custom images, the hash does not cover paths and names of columns, because they
     could be guessed from a hash.

@@ -1,7 +1,7 @@
 """Writes the run folder, which contains all files of a run.
 
 While the run lasts, the name of the folder ends in `.incomplete`. When all files are on the disk,
-the folder is renamed as the last step. A folder without this suffix is therefore complete, even
+the folder is renamed as the last step. A folder without the suffix is therefore complete, even
 after a power cut.
 
     config.toml          all settings of the run; --config reads them
@@ -10,7 +10,7 @@ after a power cut.
     model.safetensors    the global model
     synthetic.safetensors, synthetic.png    the synthetic images that clients sent in the last
                          round, or that the server made (client −1)
-    synthetic_by_round/  a picture of the synthetic images of each round
+    synthetic_by_round/  a picture of each round's synthetic images
     artefacts.safetensors    matrices that the server measured (FedHydra's stratification)
     privacy_report.json, .md, .html, ledger/    only with differential privacy
     privacy_start.json   only with differential privacy: the public facts fixed at the start, from
@@ -86,8 +86,7 @@ Sets = list[tuple[int, Tensor, Tensor, Tensor | None]]
 
 
 class RunFolder:
-    """The folder into which a run writes its files. When the run has ended, `finish` renames the
-    folder.
+    """The folder into which a run writes its files. `finish` renames it when the run has ended.
 
     Args:
         base: the parent folder.
@@ -121,7 +120,7 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} has no {CONFIG}, so it is not a run folder")
+            raise OutputError(f"{path} is not a run folder: it contains no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(
                 f"the run in {path} cannot be resumed, because it has finished"
@@ -139,7 +138,7 @@ class RunFolder:
         return folder
 
     def _claim(self) -> None:
-        """Locks the folder until this process ends or calls `finish` or `release`.
+        """Locks the folder until the process ends or calls `finish` or `release`.
 
         The lock prevents two processes from writing the same run.
         """
@@ -148,8 +147,8 @@ class RunFolder:
             self._lock = claim(self.path / LOCK, busy)
 
     def release(self) -> None:
-        """Unlocks the folder, so that another process can resume the run. This object must not
-        write files afterwards.
+        """Unlocks the folder, so that another process can resume the run. Write no files
+        afterwards.
         """
         self._lock.close()
 
@@ -186,22 +185,20 @@ class RunFolder:
             file = self.path / "ledger" / f"{name}.jsonl"
             if not file.is_file():
                 raise OutputError(
-                    f"the ledger {file} is missing, so the run cannot be resumed"
+                    f"cannot resume the run: ledger {file} is missing. Restore it from a backup"
                 ).with_code("files.finished")
 
     @property
     def has_rounds(self) -> bool:
         """True if at least one round of the run has ended.
 
-        This is known from the files that are written after the checkpoint of a round.
+        It is known from the files that are written after a round's checkpoint.
         """
         file = self.path / METRICS
         return (file.exists() and file.stat().st_size > 0) or any(resumed_rounds(self.path))
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
-        """Replaces the files with the metrics of all rounds, so that the metrics of an unfinished
-        round are removed.
-        """
+        """Rewrites the metrics files, without the metrics of an unfinished round."""
         texts = {METRICS: "", HIDDEN: ""}
         for row in rows:
             for name, line in _lines(row).items():
@@ -214,9 +211,7 @@ class RunFolder:
         self._replace(CONFIG, toml)
 
     def write_sources(self, files: Iterable[OwnCode]) -> None:
-        """Copies the files with the user's code into the run folder. The texts are those that were
-        executed.
-        """
+        """Copies the user's code, as it was executed, into the run folder."""
         for file in files:
             with writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
@@ -228,9 +223,7 @@ class RunFolder:
 
     @property
     def has_begun(self) -> bool:
-        """True if the run is private and has written its initial state, privacy_start.json, into
-        the folder.
-        """
+        """True if the run is private and has written its initial state, privacy_start.json."""
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
@@ -328,7 +321,7 @@ def _joined(sets: Sets) -> tuple[Tensor, Tensor]:
 
 
 def _lines(row: Disclosed) -> dict[str, str]:
-    """Returns, for each file with metrics, the text line that this file gets for a round."""
+    """Returns the line that each metrics file gets for a round."""
     rows = {METRICS: row.public}
     if row.simulation_only:
         rows[HIDDEN] = {"round": row.public["round"], **row.simulation_only}
@@ -336,7 +329,7 @@ def _lines(row: Disclosed) -> dict[str, str]:
 
 
 def private_start(folder: Path) -> Start:
-    """Reads privacy_start.json, which contains the facts that a private run recorded when it began.
+    """Reads privacy_start.json, which a private run wrote at its start.
 
     Raises:
         PrivacyError: privacy_start.json is missing or damaged.
@@ -354,7 +347,7 @@ def resumed_rounds(folder: Path) -> list[int]:
         return []
     rounds = read_part(folder / RESUMED, "list of resumptions", Resumptions).after_rounds
     if rounds != sorted(rounds):
-        text = f"{RESUMED} is damaged: its round numbers must not decrease"
+        text = f"{RESUMED} is damaged: round numbers decrease in {rounds}"
         raise PrivacyError(text).with_code(f"files.{RESUMED}")
     return rounds
 
@@ -380,7 +373,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Waits until all files in a folder, and the entries of the folder, are on the disk."""
+    """Waits until a folder's files and entries are on the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             # Windows writes only files to the disk that are open for writing

@@ -95,7 +95,7 @@ def duration(seconds: float) -> str:
 
 
 def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
-    """Formats the accuracies of a round or of a run, as pairs of a name and a value.
+    """Formats the accuracies in a round or run as (name, value) pairs.
 
     Args:
         row: the metrics of a round, or the summary of a run.

@@ -87,9 +87,7 @@ class RunResult:
 
 
 def own_sources(settings: RunSettings) -> dict[str, OwnCode]:
-    """Returns the user's Python files from which the method, the model and the feature maps of a
-    run were loaded.
-    """
+    """Returns the user's Python files for a run's method, model and feature maps."""
     labels = {"method": own_label(settings.method.name), "model": settings.model.name}
     for number, name in enumerate(settings.model.client_names):
         labels[f"client model {number}"] = name
@@ -240,7 +238,7 @@ class RunRecord:
         return start_facts(plan, histories, test, run, self.warnings, simulated=self.simulated)
 
     def go_on(self, folder: RunFolder, rows: Sequence[dict[str, Any]]) -> None:
-        """Takes over the metrics of the finished rounds when a run is resumed.
+        """Restores the finished rounds' metrics when a run is resumed.
 
         Args:
             folder: the run folder.
@@ -257,7 +255,7 @@ class RunRecord:
             self.events.append(Event(kind="resumed", rounds_done=number))
 
     def is_evaluated(self, number: int) -> bool:
-        """Returns whether the models are measured after the round with this number."""
+        """Returns whether the models are measured after a round."""
         return number % self.settings.evaluate_every == 0 or number == self.settings.rounds
 
     def row(
@@ -324,7 +322,7 @@ class RunRecord:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """Sentences that describe how the run deviated from its plan."""
+        """Sentences on how the run deviated from its plan."""
         cap = None if self.plan is None else self.plan.privacy.epsilon
         rounds = self.settings.rounds
         return tuple(event_text(e, rounds, cap, simulated=self.simulated) for e in self.events)
@@ -489,8 +487,7 @@ class RunRecord:
     def _allowed(
         self, values: Mapping[str, Any], declared: disclosed.Declared | None
     ) -> disclosed.Disclosed:
-        """Separates the values of metrics or a summary that may be shown from those that only a
-        simulation may show.
+        """Separates values that may be shown from those that only a simulation may show.
 
         In a run over a network, the values that only a simulation may show are dropped."""
         metrics = disclosed.disclosed(values, declared)

@@ -64,8 +64,7 @@ class Architecture:
 
     @property
     def teaches(self) -> bool:
-        """True if the model can be the teacher of a student, which means that it labels the
-        student's training images.
+        """True if the model can teach a student by labelling its training images.
 
         A model that learned only from the synthetic images cannot be a teacher.
         """
@@ -86,12 +85,12 @@ class Architecture:
 
     @property
     def takes_model(self) -> bool:
-        """True if the settings in the section "model" determine the network, and not the method."""
+        """True if the section "model", and not the method, determines the network."""
         return self.run is None or not isinstance(self.run.method, OwnNetwork)
 
     @property
     def custom_parts(self) -> dict[str, str]:
-        """The names of the custom model, feature map and method from which the network is built.
+        """The names of the network's custom model, feature map and method.
 
         The keys are "model", "features" and "method". A part that is not custom has no entry.
         """
@@ -154,7 +153,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
-            raise OutputError("the images or classes of the model exceed the limits of fedsynth")
+            raise OutputError(f"{spec.classes} classes of {spec.image_shape} images are too large")
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
@@ -162,12 +161,12 @@ class Architecture:
             architecture = cls(spec, registry.ModelSettings(**sections["model"]))
         count = architecture.count() or 0
         if count > parameters:
-            raise OutputError(f"the file has {parameters:,} of the network's {count:,} parameters")
+            raise OutputError(f"the file contains {parameters:,} of {count:,} network parameters")
         return architecture
 
 
 def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the part of a run's settings that determines the run's network."""
+    """Returns the part of a run's settings that determines its network."""
     names = ("method", "method_source")
     run = {key: value for key, value in sections["run"].items() if key in names}
     return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
@@ -224,7 +223,7 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(f"{file} does not state the architecture of its model")
+        raise OutputError(f"{file} is not a model file: it states no architecture")
     try:
         parameters = sum(map(Tensor.numel, weights.values()))
         architecture = Architecture.from_metadata(metadata, method, parameters)
@@ -236,14 +235,14 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     if not same:
         parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
-            f"{file} cannot be used: the outputs of the network for public images differ from "
-            f"those in the file. Probably {parts} had other weights when the file was written"
+            f"{file} cannot be used: the network's outputs for public images do not match those "
+            f"in the file. Use {parts} with the weights at the time of writing"
         ).with_code("files.model")
     return network.eval(), architecture
 
 
 def computes(network: nn.Module, spec: DatasetSpec, logits: str) -> bool:
-    """Returns True if a network computes the outputs that the metadata of a model file states.
+    """Returns True if a network reproduces the outputs in a model file's metadata.
 
     Args:
         network: the network.
@@ -264,8 +263,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Returns rounded log-probabilities of a network for public images, from which the network can
-    be recognised later. In segmentation, they are those of the logits' means over pixels.
+    """Returns a network's rounded log-probabilities for public images, which identify it later. In
+    segmentation, logits are averaged over pixels.
     """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training
@@ -327,8 +326,8 @@ def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Modul
         return read_model(source, method)
     if not (source / MODEL).is_file():
         raise OutputError(
-            f"{source} must be a model file, the folder of a finished run, or a folder that was "
-            "exported with the run's model (--with-model)"
+            f"{source} is neither a model file nor a finished run's folder nor an export with a "
+            "model (--with-model)"
         ).with_code("files.model")
     if (source / SUMS).is_file():
         check_hashes(source)

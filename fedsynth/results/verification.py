@@ -106,7 +106,7 @@ def _verified(
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if run_folder.PRIVATE_START in missing and (folder / SUMS).is_file():
         raise PrivacyError(
-            f"the report in {folder} cannot be verified, because an export has no settings and "
+            f"the report in {folder} cannot be verified, as an export contains no settings or "
             f"ledgers. Verify the run folder. To check the export's files, run sha256sum -c {SUMS}"
         )
     page_differences, notes = page_problems(report, folder)
@@ -171,7 +171,7 @@ def _ended_early(charges: Charges) -> bool:
 
 
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
-    """Returns the events that the privacy report must state because the run deviated from its plan.
+    """Returns the privacy report's expected events, in which the run deviated from its plan.
 
     In a run over a network, the reasons for the events are taken from the report. In a simulation,
     the limit on ε explains an early end. If other runs have charged the ledgers since the early
@@ -201,8 +201,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if an event may have happened which states that a client did not send its
-    ledger.
+    """Returns True if a client may have failed to send its ledger, as an event states.
 
     It may have happened if the client did not answer in the rounds of the event, or if these rounds
     were interrupted.
@@ -219,9 +218,7 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Returns an event with the reason that the report states for the event, if the report states
-    one.
-    """
+    """Returns an event with the report's reason for it, if there is one."""
     for event in stated:
         matches = event.model_copy(update={"why": None}) == expected
         if matches and event.why is not None and _REASON.fullmatch(event.why):
@@ -251,8 +248,8 @@ def _figure_problems(charges: Charges) -> list[Problem]:
 
 
 def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
-    """Yields a problem for each metric of a round that a run with these settings cannot have
-    measured. No ledger has the hash of the files of a killed run.
+    """Yields a problem for each metric in a round that the run's settings exclude. A killed run's
+    file hashes are in no ledger.
     """
     run = charges.run
     method = run.settings.method
@@ -260,21 +257,21 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in names:
-            yield f"has metrics of a model {name!r:.40}, which the method does not make"
+            yield f"contains metrics of model {name!r:.40}, which the method does not make"
         for problem in undeclared(variant, MEASURED):
             yield f"{problem} (in the metrics of the model {name!r:.40})"
     for values in (row, *models.values()):
         if run.start.test_images != run_data.PUBLIC and values.keys() & set(ON_TEST):
-            yield f"has an accuracy on test images of kind {run.start.test_images!r}"
+            yield f"contains an accuracy on {run.start.test_images!r} test images"
         keys = (*(names.domains for names in NAMES.values()), DOMAIN_MEASURES)
         domains = {domain for key in keys for domain in values.get(key, ())}
         if not domains <= set(run.spec.domains):
-            yield "has an accuracy for a domain that the data set does not have"
+            yield "contains an accuracy for a domain that is not in the data set"
     sizes = row.get("client_upload_bytes", [])
     active = charges.plan.participation.in_round(row["round"])
     total = row.get("upload_bytes")  # a pixel has one byte, other values have more
     if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
-        yield "has upload sizes that contradict each other"
+        yield "contains contradictory upload sizes"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]:
@@ -353,7 +350,7 @@ def _file_problems(
     noted = report_file.hash_of_files(report["files"])
     for holder, hashes in _noted_hashes(folder, charges).items():
         if hashes != [noted]:  # a second line could state the hash of other files
-            text = f"the ledger of {holder} does not have the hash of the files in the report"
+            text = f"the ledger of {holder} does not contain the hash of the report's files"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
     sources = {file.name: file_hash(file) for file in folder.glob("sources/*")}
@@ -361,7 +358,7 @@ def _file_problems(
 
 
 def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
-    """Returns the hashes that this run has noted in each ledger which must have one."""
+    """Returns the hashes noted by this run in each ledger that must contain one."""
     run = charges.run
     if run.networked:
         try:
@@ -379,7 +376,7 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
 
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
-    """Returns a problem for each file that no run writes. Such a file could hold anything."""
+    """Returns a problem for each file that no run writes and that could hold anything."""
     allowed = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
     try:
         names = plain_files(folder, leave_out=[EXCLUDED])
@@ -389,6 +386,6 @@ def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
     for name in names:
         patterns = [p for p in allowed if p.count("/") == name.count("/")]
         if not any(fnmatchcase(name, pattern) for pattern in patterns):
-            text = f"{short_repr(name)} is no file of a run. Move it out of the run folder"
+            text = f"{short_repr(name)} is not a run's file. Move it out of the run folder"
             problems.append(Problem("files", text))
     return problems

@@ -81,12 +81,11 @@ def export_run(
     with_model: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
-    """Writes the part of a finished run that may be released into a new folder.
+    """Writes the releasable part of a finished run into a new folder.
 
     The folder contains the synthetic images, their privacy report and hashes of the files. It
     contains no ledgers, no paths or names from the run, and no number about the private data that
-    the report does not state. Settings are included only with the model: those of the model and of
-    its method.
+    the report does not state. Settings are included only with the model: its own and its method's.
 
     Args:
         run: the run folder.
@@ -147,7 +146,7 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} has no images, because {name} makes none")
+        raise OutputError(f"the run in {folder} contains no images, because {name} makes none")
     synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
@@ -176,7 +175,7 @@ def verified_report(
         PrivacyError: the report does not follow from the run's settings and ledgers.
     """
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{folder} has no summary.json, so it is not a finished run's folder")
+        raise OutputError(f"{folder} is not a finished run's folder: it contains no summary.json")
     report = None
     if (folder / PRIVATE_START).exists():
         problems = verify_run(folder, method=method).problems
@@ -259,7 +258,7 @@ def readme(share: Share) -> str:
 
 
 def folder_names(class_names: Sequence[str]) -> list[str]:
-    """Returns the name of the image folder of each class, in the order of the classes.
+    """Returns each class's image-folder name, in class order.
 
     >>> folder_names(["T-shirt/top", "Trouser"])
     ['00-T-shirt_top', '01-Trouser']

@@ -1,4 +1,4 @@
-"""Compares the synthetic images of a run or of an exported set with real images."""
+"""Compares synthetic images from a run or an exported set with real images."""
 
 from __future__ import annotations
 

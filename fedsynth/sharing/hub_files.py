@@ -112,7 +112,7 @@ def _file(folder: Path, name: str, media_type: str) -> dict[str, Any]:
 
 
 def _field(name: str, kind: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Describes a field of the records by its type, its files and the part of a file."""
+    """Describes a record field by its type, its files and its place in a file."""
     return {
         "@type": "cr:Field",
         "@id": f"examples/{name}",

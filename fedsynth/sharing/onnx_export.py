@@ -114,7 +114,7 @@ def export_onnx(
 
 
 def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
-    """Returns the ONNX program of a network, whose first dimension may have any size."""
+    """Returns a network's ONNX program for any number of images."""
     try:
         import onnxscript  # noqa: F401
         from onnx_ir.passes.common import ClearMetadataAndDocStringPass
@@ -136,9 +136,9 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
     except (RuntimeError, ValueError) as error:
         raise OutputError(
-            "the model cannot be written as ONNX, because ONNX has no form of one of its "
-            "operations, or the code fixes the number of images. Feature maps with scattering have "
-            "such operations: use another map"
+            "the model cannot be exported: ONNX does not support one of its operations (as in "
+            "scattering feature maps), or the code fixes the number of images. Use another "
+            "feature map or model"
         ).with_code("onnx.operation") from error
     # one image instead of three, because code such as `len(images)` may fix the number
     _check_logits(program.model_proto, images[:1], logits[:1])
@@ -146,7 +146,7 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
 
 
 def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
-    """Checks the logits of an ONNX model by onnxruntime or, if it is not installed, by onnx."""
+    """Checks an ONNX model's logits with onnxruntime or, if not installed, with onnx."""
     from onnx.reference import ReferenceEvaluator
 
     session: Any = ReferenceEvaluator  # which is wrong for some pooling
@@ -157,7 +157,7 @@ def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
 
         session = partial(InferenceSession, providers=["CPUExecutionProvider"])
         name, hint = "onnxruntime", ""
-    fault, cause = "computes other logits than PyTorch", None
+    fault, cause = "does not reproduce PyTorch's logits", None
     try:
         (result,) = session(model.SerializeToString()).run(None, {"images": images_NCHW.numpy()})
         if torch.allclose(torch.tensor(result), logits_NC, atol=TOLERANCE, rtol=TOLERANCE):

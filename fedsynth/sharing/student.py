@@ -49,7 +49,7 @@ _FACTS_OF_INPUTS = (
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A network that was trained on a synthetic set, with the facts about its training.
+    """A network trained on a synthetic set, with facts about its training.
 
     Attributes:
         network: the network in evaluation mode. It maps normalised images to logits.
@@ -205,7 +205,7 @@ def student_of_set(
 
 
 def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
-    """Returns the settings of a network that suits the images of a synthetic set.
+    """Returns network settings for a synthetic set's images.
 
     By default, the network is a ConvNet of width 32, or an MLP for vectors and time series.
 
@@ -251,7 +251,7 @@ def _teacher(
 
 
 def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: DatasetSpec) -> None:
-    """Refuses a model that was trained for other images or classes, or for images scaled otherwise.
+    """Refuses a model trained for other images or classes, or for other image scaling.
 
     The labels of such a model would be wrong.
     """
@@ -321,14 +321,14 @@ def real_images(
     loaded = load_dataset(dataset, root, download=download)[1]
     other = loaded.spec
     if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
-        reason = "must have the same image shape and classes as the synthetic set"
+        reason = f"must have the synthetic set's image shape {images.image_shape} and class names"
         raise SettingError("data", "dataset", reason, value=dataset)
     test = ImageData(loaded.images, loaded.labels, images)  # normalised as the synthetic ones are
     return _encoded(test, spec, encoder)
 
 
 def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None) -> ImageData:
-    """Replaces test images by the vectors of the encoder that made a synthetic set's vectors.
+    """Replaces test images with vectors from a synthetic set's encoder.
 
     Images of a set without an encoder are returned unchanged.
     """
@@ -341,7 +341,7 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     features = encoder_map(encoder, test.spec)
     vectors = encode(test, features, torch.device("cpu"))
     if vectors.spec.encoder != spec.encoder:
-        reason = f"must be {expected}, which made the vectors of the set, got {features.name}"
+        reason = f"must be {expected}, which made the set's vectors, got {features.name}"
         raise SettingError("data", "encoder", reason)
     return replace(vectors, spec=spec)
 

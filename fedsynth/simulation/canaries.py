@@ -1,4 +1,4 @@
-"""Canaries, and the scores that an auditor computes for the canaries from a client's releases.
+"""Canaries, and an auditor's scores for canaries, computed from a client's releases.
 
 A canary is a test record. A fair coin decides whether it is included in one client's data. The
 scores show how well the client's releases reveal the results of the coins.
@@ -92,7 +92,7 @@ def finite(rows_ND: Tensor) -> Tensor:
 
 
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
-    """Computes the factors by which clipping scales the rows, as the privacy theorem assumes.
+    """Computes the factor by which clipping shrinks each row.
 
     The factors [N, 1] are computed without the mechanism's code, so that the audit detects a fault
     in that code.
@@ -103,7 +103,7 @@ def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """The unit vectors along which the vectors of canaries point.
+    """The directions of canary vectors, as unit vectors.
 
     Attributes:
         units: the unit vectors [N, K], without the coordinates that are zero for all canaries.
@@ -170,7 +170,7 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices (int64) of the canaries that the coins included in the data.
+        """Returns the indices (int64) of the canaries that coins included in the data.
 
         These canaries come after the other records of the client.
         """
@@ -201,7 +201,7 @@ class Canaries:
         return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
 
     def directions(self, count: int, width: int) -> Directions:
-        """Returns the unit vectors along which the vectors of a group's canaries point.
+        """Returns the directions of a group's canary vectors, as unit vectors.
 
         If the unit vectors are orthogonal, they are the same at every release. Otherwise new ones
         are drawn, so that different pairs of canaries overlap at each release.
@@ -223,7 +223,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's mechanism of releases, which an auditor observes to compute scores of canaries.
+    """A client's mechanism, observed by an auditor who scores the canaries.
 
     Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
     clips long. The sign of the vectors alternates between releases and between rounds, so that
@@ -255,8 +255,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if records != len(self._records):
             raise PrivacyError(
-                f"the method must sample from all {len(self._records)} records of the audited "
-                f"client, but sampled from {records} records"
+                f"the method sampled from {records} of the audited client's {len(self._records)} "
+                "records. Sample from all of them"
             ).with_code("audit.sample")
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
@@ -324,8 +324,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"the method must add all {len(self._canary_of_sampled)} sampled records, but "
-                f"added {self._position}"
+                f"the method added {self._position} of {len(self._canary_of_sampled)} sampled "
+                "records. Add all of them"
             ).with_code("audit.added")
         released = super().release()
         directions = self._directions

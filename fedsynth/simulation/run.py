@@ -117,12 +117,11 @@ class Simulation(ActiveRun):
         return self._private and bool(self.backend.prepare(self.plain_context(1)))
 
     def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
-        """Reads the vectors of the run's feature map from the folder that the settings name.
+        """Reads the run's feature-map vectors from the cache folder in the settings.
 
         Vectors that are not there are computed and stored, except if each pass has one record,
-        since
-        stored vectors are those of full passes. `used` are the positions of the clients' images in
-        `train`.
+        since stored vectors come from full passes. `used` contains the indices of the clients'
+        images in `train`.
         """
         encoder, network = self.settings.encoder, self.context.architecture
         if encoder is None or encoder.encoder or not encoder.encoder_cache:
@@ -225,7 +224,7 @@ class Simulation(ActiveRun):
     # ------------------------------------------------------------------ checkpoints, interruption
 
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-        """Restores the state of the server and the clients from the checkpoint of a resumed run."""
+        """Restores server and client state from a resumed run's checkpoint."""
         completed = 0
         if checkpoint is not None and self.checkpoints is not None:
             completed = checkpoint.round
@@ -237,7 +236,7 @@ class Simulation(ActiveRun):
         super()._restore(folder, checkpoint)
 
     def _store(self, checkpoint: Checkpoint) -> None:
-        """Draws the synthetic images that the clients sent in a round, and writes the checkpoint.
+        """Draws a round's synthetic images from the clients, and writes the checkpoint.
 
         The picture comes first, because the checkpoint marks the round as finished.
         """
@@ -248,7 +247,7 @@ class Simulation(ActiveRun):
             self.checkpoints.keep(checkpoint, self.backend.clients, self.context.device)
 
     def _spent(self) -> str:
-        """Describes how much ε the clients have spent so far.
+        """Describes the ε that clients have spent so far.
 
         Returns an empty string if the run has no privacy guarantee.
         """
@@ -307,7 +306,7 @@ class Simulation(ActiveRun):
 
 
 def _may_share(settings: RunSettings) -> bool:
-    """Returns True if a run with these settings can share trained clients with other runs.
+    """Returns True if a run's settings allow sharing trained clients with other runs.
 
     The run must have one round, and neither differential privacy nor custom code. The settings then
     identify the trained clients.

@@ -138,7 +138,7 @@ def simulate(
 
 
 def _require_settings(settings: object) -> None:
-    """Raises SettingError if the settings of a run are another object, such as a dict."""
+    """Raises SettingError if `settings` is another object, such as a dict."""
     if not isinstance(settings, RunSettings):
         reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
         raise SettingError(None, "settings", reason + short_repr(settings))

@@ -3,7 +3,7 @@
 When a run opens the folder, each client's records must be those for which its ledger was charged.
 
 A privacy budget belongs to records, not to a client's name or number. For each client the folder
-keeps a keyed hash of every record for which its ledger was used. From these hashes the folder
+keeps a keyed hash of every record for which its ledger was used. From the hashes, the folder
 detects that the same records come from a client with another name, that a client's data set has
 changed, or that a record has moved to another client. The files are:
 
@@ -49,12 +49,12 @@ MAX_RECORDS_BYTES = 2**34
 
 
 def default_names(clients: int) -> tuple[str, ...]:
-    """Returns the default names of clients, which are client-000, client-001, …"""
+    """Returns the clients' default names: client-000, client-001, …"""
     return tuple(f"client-{k:03d}" for k in range(clients))
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Checks the declared names of the clients, which are also the names of the ledgers' files.
+    """Checks the clients' declared names, which also name the ledger files.
 
     Returns:
         The names as a tuple.
@@ -93,7 +93,7 @@ class LedgerFolder:
         records: Callable[[bytes], Sequence[Digests]],
         dataset: str,
     ) -> list[Ledger]:
-        """Opens the ledger of each client of a run. Missing ledgers are created.
+        """Opens the ledgers of a run's clients, and creates missing ones.
 
         Args:
             names: the declared names of the clients. None uses `default_names`.
@@ -129,7 +129,7 @@ class LedgerFolder:
 
     @contextmanager
     def _confirmed(self, name: str, records_by_client: Mapping[str, Records]) -> Iterator[None]:
-        """Checks the records again before the first charge of a ledger.
+        """Checks the records again before a ledger's first charge.
 
         Another run may have opened the ledger for other records in the meantime. When the runs
         opened it, neither could notice the other, because nothing had been charged yet.
@@ -137,8 +137,8 @@ class LedgerFolder:
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"another run has opened ledger {self._file(name)} with different records after "
-                    "this run opened the ledger. Start this run again"
+                    f"another run opened ledger {self._file(name)} with different records after "
+                    "this run. Start this run again"
                 ).with_code("ledger.lock")
             self._check(name, index, records_by_client)
             yield
@@ -159,14 +159,15 @@ class LedgerFolder:
         """
         for orphan in sorted(_orphaned_lists(self.path / PRIVATE, self.ledgers())):
             raise LedgerError(
-                f"a ledger is missing in folder {self.path}. {_restore_hint(orphan)}"
+                f"folder {self.path} is missing a ledger whose record hashes it contains. "
+                f"{_restore_hint(orphan)}"
             ).with_code("ledger.missing")
 
     def carry_over(self, client: str) -> int:
-        """Declares that the data set of a client has changed.
+        """Declares that a client's data set has changed.
 
-        The releases in the ledger then count for all records of the client's next run. For new
-        records this overestimates ε. For the records for which the ledger was charged it is exact.
+        The releases in the ledger then count for all records of the client's next run. The ledger's
+        ε is exact for records charged before, and too large for new ones.
 
         Returns:
             The number of releases in the ledger.
@@ -177,8 +178,8 @@ class LedgerFolder:
         ledgers = self.ledgers()
         if client not in ledgers:
             raise LedgerError(
-                f"folder {self.path} has no ledger of client {client!r}. Clients with a ledger: "
-                f"{', '.join(ledgers) or 'none'}"
+                f"folder {self.path} contains no ledger for client {client!r}, only for "
+                f"{', '.join(ledgers) or 'no client'}. Check the name"
             ).with_code("ledger.client")
         ledgers[client].carry_over()
         return len(ledgers[client].releases)
@@ -189,9 +190,8 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.lines.records:
             raise LedgerError(
-                f"the records of ledger {self._file(name)} are unknown, because the ledger was copied "
-                f"from a run folder. To assign it to the records of client {name!r}, run "
-                f"{self._command(name)}"
+                f"ledger {self._file(name)} was copied from a run folder without its record list. "
+                f"To assign the records of client {name!r} to it, run {self._command(name)}"
             ).with_code("ledger.rows")
 
     def _command(self, name: str) -> str:
@@ -200,7 +200,7 @@ class LedgerFolder:
     def _check(
         self, name: str, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
-        """Checks that a client's records are those of its ledger and of no other ledger.
+        """Checks that a client's records match its own ledger and are in no other ledger.
 
         Raises:
             LedgerError: the records differ from those for which the ledger was charged, or another
@@ -218,22 +218,21 @@ class LedgerFolder:
         self._refuse_moved(name, new, index, records_by_client)
         for record in new.keys() & index.orphans.keys():
             raise LedgerError(
-                f"the ledger for records of client {name!r} is missing in folder {self.path}. "
+                f"folder {self.path} is missing the ledger for the records of client {name!r}. "
                 f"{_restore_hint(index.orphans[record])}"
             ).with_code("ledger.missing")
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
-                f"client {name!r} has {new.total()} records that are not in ledger "
-                f"{self._file(name)}, and {gone} records of the ledger are missing. Use the records "
-                "of the ledger, or give the client a name without a ledger. If the data set has "
-                f"changed, run {self._command(name)}"
+                f"the records of client {name!r} do not match ledger {self._file(name)}: "
+                f"{new.total()} are new and {gone} are missing. Use the ledger's records, rename "
+                f"the client or, if the data set has changed, run {self._command(name)}"
             ).with_code("ledger.new_records")
 
     def _refuse_moved(
         self, name: str, new: Records, index: _RecordIndex, records_by_client: Mapping[str, Records]
     ) -> None:
-        """Checks that the new records of a client are not those of another client's ledger.
+        """Checks that none of a client's new records is in another client's ledger.
 
         Raises:
             LedgerError: another ledger was charged for some of the records, or the records of
@@ -254,10 +253,10 @@ class LedgerFolder:
                 index.current(other)  # refuses a missing list, which cannot be compared
             if moved[other]:
                 raise LedgerError(
-                    f"{moved[other]} records of client {name!r} belong to ledger "
-                    f"{self._file(other)}. Remove these records, or divide them as the earlier run "
-                    "did, such as by site (train) or as one owner (synthesize). In Python, pass "
-                    "the names of the ledgers to simulate(names=...)"
+                    f"{moved[other]} records of client {name!r} are already in ledger "
+                    f"{self._file(other)}. Remove these records, or divide the data as the "
+                    "earlier run did: by site (train) or as one owner (synthesize). In Python, "
+                    "pass the ledgers' names to simulate(names=...)"
                 ).with_code("ledger.moved_records")
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -311,7 +310,7 @@ class LedgerFolder:
             ) from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Checks that no ledger in the folder was charged, before a new key is created.
+        """Refuses to create a new key if a ledger in the folder was already charged.
 
         The key with which the records of such a ledger were hashed is missing.
 
@@ -323,12 +322,12 @@ class LedgerFolder:
             if ledger.bound:
                 raise LedgerError(
                     f"key {path} is missing. Restore the key from a backup, or run "
-                    f"{self._command(name)} to confirm that the records of the client are the same"
+                    f"{self._command(name)} to confirm that the client's records are unchanged"
                 ).with_code("ledger.key")
 
 
 class _RecordIndex:
-    """The hashes of all records for which the ledgers in a folder are or were used.
+    """The hashes of all records, current and earlier, of a folder's ledgers.
 
     Attributes:
         folder: the private folder, which has a file with the hashes of each record set.
@@ -356,7 +355,7 @@ class _RecordIndex:
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """Computes a keyed hash of a client's name and records, which does not depend on the order.
+        """Computes a keyed hash of a client's name and records in any order.
 
         The hash includes the name, so that hashes do not reveal that two clients have the same
         records or that both have none.
@@ -382,7 +381,7 @@ class _RecordIndex:
             records = self._list(ledger.lines.records[-1]) if ledger.lines.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
-                    f"the list of the records of client {name!r} is missing or damaged. Restore "
+                    f"the record list of client {name!r} is missing or damaged. Restore "
                     f"{self.folder / ledger.lines.records[-1]} from a backup"
                 ).with_code("ledger.missing")
             self._current[name] = records or Counter()
@@ -396,7 +395,7 @@ class _RecordIndex:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the files of record hashes to which no ledger of the folder refers."""
+    """Returns the record-hash files to which no ledger in the folder refers."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.lines.records)

@@ -9,7 +9,7 @@ If the ledger is in a folder that is kept across runs, its header also contains 
 client's records (`fedsynth.privacy.ledger.folder`). Lines with the key `entry` are notes, for
 example that the records have changed.
 
-Each line contains a hash over itself and all lines before it, so that edits are detected. This
+Each line contains a hash over itself and all lines before it, so that edits are detected. The chain
 protects against accidents and careless repairs. It does not detect that whole lines at the end are
 missing, as in an old copy, or that the owner of the file has computed all hashes again. Reports of
 earlier runs state how many rows the ledger had, and the hash over them, which differs if rows were
@@ -54,7 +54,7 @@ RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files
 
 @dataclass(frozen=True)
 class Lines:
-    """The content of a ledger file, up to the position that has been read.
+    """The content of a ledger file up to the read position.
 
     Attributes:
         client: the client's name. Empty before the header is read.
@@ -102,7 +102,7 @@ def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 
 
 def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
-    """Reads and checks the lines that follow the part of a ledger file that has been read.
+    """Reads and checks the lines after the read position of a ledger file.
 
     Args:
         lines: the content that has been read so far.
@@ -127,7 +127,7 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
     releases = list(lines.releases)
     chains = list(lines.chains)
     for number, line in enumerate(data.splitlines()):
-        entry, chain = _decode(line, lines.chain, path)
+        entry, chain = _decode(line, lines.chain, len(releases), path)
         if lines.size == 0 and number == 0:
             lines = _header(entry, client, path)
             chains.append(chain)
@@ -141,7 +141,7 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
     return replace(lines, releases=tuple(releases), chains=tuple(chains), size=size)
 
 
-def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any], str]:
+def _decode(line: bytes, chain: str, rows: int, path: Path | None) -> tuple[dict[str, Any], str]:
     """Decodes a line and checks its hash.
 
     Returns:
@@ -150,14 +150,15 @@ def _decode(line: bytes, chain: str, path: Path | None) -> tuple[dict[str, Any],
     try:
         entry = decode_json(line)
         if not isinstance(entry, dict):
-            raise ValueError("a line must be a JSON object")
+            raise ValueError("the line is not a JSON object")
     except ValueError as error:
-        raise LedgerError(f"ledger {path} has a line that is not valid JSON: {error}") from error
+        raise LedgerError(f"ledger {path} is damaged after release {rows}: {error}") from error
     stated = entry.pop("chain", None)
     expected = encode(entry, chain)[1]
     if stated != expected:
         raise LedgerError(
-            f"ledger {path} was edited: a hash is wrong. Restore it from a backup"
+            f"ledger {path} was edited: the hash after release {rows} does not match. Restore the "
+            "ledger from a backup"
         ).with_code("ledger.edited")
     entry.pop("random", None)
     return entry, expected
@@ -168,15 +169,15 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(f"{path} is not a ledger of schema {LEDGER_SCHEMA}, which fedsynth reads")
+        raise LedgerError(f"{path} does not begin with the header of ledger schema {LEDGER_SCHEMA}")
     if client is not None and owner != client:
-        raise LedgerError(f"ledger {path} belongs to {short_repr(owner)}, not {short_repr(client)}")
+        raise LedgerError(f"{path} is the ledger of {short_repr(owner)}, not {short_repr(client)}")
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
 
 def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
-    """Adds a note to the content that has been read. A note is a line that is not a release.
+    """Adds a note, which is a line other than a release, to the read content.
 
     Args:
         lines: the content before the line.
@@ -199,7 +200,9 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             charged=(*lines.charged, new) if rows else (new,),
             may_change=False,
         )
-    raise LedgerError(f"ledger {path} has a line of an unknown kind. Use the version that wrote it")
+    raise LedgerError(
+        f"ledger {path} contains an unknown entry after release {rows}. Update fedsynth"
+    )
 
 
 def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
@@ -210,7 +213,7 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
-    """Allows every release. It is the default check of `Ledger.charge`."""
+    """Allows every release: the default check of `Ledger.charge`."""
 
 
 class Ledger:
@@ -271,7 +274,7 @@ class Ledger:
         raise TypeError("a ledger cannot be copied, because a copy would not see later charges")
 
     def check_dataset(self, dataset: str) -> None:
-        """Checks that the ledger belongs to this data set and partition.
+        """Checks that the ledger belongs to the given data set and partition.
 
         Raises:
             LedgerError: the ledger belongs to another data set, releases were already charged, and
@@ -279,14 +282,14 @@ class Ledger:
         """
         if self.bound and self.lines.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but this "
-                f"run uses {dataset!r}. Use the data set and partition of the ledger, or another "
+                f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but "
+                f"this run uses {dataset!r}. Use the ledger's data set and partition, or another "
                 "ledger folder"
             ).with_code("ledger.dataset")
 
     @property
     def bound(self) -> bool:
-        """True if the client must use exactly the records for which the ledger was charged.
+        """True if the client must use exactly the records charged before.
 
         This is the case once a release was charged, unless the owner has declared that the records
         may change.
@@ -295,7 +298,7 @@ class Ledger:
 
     @property
     def releases(self) -> tuple[Release, ...]:
-        """All rows of the ledger, oldest first, including those that other processes have added."""
+        """All ledger rows, oldest first, including rows added by other processes."""
         return self._read().releases
 
     def history(self) -> History:
@@ -369,17 +372,17 @@ class Ledger:
         self._note({"entry": MAY_CHANGE})
 
     def note_resumption(self, finished_rounds: int) -> None:
-        """Writes into the ledger that a run was resumed after this many rounds.
+        """Notes in the ledger after how many rounds a run was resumed.
 
-        A report is checked against this line, so a run folder cannot claim a resumption that did
-        not happen.
+        A report is checked against the note, so a run folder cannot claim a resumption that did not
+        happen.
         """
         self._note({"entry": RESUMED, "after": finished_rounds})
 
     def note_files(self, sha256: str) -> None:
-        """Writes into the ledger which files a finished run has written.
+        """Notes in the ledger which files a finished run has written.
 
-        The files of the run are checked against this line, so a file cannot be replaced together
+        The run's files are checked against the note, so a file cannot be replaced together
         with its hash in the report. A run that charged nothing since the last such line writes none.
 
         Args:
@@ -389,7 +392,7 @@ class Ledger:
             self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:
-        """Writes into the ledger that the client's records have changed.
+        """Notes in the ledger that the client's records have changed.
 
         Args:
             records: the keyed hash of the new records.
@@ -400,7 +403,9 @@ class Ledger:
 
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
-            raise LedgerError("a ledger in memory serves one run. Set privacy.ledger to keep it")
+            raise LedgerError(
+                f"ledger {self.client!r} is only in memory. Set privacy.ledger to keep it"
+            )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
             self._append(file, entry)
@@ -416,7 +421,7 @@ class Ledger:
         try:
             complete = file.write(line) == len(line)
             if not complete:
-                raise OSError("only a part of the line was written to disk")
+                raise OSError("only part of the line was written to disk")
             os.fsync(file.fileno())
         except OSError as error:
             if not complete:  # a part of a line would block the ledger; a whole line counts
@@ -449,7 +454,7 @@ class Ledger:
 
     @contextmanager
     def _locked(self, path: Path, *, writing: bool = True) -> Iterator[FileIO]:
-        """Opens and locks the file, for reading or also for appending.
+        """Opens the file and locks it, shared for reading or exclusively for appending.
 
         Raises:
             LedgerError: the file cannot be opened. If it is missing, no new file is created.
@@ -466,7 +471,7 @@ class Ledger:
         """Reads and checks the lines that were appended since the last call."""
         lines = self.lines  # other threads may read, too: readers share the file's lock
         if file.seek(0, os.SEEK_END) < lines.size:
-            raise LedgerError(f"ledger {self.path} lacks earlier lines. Restore it from a backup")
+            raise LedgerError(f"ledger {self.path} was truncated. Restore it from a backup")
         file.seek(lines.size)
         self.lines = read_on(lines, file.read(), client, self.path)
 
@@ -498,7 +503,7 @@ class History:
     chain: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the history as a dict that JSON can encode. `from_json` is the inverse."""
+        """Returns the history as a JSON-serialisable dict. `from_json` is the inverse."""
         return {**vars(self), "releases": list(map(Release.to_json, self.releases))}
 
     @classmethod

@@ -42,7 +42,7 @@ def build_report(
     histories: Sequence[History],
     initial: Mapping[str, LedgerStart] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Builds the privacy report of a run, as a mapping that JSON can encode.
+    """Builds a run's privacy report as a JSON-serialisable dict.
 
     The class `Report` defines the keys. The entry `guarantee` is None if the run has no guarantee
     or used test-only randomness. The report contains no NaN or infinity.
@@ -112,7 +112,7 @@ def write_report(report: Mapping[str, Any], folder: Path) -> None:
 
 
 def reasons_in_ledgers(histories: Iterable[History]) -> list[str]:
-    """Returns the reasons why the rows of the ledgers give no guarantee.
+    """Returns the reasons why the ledger rows give no guarantee.
 
     A guarantee is impossible if a row is marked as unaccounted or has no noise. The result is empty
     if there is no such row.
@@ -128,7 +128,7 @@ def reasons_in_ledgers(histories: Iterable[History]) -> list[str]:
 
 
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figures.Guarantee:
-    """Computes the figures of the report's privacy guarantee.
+    """Computes the figures in the report's privacy guarantee.
 
     The figures are the (ε, δ) of the worst client, ε by client and by round, ε for other δ, and
     bounds on attacks. ε for other δ and the bounds are the largest over all clients.
@@ -194,7 +194,7 @@ def worst_by_round(by_client: Mapping[str, Mapping[int, float]]) -> dict[int, fl
 
 
 def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKind]:
-    """Computes the ε of each kind of release, as if the client made no other kind of release.
+    """Computes ε for each kind of release, as if the client made only that kind.
 
     These values do not add up to the total ε, which is usually smaller than their sum.
     """
@@ -242,7 +242,7 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
-    """Combines equal ledger rows of all clients and rounds, to shorten the report.
+    """Shortens the report by combining equal ledger rows of all clients and rounds.
 
     Rows that differ only in the round and the client become one entry, which lists its rounds and
     clients. A round is listed twice if it was charged twice, because it was repeated or the run was

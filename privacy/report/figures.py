@@ -1,8 +1,8 @@
 """The data model of a privacy report (schema 4), with the type of every key.
 
-A report must have exactly these keys. It contains only figures and names. Its sentences are in the
-templates of the pages (`fedsynth.privacy.report.pages`). An untrusted report is checked against
-these types before it is used, and `fedsynth.privacy.report.verify` checks its values.
+A report must have exactly the model's keys. It contains only figures and names. Its sentences are
+in the templates of the pages (`fedsynth.privacy.report.pages`). An untrusted report is checked
+against the types before it is used, and `fedsynth.privacy.report.verify` checks its values.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ DataSet = dict[str, str | int | list[str] | list[int] | list[float]]
 
 
 class Part(BaseModel):
-    """Base class of the parts of a report."""
+    """Base class for report parts."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the part as a mapping that JSON can encode."""
+        """Returns the part as a JSON-serialisable dict."""
         return self.model_dump()
 
 
 class Verdict(Part):
-    """The answer to the question whether the run has a privacy guarantee.
+    """States whether the run has a privacy guarantee.
 
     Attributes:
         formal: True if there is a guarantee, as `build_report` has determined.
@@ -53,7 +53,7 @@ class AfterRound(Part):
 
 
 class ReleaseKind(Part):
-    """The ε of one kind of release, as if the client made no other kind of release."""
+    """The ε for one kind of release, as if the client made only that kind."""
 
     quantity: str
     mechanism: str
@@ -130,7 +130,7 @@ class Access(Part):
 
 
 class LedgerEntry(Part):
-    """Several ledger rows that differ only in their round and client."""
+    """Ledger rows that differ only in round and client."""
 
     rounds: list[int] = Field(min_length=1)
     clients: list[str] = Field(min_length=1)
@@ -223,7 +223,7 @@ class Event(Part):
 
     @classmethod
     def ended(cls, rounds_done: int, spent: tuple[str, float, float] | None, reason: str) -> Event:
-        """Creates the event for a run that ended because a release was refused.
+        """Creates the event for a run ended by a refused release.
 
         Args:
             rounds_done: the number of finished rounds.
@@ -373,7 +373,7 @@ class RunStart(Part):
 
 
 class Start(Part):
-    """The file privacy_start.json, which states public facts that are fixed when a run starts."""
+    """The file privacy_start.json, with the public facts fixed at a run's start."""
 
     schema_version: Literal[4]
     noise_multiplier: float | None
@@ -392,7 +392,7 @@ class Resumptions(Part):
 
 
 class Owner(Part):
-    """The file owner.json, which belongs to the report that a data owner keeps.
+    """The file owner.json, which belongs to a data owner's report.
 
     Attributes:
         client: the index of the owner's client.

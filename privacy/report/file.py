@@ -26,7 +26,7 @@ P = TypeVar("P", bound=Part)
 
 
 class Problem(NamedTuple):
-    """A contradiction that the verification of a report has found.
+    """A contradiction found while verifying a report.
 
     Attributes:
         code: the place in the report or in the run folder, such as `guarantee.epsilon`,
@@ -71,7 +71,7 @@ def sound_report(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_as_error(message: str) -> Iterator[None]:
-    """Converts exceptions that damaged files cause in a `with` block to PrivacyError.
+    """Converts exceptions caused by damaged files in a `with` block to PrivacyError.
 
     Args:
         message: the beginning of the message of the PrivacyError.
@@ -156,7 +156,7 @@ class LedgerRows:
 
 
 def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bool) -> LedgerRows:
-    """Reads the ledger rows from which a report was computed, and compares them with the report.
+    """Reads a report's ledger rows, and compares them with the report.
 
     Args:
         report: a report that `schema_problems` has found valid.
@@ -185,26 +185,26 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
         problems += damaged
     for client in heads:
         if client not in ledgers:
-            problems.append(Problem("ledger.clients", f"{files} has no ledger of client {client}"))
+            problems.append(Problem("ledger.clients", f"{files} contains no ledger of {client}"))
     for client, ledger in ledgers.items():
         if client in heads:
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                text = f"the ledger of {client} has {count_in_file} rows, not {count}"
+                text = f"{client}'s ledger contains {count_in_file} rows instead of {count}"
                 problems.append(Problem("ledger.rows", text))
             elif ledger.lines.chains[count] != heads[client]["chain"]:
-                text = f"the ledger of {client} has another chain hash at row {count}"
+                text = f"the chain hash at row {count} of {client}'s ledger does not match"
                 problems.append(Problem("ledger.chain", text))
         elif exact:
-            text = f"{files} has a ledger of {client}, but the report has none"
+            text = f"{files} contains a ledger of {client}, but the report does not"
             problems.append(Problem("ledger.clients", text))
     note = f"the report's rows were compared with the ledger files in {files}"
     return LedgerRows(rows, ledgers, problems, note)
 
 
 def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
-    """Returns the ledger rows of each client that the report contains.
+    """Returns each client's ledger rows in the report.
 
     Raises:
         PrivacyError: the ledger section of the report is damaged.
@@ -245,8 +245,8 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[Problem]]:
             ledgers[ledger.client] = ledger
         else:
             text = (
-                f"{path} contains the ledger of client {short_repr(ledger.client)}, but the file "
-                "name must be the client's name"
+                f"{path} contains the ledger of client {short_repr(ledger.client)}. Name the file "
+                "after the client"
             )
             problems.append(Problem("ledger.file", text))
     return ledgers, problems

@@ -1,4 +1,4 @@
-"""Small line plots as SVG text, for HTML pages that need no other files.
+"""Small line plots as SVG text for self-contained HTML pages.
 
 Labels and axes have the colour of the surrounding text (`currentColor`). Lines have colours that
 are legible on white and on dark pages. Different dashes distinguish them in black and white.
@@ -42,7 +42,7 @@ class Line:
 
 
 def templates(*folders: Path, autoescape: bool = True) -> Environment:
-    """Loads the templates in some folders, and those of this package."""
+    """Loads the templates in the given folders and in this package."""
     return Environment(
         loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
         undefined=StrictUndefined,
@@ -148,7 +148,7 @@ class _Axis:
 
 
 def _x_axis(values: Sequence[float], *, log: bool) -> _Axis:
-    """Returns the x axis for these sorted values.
+    """Returns the x axis for sorted values.
 
     The labels are the values themselves if the axis is logarithmic or if there are only a few
     values, all of which are integers. Otherwise the labels are round numbers.
@@ -166,7 +166,7 @@ def _x_axis(values: Sequence[float], *, log: bool) -> _Axis:
 
 
 def _y_axis(lowest: float, highest: float, *, from_zero: bool) -> _Axis:
-    """Returns the y axis for values in this range, with some space above and below the values."""
+    """Returns the y axis for a range of values, with some space above and below."""
     low = 0.0 if from_zero else lowest
     margin = 0.05 * (highest - low) or 0.05 * abs(highest) or 1.0
     high = highest + margin

@@ -28,13 +28,13 @@ from fedsynth.privacy.report.file import LedgerRows, Problem
 from fedsynth.privacy.report.pages import render_html, render_markdown, renderer_versions
 
 TOLERANCE = 1e-6  # for figures that other versions of the libraries may round differently
-UNBUILDABLE = "no report can be built from these facts and ledger rows"
+UNBUILDABLE = "the report cannot be rebuilt from its facts and ledger rows"
 AUDIT_TOLERANCE = 2e-4  # twice the precision to which an audit's bound is computed
 
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of the verification of a report.
+    """The result of verifying a report.
 
     Attributes:
         problems: all differences that were found. Empty if the report is correct.
@@ -91,7 +91,7 @@ def report_problems(
 
 
 def _expected_audit(stated: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any]:
-    """Computes the audit section that the report must have, from the counts that it states."""
+    """Computes the expected audit section from the report's counts."""
     counts = (stated["correct"], stated["guesses"], stated["canaries"])
     bound = epsilon_lower_bound(*counts, stated["delta"], stated["confidence"])
     if math.isclose(bound, stated["epsilon_lower_bound"], abs_tol=AUDIT_TOLERANCE):
@@ -122,7 +122,7 @@ def page_problems(report: Mapping[str, Any], folder: Path) -> tuple[list[Problem
         file = folder / f"{NAME}.{ending}"
         try:
             if file.exists() and read_regular(file) != render(report).encode():
-                problems.append(Problem(file.name, f"{file.name} differs from the JSON report"))
+                problems.append(Problem(file.name, f"{file.name} does not match the JSON report"))
         except OSError as error:
             problems.append(Problem(file.name, f"{file.name} cannot be read: {error.strerror}"))
         except PrivacyError as error:

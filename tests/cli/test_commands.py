@@ -140,7 +140,7 @@ def test_student_trains_on_exported_set(
     for options, text in {
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
-        "--teacher nowhere": "nowhere must be a model file",
+        "--teacher nowhere": "nowhere is neither a model file",
         "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) must have the same",
         "--dataset digits --test-data x": "must not be set together with data.test_folder",
         f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "does not have",
@@ -448,7 +448,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert f"written: {toml}" in described.stdout
     draft = toml.read_text()
     toml.write_text(draft.replace('person = "person"', 'person = "patient"'))
-    fedsynth(f"data describe {folder}").assert_refused("replace this file with --overwrite")
+    fedsynth(f"data describe {folder}").assert_refused("replace this one with --overwrite")
     assert "patient" in toml.read_text()
     assert fedsynth(f"data describe {folder} --overwrite").ok
     assert toml.read_text() == draft
@@ -528,11 +528,11 @@ LINES = (
     ("feddm --output {tmp}/file/runs", "cannot write {tmp}/file/runs"),
     ("feddm --dp-sigma 1 --dp-ledger {tmp}/file", "cannot use ledger folder {tmp}/file"),
     ("feddm --config {tmp}/absent.toml", "cannot read the config file {tmp}/absent.toml"),
-    ("fedavg --preset feddm:table2 --config c.toml", "use either --preset or --config"),
+    ("fedavg --preset feddm:table2 --config c.toml", "--preset and --config both define"),
     ("fedavg --dp-ledger ''", "ledger must be a folder"),  # an unset variable
     ("fedavg --dp-sigma 3 --dp-ledger ' '", "ledger must be a folder"),
     ("feddm --resume {tmp}", "--method cannot be used with --resume"),
-    ("privacy plan", "set --dp-epsilon to compute"),
+    ("privacy plan", "--dp-epsilon and --dp-sigma are missing"),
     (f"privacy audit --dp-sigma 1 --canaries {10**30}", "canaries must be at most 1e+07"),
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),

@@ -413,8 +413,8 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     file, config = folder / "privacy_report.json", folder / "config.toml"
     original = file.read_bytes()
     for option in ("--dp-clip 2", "--rounds 2"):
-        fedsynth(f"{audit} {option}").assert_refused("the options differ from the run")
-    fedsynth(f"{audit} --config other.toml").assert_refused("cannot be used together")
+        fedsynth(f"{audit} {option}").assert_refused("the options contradict the settings")
+    fedsynth(f"{audit} --config other.toml").assert_refused("both define all settings")
     settings = config.read_text()
     config.write_text(settings.replace("iterations = 4", "iterations = 2"))
     assert "differs from the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr

@@ -453,7 +453,9 @@ def test_mechanisms_are_taken_by_name_once() -> None:
     (counts,) = clients.select(1).mechanisms("counts")
     for view in (clients.select(1), clients):  # what a client has taken is taken for the group
         for name in ("images", "counts"):
-            with pytest.raises(errors.UnplannedReleaseError, match=f"'{name}' only once a round"):
+            with pytest.raises(
+                errors.UnplannedReleaseError, match=f"'{name}' is used twice in a round"
+            ):
                 view.mechanisms(name)
     (other_counts,) = clients.select(0).mechanisms("counts")  # the rejected call consumed nothing
     assert [mechanism.noise_std for mechanism in (counts, other_counts)] == [12.0, 12.0]

@@ -310,7 +310,7 @@ def test_resuming_with_changed_or_busy_runs_is_refused(tmp_path: Path) -> None:
     settings = sections("fedavg")
     resolved = resolve(settings)
     folder = interrupt(settings, tmp_path)
-    with pytest.raises(CheckpointError, match="differs from this run's settings"):
+    with pytest.raises(CheckpointError, match="does not match this run's settings"):
         resume(sections("fedavg", run={"rounds": 4}), tmp_path)
     train, test = load_dataset("digits")
     images = train.images.clone()
