@@ -70,7 +70,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = f"must be at least {spec.train_size}, the declared number of records"
+        reason = f"must be at least the {spec.train_size} declared records"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
@@ -85,9 +85,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
     if spec.vocabulary and method.features_refusal:
-        reason = (
-            f"needs images, but the records of {spec.name} are tokens. Use fedavg, fedprox or qffl"
-        )
+        reason = f"needs images, but {spec.name}'s records are tokens. Use fedavg, fedprox or qffl"
         raise SettingError("run", "method", reason, value=method.name)
     if not spec.has_masks:
         if UNET in names and not spec.vocabulary:
@@ -107,8 +105,8 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
         raise SettingError("model", "name", reason, value=settings.model.name)
     if settings.privacy is not None:
         reason = (
-            f"cannot be set for {spec.name}, because the trials of private steps cannot draw masks. "
-            "Leave the section privacy out"
+            f"is set, but private steps cannot be tested on the masks of {spec.name}. Remove the "
+            "section privacy"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
 
@@ -125,8 +123,8 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            "must be 'own' in a run over a network, because each upload would have only "
-            f"1/{shares} of the noise without secure aggregation"
+            f"gives each upload only 1/{shares} of the noise, but this deployment uses no secure sums. "
+            "Set it to 'own'"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -149,7 +147,7 @@ def check_method(method: Method) -> None:
             unprotected.append(f"{name} ({kind})")
     if unprotected or not method.dp_mechanisms:
         fields = ", ".join(unprotected)
-        why = method.refusal or f"no mechanism protects the fields {fields} of its upload"
+        why = method.refusal or f"no mechanism protects the upload fields {fields}"
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
@@ -164,7 +162,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
         return  # a method knows all clients, and determines itself how many it counts on
     method = settings.method
     if isinstance(method, VaryingReleases):
-        reason = f"must be 1 with {method.name}, because a client's releases differ between rounds"
+        reason = f"must be 1 with {method.name}, because a client's releases vary between rounds"
         raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
     active = active_clients(settings.partition.clients, settings.participation)
@@ -183,8 +181,8 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """
     if isinstance(method, PublicImages) and method.public_images() == spec.name:
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil on {spec.name} with differential privacy, because the "
-            "clients' images come from this data set. Set method.proxy=noise or name another one"
+            f"{method.name} cannot distil privately on {spec.name}, the source of the clients' "
+            "images. Set method.proxy to noise or another data set"
         ).with_code("release.proxy")
 
 
@@ -223,7 +221,7 @@ def check_quorum(settings: RunSettings) -> None:
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
         reason = (
-            f"must be at least {enough:g}, because a secure sum needs {needed} of the {taking} "
-            "clients in a round"
+            f"is too small, because a secure sum needs {needed} of a round's {taking} clients. "
+            f"Set it to at least {enough:g}"
         )
         raise SettingError("run", "quorum", reason, value=settings.quorum)

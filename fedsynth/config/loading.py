@@ -82,7 +82,7 @@ def _place(section: str, key: str, name: str) -> str:
         place = f"{getattr(module, '__file__', None)}:{cls.__qualname__}"
         if names_a_file(place) and cls.__module__ != "__main__":  # a script would run again
             return place
-    reason = "is registered only in this process. Set it to FILE.py:NAME, for the other processes"
+    reason = "is unknown to other processes than this one. Set it to FILE.py:NAME"
     raise SettingError(section, key, reason, value=name)
 
 

@@ -52,7 +52,7 @@ class Participation:
         if round(self.share * self.clients) < 1:
             reason = (
                 f"must be at least {1 / self.clients:.3g} with {self.clients} clients, got "
-                f"{self.share:g}. Otherwise, a round has no client"
+                f"{self.share:g}, which selects no client"
             )
             raise SettingError("run", "participation", reason)
 

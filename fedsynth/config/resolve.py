@@ -216,7 +216,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise unloaded_file("run", "method", str(stated)) from None
     label = own_label(name)
     if label and label != stated:
-        reason = f"must be the code {short_repr(stated)}, but the file you named has {label}"
+        reason = f"must be the code {short_repr(stated)}, but the named file has {label}"
         raise SettingError("run", "method", reason)
 
 
@@ -241,10 +241,10 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError("data", next(iter(values)), "applies only to the images of data.folder")
+        raise SettingError("data", next(iter(values)), "requires data.folder. Set it")
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
-        reason = f"cannot be {name}, which is a published data set. Choose another name"
+        reason = f"is {name}, the name of a published data set. Choose another name"
         raise SettingError("data", "dataset", reason)
     return str(name or default_name(folder.folder)), folder
 

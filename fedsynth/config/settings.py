@@ -72,7 +72,7 @@ class ReportSettings:
                 reason = f"must have at most {MAX_LENGTHS[name]} characters, got {len(text)}"
                 raise SettingError("report", name, reason)
         if "" in self._sites:
-            raise SettingError("report", "sites", "must not contain an empty name between commas")
+            raise SettingError("report", "sites", f"contains an empty name: {self.sites!r:.80}")
 
     @property
     def _sites(self) -> tuple[str, ...]:
@@ -233,7 +233,7 @@ class RunSettings:
             object.__setattr__(self, "encoder", EncoderSettings(self.encoder))
         if self.ledger is not None:
             if self.privacy is not None:
-                reason = "cannot be used in a private run. Set PrivacySettings.ledger instead"
+                reason = "is set in a private run. Set PrivacySettings.ledger instead"
                 raise SettingError(None, "RunSettings.ledger", reason)
             folder = ledger_setting(self.ledger)
             object.__setattr__(self, "ledger", None if folder == NO_LEDGER else folder)
@@ -269,11 +269,11 @@ class RunSettings:
             yield "run", "sampling", reason
         method = self.method
         if DISSIMILARITY in self.measure_names and self.privacy is not None:
-            reason = "because it is computed from gradients of private data without noise"
-            yield "run", "measures", f"must not have {DISSIMILARITY} in a private run, {reason}"
+            reason = "which is computed from private gradients without noise. Remove it"
+            yield "run", "measures", f"contains {DISSIMILARITY}, {reason}"
         if CLIENT_MODELS in self.measure_names and not issubclass(method.upload, ModelParameters):
-            reason = f"with {method.name}, whose clients upload no models"
-            yield "run", "measures", f"must not have {CLIENT_MODELS} {reason}"
+            reason = f"but clients of {method.name} upload no models. Remove it"
+            yield "run", "measures", f"contains {CLIENT_MODELS}, {reason}"
         for hook in unused_hooks(method):
             reason = f"defines the hook {hook}, but does not inherit from this class"
             yield "run", "method", f"{method.name} {reason}"
@@ -281,7 +281,7 @@ class RunSettings:
             yield (
                 "run",
                 "method",
-                f"{method.name} has dp_mechanisms, so it must define release_plans",
+                f"{method.name} declares dp_mechanisms but no release_plans. Define release_plans",
             )
         if self.robust != "none":
             if method.robust_refusal:
@@ -291,14 +291,14 @@ class RunSettings:
                 reason = f"needs at least {FEWEST} clients in a round, got {active}"
                 yield "run", "robust", reason
         if self.model.features and method.features_refusal:
-            reason = f"must be left out with {method.name}: {method.features_refusal}"
+            reason = f"cannot be used with {method.name}: {method.features_refusal}. Remove it"
             yield "model", "features", reason
         if self.model.client_names and not isinstance(method, HeterogeneousClients):
             reason = f"cannot be used with {method.name}, whose clients must have one architecture"
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
             reason = "because the clients cannot start from the server's model in a later round"
-            yield "model", "clients", f"cannot be used unless run.rounds is 1, {reason}"
+            yield "model", "clients", f"requires run.rounds=1, {reason}"
 
     @property
     def resolved_partition(self) -> PartitionSettings:

@@ -137,7 +137,7 @@ class _ClientView:
         """
         if not self._budgets:
             raise UnplannedReleaseError(
-                f"release {name!r} was not charged to any client of this group"
+                f"release {name!r} was not charged to any client in the group {list(self.ids)}"
             ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)
@@ -333,8 +333,8 @@ class PrivateClientView(_ClientView):
         for budget in self._budgets:
             if budget.plan(name) != plan:
                 raise UnplannedReleaseError(
-                    f"the clients of this group have different plans for release {name!r}. Get the "
-                    "plan of each client with select(position)"
+                    f"the group's clients have different plans for release {name!r}. Get each "
+                    "client's plan with select(position)"
                 ).with_code("release.different_plans")
         return plan
 
@@ -362,8 +362,8 @@ class PrivateClientView(_ClientView):
         for mechanism, client in zip(mechanisms, self.ids, strict=True):
             if mechanism.owner not in (None, client):
                 raise UnplannedReleaseError(
-                    f"the records of client {client} cannot be used with a privacy mechanism that "
-                    f"was charged to client {mechanism.owner}"
+                    f"client {client}'s records were passed to the privacy mechanism charged to "
+                    f"client {mechanism.owner}"
                 ).with_code("release.foreign_mechanism")
 
     def class_sums(

@@ -84,9 +84,9 @@ class Frame:
         """
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
-            raise MessageError("the header of the frame is truncated")
+            raise MessageError("the frame's header is truncated")
         end = LENGTH_BYTES + length
-        with faults_as(MessageError, "the header of the frame is not valid"):
+        with faults_as(MessageError, "the frame's header is not valid"):
             kind, facts = _HEADER.validate_json(sent[LENGTH_BYTES:end])
         return cls(kind, facts, sent[end:])
 
@@ -231,7 +231,7 @@ class JoinedClient(BaseModel):
                 or history.releases[:rows] != previous.releases
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
-                raise MessageError(f"the ledger must begin with the {rows} entries sent before")
+                raise MessageError(f"the ledger is missing some of the {rows} entries sent before")
         self.history = history
         self.unstated = []
 

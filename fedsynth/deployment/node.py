@@ -90,7 +90,7 @@ class ClassFolders:
             ]
             if not differing:
                 return []
-            return [f"the run and the owner's declaration differ in {' and '.join(differing)}"]
+            return [f"the run does not match the owner's declaration in {' and '.join(differing)}"]
         if proposal.settings.privacy is None or identified:
             return []
         return [
@@ -132,7 +132,7 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(f"the proposal must have the published specification of {spec.name}")
+            raise DataError(f"the proposal does not match {spec.name}'s published specification")
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         return replace(train, may_be_empty=True).subset(np.asarray(parts[number], np.int64))
@@ -233,13 +233,13 @@ class Node(Place):
         """
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
-            raise MessageError(f"a message of run {run:.16} has the proposal of run {proposal.run}")
+            raise MessageError(f"run {run:.16} received the proposal of run {proposal.run}")
         clients = proposal.settings.partition.clients
         if self.number >= clients:
-            raise MessageError(f"the client's number must be below {clients}, got {self.number}")
+            raise MessageError(f"client {self.number} is not among the run's {clients} clients")
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
-            raise MessageError("the settings of the run have changed since this client joined")
+            raise MessageError("the run's settings have changed since this client joined")
         objections = self._objections(proposal)
         check = StepCheck()
         if state is None and not objections:
@@ -304,8 +304,8 @@ class Node(Place):
             state = read_state(folder)
             if state and state.attempts and state.proposal.agreement == proposal.agreement:
                 return [
-                    f"the owner's approval was already used for run {folder.name}. Without a bound "
-                    "on ε, a new run needs a new approval"
+                    f"the owner's approval was already used for run {folder.name}. Ask the owner for a "
+                    "new approval, or for a policy with a bound on ε"
                 ]
         return []
 

@@ -69,9 +69,9 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     synthetic, real = synthetic_Nd.double().cpu(), real_Md.double().cpu()
     smaller = min(len(synthetic), len(real))
     if smaller < 2:
-        raise DataError("FID and KID need at least two synthetic and two real images")
+        raise DataError(f"FID and KID need at least 2 images of each kind, got {smaller}")
     if not (synthetic.isfinite().all() and real.isfinite().all()):
-        raise DataError("the network computes features that are not finite. Use another network")
+        raise DataError("the network's features are not finite. Use another network")
     identity = nn.Identity()
     identity.num_features = synthetic.shape[1]  # type: ignore[assignment]
     metric = FrechetInceptionDistance(identity)

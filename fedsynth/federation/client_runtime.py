@@ -268,7 +268,7 @@ class ClientRuntime:
             self.budget = self._new_budget(plan)
             self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError("a run without differential privacy has no noise multiplier")
+            raise RequestRefusedError("the server sent a noise multiplier for a non-private run")
         else:
             self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True
@@ -290,14 +290,14 @@ class ClientRuntime:
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
             raise RequestRefusedError(
-                f"the server's noise multiplier must be privacy.noise_multiplier={stated:.6g}, got "
-                f"{sigma:.6g}"
+                f"the server sent the noise multiplier {sigma:.6g}, but the run has "
+                f"privacy.noise_multiplier={stated:.6g}"
             ).with_code("request.stated_noise")
         return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
-            raise LedgerError(f"client {self.number} has no ledger for a private run")
+            raise LedgerError(f"client {self.number} has no ledger, but the run is private")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         return ClientBudget(self.number, self.ledger, plan, self.secret, self.cap)
 

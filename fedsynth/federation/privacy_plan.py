@@ -74,7 +74,7 @@ class PrivacyPlan:
         method = settings.method
         spec = context.spec
         if stated is None:
-            raise SettingError(None, "privacy", "must be set for a private run")
+            raise SettingError(None, "privacy", "is None, but the run is private. Set it")
         checks.check_method(method)
         checks.refuse_own_proxy(method, spec)
         checks.check_unit(stated, spec)
@@ -187,7 +187,7 @@ class PrivacyPlan:
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
                 f"method {method.name} changes a planned release in round {number}. "
-                "VaryingReleases.round_plans may only omit some of the planned releases"
+                "Let VaryingReleases.round_plans only omit releases"
             ).with_code("release.changed_plan")
         return planned
 
@@ -264,15 +264,15 @@ class PrivacyPlan:
         plans = tuple(self.run.method.client_plans(planned, client, context))
         if len(plans) != len(planned):
             raise errors.UnplannedReleaseError(
-                f"method {self.run.method.name} must plan {len(planned)} releases for client "
-                f"{client}, got {len(plans)}"
+                f"method {self.run.method.name} plans {len(plans)} releases for client {client}, "
+                f"not {len(planned)} as for the round"
             ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)
             if new != allowed or new.steps > plan.steps:
                 raise errors.UnplannedReleaseError(
-                    f"method {self.run.method.name} may change only the dimension of release "
-                    f"{plan.name!r} for client {client} and reduce its steps, got {new}"
+                    f"method {self.run.method.name} changes client {client}'s release {plan.name!r} "
+                    f"to {new}. Change only its dimension and groups, or reduce its steps"
                 ).with_code("release.changed_plan")
         return plans
 
@@ -410,9 +410,8 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
-                f"privacy.epsilon={target:g} is the total ε of all runs on the same records, and "
-                f"earlier runs of a client have spent ε = {spent_epsilon:.4g}, so nothing is left. "
-                "Set a larger total"
+                f"privacy.epsilon={target:g}, the total for all runs on the same records, is spent: "
+                f"earlier runs have used ε = {spent_epsilon:.4g}. Increase it"
             ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency

@@ -228,8 +228,8 @@ def check_declared(method: Method, message: Message | None, declared: type[Messa
     """
     if type(message) is not declared:
         raise TypeError(
-            f"method {method.name} must send messages of type {declared.__name__}, got "
-            f"{type(message).__name__}"
+            f"method {method.name} sent a {type(message).__name__}, but declares messages of type "
+            f"{declared.__name__}"
         )
 
 
@@ -275,7 +275,7 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server's request must contain a model, but contains none")
+        raise RequestRefusedError("the server's request contains no model")
     check_named("model", message.parameters, context.architecture.state_dict())
 
 

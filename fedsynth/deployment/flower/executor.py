@@ -80,9 +80,9 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"a fedsynth message needs 'run' and 'frames': {error!r:.80}") from None
+        raise MessageError(f"the message contains no 'run' or no 'frames': {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError("in a fedsynth message, 'run' must be text and 'frames' must be bytes")
+        raise MessageError("the message's 'run' is not text or its 'frames' are not bytes")
     return run, frame
 
 
@@ -196,7 +196,7 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
             would choose the owner's ledger.
     """
     if "home" not in config and {"data", "policy"} & set(config):
-        raise MessageError("--node-config with data or policy also needs home, the ledgers' folder")
+        raise MessageError("--node-config names no home. Add home, the ledgers' folder")
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
     source: Source = DatasetPart()
