@@ -31,8 +31,8 @@ UNIT_IS_UNSET = (
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
     """Returns the name of the privacy mechanism that a run uses.
 
-    This is the mechanism in the privacy settings. If the privacy settings name no mechanism, it is
-    the first mechanism that the method declares.
+    It is the mechanism in the privacy settings, or by default the first one that the method
+    declares.
 
     Raises:
         UnknownNameError: if the method does not have the requested mechanism.
@@ -46,7 +46,7 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
 
 
 def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool = False) -> None:
-    """Refuses a run on custom data of known users whose privacy unit is not set.
+    """Refuses a run without a privacy unit on custom data with known users.
 
     Args:
         privacy: the privacy settings of the run.
@@ -62,8 +62,7 @@ def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool =
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
-    """Returns an upper bound on the number of records that all clients have together. The bound is
-    public.
+    """Returns a public upper bound on the clients' total number of records.
 
     Raises:
         PrivacySettingError: if the bound is below the number of records that the data set declares.
@@ -112,7 +111,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a run over a network in which the clients share the noise without secure aggregation.
+    """Refuses a networked run whose clients share the noise without secure aggregation.
 
     Each client would add only a part of the noise, and the server would see each client's upload.
 
@@ -123,8 +122,8 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            f"gives each upload only 1/{shares} of the noise, but this deployment uses no secure sums. "
-            "Set it to 'own'"
+            f"gives each upload only 1/{shares} of the noise, because the deployment uses no secure "
+            "sums. Set it to 'own'"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -152,11 +151,10 @@ def check_method(method: Method) -> None:
 
 
 def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a run in which only some clients take part in each round, if this breaks the privacy
-    guarantee.
+    """Refuses partial participation if it breaks the privacy guarantee.
 
-    The guarantee would not hold if the releases of a client differ between rounds. It would also
-    not hold if a round has too few clients to add all of the noise.
+    The guarantee fails if a client's releases vary between rounds, or if a round has too few
+    clients to add all of the noise.
     """
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
@@ -176,9 +174,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses a private run that distils on public images from the data set of the clients' private
-    images.
-    """
+    """Refuses a private run whose public distillation images come from the clients' data set."""
     if isinstance(method, PublicImages) and method.public_images() == spec.name:
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil privately on {spec.name}, the source of the clients' "

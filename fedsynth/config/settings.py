@@ -79,9 +79,7 @@ class ReportSettings:
         return tuple(map(str.strip, self.sites.split(","))) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
-        """Raises a SettingError if a run with several clients names fewer or more sites than
-        clients.
-        """
+        """Raises a SettingError if a run with several clients does not name one site per client."""
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = f"must name {clients} sites, separated by commas, got {len(self._sites)}"
             raise SettingError("report", "sites", reason)
@@ -250,7 +248,7 @@ class RunSettings:
             raise SettingError(section, key, reason)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields the settings that are out of range or conflict with another setting.
+        """Yields settings that are out of range or conflict with each other.
 
         Each item consists of the section, the key and the reason.
         """
@@ -310,11 +308,11 @@ class RunSettings:
 
     @property
     def failures(self) -> Failures:
-        """The schedule that states which clients fail in which rounds of a simulation."""
+        """The schedule of simulated client failures."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
-        """Returns the schedule of the clients that take part in each round.
+        """Returns the schedule of participating clients.
 
         Args:
             sizes: the sizes n_k of all clients, if they are known. They are used only if clients

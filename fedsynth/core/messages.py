@@ -97,7 +97,7 @@ class Packed:
     def floats(self) -> int:
         """The number of floating-point values plus the number of pixels, which are sent as bytes.
 
-        Papers use this unit in their tables of communication costs.
+        Papers state communication costs in floats.
         """
         return sum(
             t.numel() for _, t in self.arrays() if t.is_floating_point() or t.dtype == torch.uint8
@@ -137,7 +137,7 @@ class Packed:
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """Reads a dataclass of this type from its wire format.
+        """Reads an instance from its wire format.
 
         Raises:
             MessageError: the bytes are damaged or hold another type. Also raised if a field is
@@ -223,7 +223,7 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
 
 
 def _allows(hint: Any, value: object) -> bool:
-    """Returns True if a field with this annotation may have the value.
+    """Returns True if the value fits a field's annotation.
 
     A field that is annotated as float may also be an int.
     """

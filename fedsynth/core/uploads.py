@@ -1,9 +1,8 @@
-"""Validation of the uploads of clients and of the messages of the server.
+"""Validation of clients' uploads and the server's messages.
 
-A method declares once what its clients may send, by a rule for each field of an upload
-(`Method.upload_rules`). The check of an upload and the upload's largest size on the wire both
-follow from these rules. All rules are public, because they depend only on settings, on the
-architecture and on what the clients declare when they join. Each rule checks one value of one
+A method declares a rule for each upload field (`Method.upload_rules`). The rules determine both the
+validation and the largest wire size. All rules are public, because they depend only on settings, on
+the architecture and on what the clients declare when they join. Each rule checks one value of one
 client. An upload that breaks a rule is therefore always the fault of the client that sent it.
 
 The module also checks the server's messages. A client makes these checks before it computes on
@@ -164,7 +163,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Returns the rule for trained tensors with these names, shapes and dtypes."""
+        """Returns the rule for trained tensors with the same names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -210,7 +209,7 @@ class Free:
 
 
 def most_examples(client: int, context: RoundContext) -> float:
-    """Returns the largest number of training examples that this client may report.
+    """Returns the largest number of training examples that a client may report.
 
     This is the number n_k that the client declared when it joined. With differential privacy it is
     1, because all clients have the same weight.
@@ -223,7 +222,7 @@ def most_examples(client: int, context: RoundContext) -> float:
 
 
 def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
-    """Returns the rules for the fields of a `ModelParameters` upload from this client.
+    """Returns the rules for the fields of a client's `ModelParameters` upload.
 
     The parameters must match the client's architecture, and the weight must not exceed
     `most_examples`.
@@ -283,7 +282,7 @@ FREE = Free()
 
 
 def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
-    """Returns the largest size in bytes of a packed upload of this type, including the header."""
+    """Returns the largest packed size of an upload in bytes, including the header."""
     sizes = [rules.get(f.name, FREE).nbytes + NAME_BYTES for f in fields(kind)]
     return HEADER_BYTES + sum(sizes)
 

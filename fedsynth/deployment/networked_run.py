@@ -160,7 +160,7 @@ class NetworkedRun(ActiveRun):
 def _test_set(proposal: Proposal) -> ImageData | None:
     """Loads the public test images of a published data set.
 
-    Returns None if the server does not have these images.
+    Returns None if the server does not have the images.
     """
     if is_published(proposal.spec):
         with suppress(DataFilesMissingError):
@@ -169,7 +169,7 @@ def _test_set(proposal: Proposal) -> ImageData | None:
 
 
 def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Proposal, RunFolder]:
-    """Creates or reopens the run folder, which contains the proposal of the run."""
+    """Creates or reopens the run folder, which contains the run's proposal."""
     if resume is None:
         folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
         folder.write_config(to_toml(proposal.settings.to_mapping()))

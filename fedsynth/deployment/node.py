@@ -60,9 +60,9 @@ class ClassFolders:
     """An owner's images, in the folder layout of `fedsynth.load_records`.
 
     The folder contains CLASS/files or a manifest. Sites in the manifest are ignored. The images are
-    resized to the image size of the run. Folders of classes that the owner does not have may be
-    missing. Class names that a server sends are only compared with the names of the folders, and
-    never used as paths.
+    resized to the image size of the run. Folders may be missing for classes without images. Class
+    names that a server sends are only compared with the names of the folders, and never used as
+    paths.
 
     Args:
         folder: the owner's folder.
@@ -111,9 +111,7 @@ class ClassFolders:
         return read_private_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the name by which the ledger identifies these records. The name is the same in
-        all runs.
-        """
+        """Returns the ledger's name for the owner's records, which is the same in all runs."""
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
@@ -304,8 +302,8 @@ class Node(Place):
             state = read_state(folder)
             if state and state.attempts and state.proposal.agreement == proposal.agreement:
                 return [
-                    f"the owner's approval was already used for run {folder.name}. Ask the owner for a "
-                    "new approval, or for a policy with a bound on ε"
+                    f"the owner's approval was already used for run {folder.name}. Ask the owner "
+                    "for a new approval, or for a policy with a bound on ε"
                 ]
         return []
 
@@ -361,7 +359,7 @@ class Node(Place):
     def write_reports(self) -> None:
         """Writes the privacy reports of runs that charged the client and did not end.
 
-        Call this when the node stops: a client may never learn that a run has ended.
+        Call this method when the node stops: a client may never learn that a run has ended.
         """
         with self._locked():
             for folder in sorted(self.folder("").glob("*")):

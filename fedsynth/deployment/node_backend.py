@@ -122,7 +122,7 @@ class NodeBackend(protocol.Backend):
 
     @property
     def _present(self) -> list[int]:
-        """The clients whose nodes have joined since this server process started."""
+        """The clients whose nodes have joined since the server process started."""
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:

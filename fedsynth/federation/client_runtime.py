@@ -71,7 +71,7 @@ class ClientBudget:
         self._guard = self.plan.guard(self.ledger, self.cap)
 
     def check(self, number: int) -> None:
-        """Checks that this client can be charged for a round, without charging it.
+        """Checks that the client can be charged for a round, without charging it.
 
         The check runs for all clients before any client is charged, so that no client pays for a
         round that releases nothing.
@@ -85,7 +85,7 @@ class ClientBudget:
         self.ledger.check_writable()
 
     def charge(self, context: RoundContext, exchange: str) -> ReleaseBudget[Any]:
-        """Charges the ledger for everything that this client releases in one exchange of a round.
+        """Charges the ledger for all of the client's releases in one exchange.
 
         A mechanism without a privacy guarantee is recorded, too. From then on, the ε of the ledger
         is infinite.
@@ -341,8 +341,8 @@ class ClientRuntime:
     def begin(self, context: RoundContext) -> None:
         """Records a round without differential privacy in the ledger, before anything is released.
 
-        In a private run, and if the client has no ledger, nothing happens. A client that does not
-        receive this message records the round before its first step or evaluation.
+        Nothing happens in a private run, or without a ledger. A client that misses the message
+        records the round before its first step or evaluation.
         """
         self.require_terms()
         if self.private or self.ledger is None or self.recorded == context.round:

@@ -86,7 +86,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class SecureSum:
-    """The sum of the uploads of some clients. No party sees the single uploads.
+    """The sum of several clients' uploads. No party sees the single uploads.
 
     Args:
         message: a message whose fields are the sums, float64. It has the size of a masked upload.
@@ -196,7 +196,7 @@ class Backend(Protocol):
         return
 
     def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:
-        """Yields what these clients keep between rounds. Only simulations support this."""
+        """Yields the clients' states between rounds. Only simulations support this method."""
         return ()
 
     def evaluate(
@@ -295,7 +295,7 @@ class Observer:
     """
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        """Called when a run is about to start or to resume with these settings.
+        """Called when a run is about to start or resume.
 
         Args:
             settings: the resolved settings of the run.

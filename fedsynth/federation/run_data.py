@@ -324,7 +324,7 @@ def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunDat
 
 
 def _note_missing(train: ImageData, note: Note) -> None:
-    """Warns the user if this machine has fewer images of a data set than were published."""
+    """Warns if the local copy of a data set has fewer images than the published one."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF:  # which draws some users
         note(

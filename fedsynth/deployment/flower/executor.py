@@ -1,15 +1,15 @@
 """Answers a SuperNode's messages in the data owner's process, converts messages to Flower's format,
 and defines the ClientApp.
 
-By itself, a SuperNode runs the app that comes with a message. This is code from the server, which
-could ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
-process`, so that it leaves its tasks to other processes, and `serve_tasks` takes these tasks. It
-answers with the installed package, never installs or imports an app that it receives, and takes no
-tasks of other kinds (agents, connectors, models). All messages are answered in one process, which
-keeps the records in memory.
+By itself, a SuperNode runs the app in each message. The app is the server's code, which could
+ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
+process`, which leaves the tasks to other processes, and `serve_tasks` takes the tasks.
+`serve_tasks` answers with the installed package, never installs or imports an app that it receives,
+and takes no tasks of other kinds (agents, connectors, models). All messages are answered in one
+process, which keeps the records in memory.
 
-Flower has no public API for this. The module uses the SuperNode's Runtime API in the same way as
-Flower's own executor of this version.
+Flower has no public API for external executors. The module uses the SuperNode's Runtime API like
+the installed Flower version's own executor.
 
 A message in Flower's format is a `ConfigRecord` with the bytes of a frame and the name of the run.
 Other kinds of records are not used. Flower's array records are meant for models to be averaged,

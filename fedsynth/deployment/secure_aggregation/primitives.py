@@ -149,7 +149,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError(f"a secret share of one of {sorted(shares)} was changed")
+        raise SecureSumError(f"a secret share from one of the clients {sorted(shares)} was changed")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -254,7 +254,7 @@ IN_HEX = ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_
 
 
 class Parcel(BaseModel):
-    """The base class of the messages of a secure sum. Fields are checked on creation."""
+    """Base class for secure-sum messages. Fields are validated on creation."""
 
     model_config = IN_HEX
 
@@ -324,7 +324,7 @@ class Sealed(Parcel):
 class Present(Parcel):
     """The server's list of the clients whose masked vectors have arrived.
 
-    With this message, the server asks each client for shares that remove the masks.
+    The server's request for the shares that remove the masks.
 
     Args:
         clients: the indices of the clients, ascending.

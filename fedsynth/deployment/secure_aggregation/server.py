@@ -50,7 +50,7 @@ class SumServer:
     """The server's side of one secure sum, which collects messages and computes the sum.
 
     The methods are called in the order `roster`, `relay`, `present`, `sum`. Clients may fail before
-    each of these exchanges. A client whose message cannot be used is excluded from the sum.
+    each call. A client with an invalid message is excluded from the sum.
 
     Args:
         terms: the parameters of the sum.
@@ -70,7 +70,7 @@ class SumServer:
     def _usable(
         self, received: Mapping[int, T], is_valid: Callable[[int, T], bool], name: str
     ) -> dict[int, T]:
-        """Excludes clients whose messages cannot be used, and returns the other messages.
+        """Excludes clients with invalid messages, and returns the valid messages.
 
         The messages are in the order of the clients.
         """
@@ -211,7 +211,7 @@ class SecureStep:
         self.server = SumServer(terms)
 
     def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:
-        """Computes the sum of the uploads of all clients that do not fail.
+        """Computes the sum of all uploads that arrive.
 
         Returns None if too few clients remain. The server then learns nothing about the uploads.
 
