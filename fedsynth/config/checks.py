@@ -122,7 +122,7 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            f"gives each upload only 1/{shares} of the noise, because the deployment uses no secure "
+            f"gives each upload only 1/{shares} of the noise, but the deployment uses no secure "
             "sums. Set it to 'own'"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
