@@ -341,7 +341,7 @@ def test_resumed_server_has_the_specification_of_its_run(
     started = Mock()
     monkeypatch.setattr(serving, "superlink", lambda *_: nullcontext(started))
     line = ("server", "--insecure", "--resume", str(tmp_path))
-    with pytest.raises(CommandFailedError, match="contains no run.json"):
+    with pytest.raises(CommandFailedError, match=r"contains no run\.json"):
         command(*line)
     (tmp_path / SERVED).write_text(json.dumps(proposal.to_json()))
     with pytest.raises(CommandFailedError, match="Remove --config, --spec and all settings"):

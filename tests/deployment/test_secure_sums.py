@@ -175,7 +175,10 @@ def test_altered_messages_raise_errors_or_leave_the_sum_masked(kind: type) -> No
         (lambda keys, _: {**keys, 1: altered(keys[1], mask=OTHER_KEY)}, "the keys of client 1"),
         (lambda keys, _: {**keys, 2: keys[0]}, "keys for client 2"),
         (lambda keys, _: {**keys, 2: altered(keys[0], client=2)}, "same key"),
-        (lambda keys, _: {**keys, 2: altered(keys[2], channel=OTHER_KEY)}, "client 2.s keys are not"),
+        (
+            lambda keys, _: {**keys, 2: altered(keys[2], channel=OTHER_KEY)},
+            "client 2.s keys are not",
+        ),
         (lambda keys, _: {**keys, 2: altered(keys[2], commitment=OTHER_KEY)}, "2.s keys are not"),
         (lambda keys, other_sum: {**other_sum, 1: keys[1]}, "client 0.s keys are not"),
     ],
