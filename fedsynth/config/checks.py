@@ -31,8 +31,8 @@ UNIT_IS_UNSET = (
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
     """Returns the name of the privacy mechanism that a run uses.
 
-    This is the mechanism in the privacy settings. If the privacy settings name no mechanism, it is
-    the first mechanism that the method declares.
+    It is the mechanism in the privacy settings, or by default the first one that the method
+    declares.
 
     Raises:
         UnknownNameError: if the method does not have the requested mechanism.
@@ -46,7 +46,7 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
 
 
 def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool = False) -> None:
-    """Refuses a run on custom data of known users whose privacy unit is not set.
+    """Refuses a run without a privacy unit on custom data with known users.
 
     Args:
         privacy: the privacy settings of the run.
@@ -62,15 +62,14 @@ def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool =
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
-    """Returns an upper bound on the number of records that all clients have together. The bound is
-    public.
+    """Returns a public upper bound on the clients' total number of records.
 
     Raises:
         PrivacySettingError: if the bound is below the number of records that the data set declares.
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = f"must be at least {spec.train_size}, the declared number of records"
+        reason = f"must be at least the {spec.train_size} declared records"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
@@ -85,9 +84,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
     if spec.vocabulary and method.features_refusal:
-        reason = (
-            f"needs images, but the records of {spec.name} are tokens. Use fedavg, fedprox or qffl"
-        )
+        reason = f"needs images, but {spec.name}'s records are tokens. Use fedavg, fedprox or qffl"
         raise SettingError("run", "method", reason, value=method.name)
     if not spec.has_masks:
         if UNET in names and not spec.vocabulary:
@@ -108,7 +105,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a run over a network in which the clients share the noise without secure aggregation.
+    """Refuses a networked run whose clients share the noise without secure aggregation.
 
     Each client would add only a part of the noise, and the server would see each client's upload.
 
@@ -119,8 +116,8 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            "must be 'own' in a run over a network, because each upload would have only "
-            f"1/{shares} of the noise without secure aggregation"
+            f"gives each upload only 1/{shares} of the noise, but the deployment uses no secure "
+            "sums. Set it to 'own'"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -143,22 +140,21 @@ def check_method(method: Method) -> None:
             unprotected.append(f"{name} ({kind})")
     if unprotected or not method.dp_mechanisms:
         fields = ", ".join(unprotected)
-        why = method.refusal or f"no mechanism protects the fields {fields} of its upload"
+        why = method.refusal or f"no mechanism protects the upload fields {fields}"
         raise UnaccountedReleaseError(f"{method.name} cannot run with differential privacy: {why}")
 
 
 def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a run in which only some clients take part in each round, if this breaks the privacy
-    guarantee.
+    """Refuses partial participation if it breaks the privacy guarantee.
 
-    The guarantee would not hold if the releases of a client differ between rounds. It would also
-    not hold if a round has too few clients to add all of the noise.
+    The guarantee fails if a client's releases vary between rounds, or if a round has too few
+    clients to add all of the noise.
     """
     if settings.participation == 1:
         return  # a method knows all clients, and determines itself how many it counts on
     method = settings.method
     if isinstance(method, VaryingReleases):
-        reason = f"must be 1 with {method.name}, because a client's releases differ between rounds"
+        reason = f"must be 1 with {method.name}, because a client's releases vary between rounds"
         raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
     active = active_clients(settings.partition.clients, settings.participation)
@@ -172,15 +168,12 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses a private run that distils on public images among which are private images of clients.
-
-    These are images from the data set of the clients, or from one with images of that data set.
-    """
+    """Refuses a private run whose public distillation images may be private images of the clients."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil on {method.public_images()} with differential privacy, "
-            f"because images of the clients' data set {spec.name} may be among its images. Set "
-            "method.proxy=noise or name another one"
+            f"{method.name} cannot distil privately on {method.public_images()}, which may contain "
+            f"images of the clients' data set {spec.name}. Set method.proxy to noise or another "
+            "data set"
         ).with_code("release.proxy")
 
 
@@ -219,7 +212,7 @@ def check_quorum(settings: RunSettings) -> None:
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
         reason = (
-            f"must be at least {enough:g}, because a secure sum needs {needed} of the {taking} "
-            "clients in a round"
+            f"is too small, because a secure sum needs {needed} of a round's {taking} clients. "
+            f"Set it to at least {enough:g}"
         )
         raise SettingError("run", "quorum", reason, value=settings.quorum)

@@ -39,7 +39,7 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def _registered(section: str, key: str, value: str) -> str:
-    """Registers what a file defines. Returns its name in settings."""
+    """Registers a file's definition, and returns its name in settings."""
     if value.endswith(".py"):
         raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
     if not names_a_file(value):
@@ -54,7 +54,7 @@ def _registered(section: str, key: str, value: str) -> str:
 
 
 def code_options(settings: RunSettings) -> list[str]:
-    """Returns the options of `fedsynth train` that load the custom code of a run in a new process.
+    """Returns the `fedsynth train` options that load a run's custom code in a new process.
 
     Raises:
         SettingError: code was registered in this process, and not from a file.
@@ -70,7 +70,7 @@ def code_options(settings: RunSettings) -> list[str]:
 
 
 def _place(section: str, key: str, name: str) -> str:
-    """Returns the place FILE.py:NAME of custom code, or the name of a part of the package."""
+    """Returns FILE.py:NAME for custom code, or a built-in's name."""
     if not _is_custom(section, key, name):
         return name
     code = SOURCES.get(own_label(name) if key == "method" else name)
@@ -82,7 +82,7 @@ def _place(section: str, key: str, name: str) -> str:
         place = f"{getattr(module, '__file__', None)}:{cls.__qualname__}"
         if names_a_file(place) and cls.__module__ != "__main__":  # a script would run again
             return place
-    reason = "is registered only in this process. Set it to FILE.py:NAME, for the other processes"
+    reason = "is unknown to other processes than this one. Set it to FILE.py:NAME"
     raise SettingError(section, key, reason, value=name)
 
 

@@ -52,7 +52,7 @@ class Participation:
         if round(self.share * self.clients) < 1:
             reason = (
                 f"must be at least {1 / self.clients:.3g} with {self.clients} clients, got "
-                f"{self.share:g}. Otherwise, a round has no client"
+                f"{self.share:g}, which selects no client"
             )
             raise SettingError("run", "participation", reason)
 
@@ -89,8 +89,7 @@ class Participation:
 def most_rounds(
     participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
-    """Returns, for each group of clients, how many rounds its most frequent participant takes part
-    in.
+    """Returns the round count of each client group's most frequent participant.
 
     Each number n in `rounds` gives one row of counts, which covers the first n rounds.
 
@@ -167,8 +166,7 @@ class Failures:
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
     def released(self, number: int, client: int, exchange: str, *, two: bool) -> bool:
-        """Returns True if a client computes its step in an exchange of a round, despite a possible
-        failure.
+        """Returns True if a client computes its step in an exchange, even if it fails afterwards.
 
         The client is charged for such a step, even if the server does not receive the answer.
 

@@ -62,7 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """Returns the settings that have a special default value for a data set, by section."""
+    """Returns a data set's special default settings, by section."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
     sections["method"] = {}
@@ -160,7 +160,7 @@ def resolve(
 
 
 def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) -> None:
-    """Moves the setting `features` of the model to a method that has this setting, as FedStats."""
+    """Moves `model.features` to a method with its own `features` setting, such as FedStats."""
     if sections["model"].get("features") and "features" in field_types(method):
         if "features" in sections["method"]:
             raise SettingError("model", "features", "is also set as method.features. Remove one")
@@ -204,7 +204,7 @@ def section_of(key: str) -> str | None:
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a run if the code of the custom method is not the code that the settings state.
+    """Refuses a run if the custom method's code does not match the settings.
 
     The code is not loaded, or was loaded from a different file.
     """
@@ -216,12 +216,12 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise unloaded_file("run", "method", str(stated)) from None
     label = own_label(name)
     if label and label != stated:
-        reason = f"must be the code {short_repr(stated)}, but the file you named has {label}"
+        reason = f"must be the code {short_repr(stated)}, but the named file has {label}"
         raise SettingError("run", "method", reason)
 
 
 def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
-    """Removes the settings of an encoder from the section "data", and returns them."""
+    """Removes and returns the encoder settings in the section "data"."""
     values = {name: data.pop(name) for name in field_types(EncoderSettings) if data.get(name)}
     if not values:
         return None
@@ -241,10 +241,10 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError("data", next(iter(values)), "applies only to the images of data.folder")
+        raise SettingError("data", next(iter(values)), "requires data.folder. Set it")
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
-        reason = f"cannot be {name}, which is a published data set. Choose another name"
+        reason = f"is {name}, the name of a published data set. Choose another name"
         raise SettingError("data", "dataset", reason)
     return str(name or default_name(folder.folder)), folder
 
@@ -252,10 +252,10 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 def _privacy(
     values: dict[str, Any], folder: FolderSettings | None, partition: PartitionSettings
 ) -> tuple[PrivacySettings | None, Any]:
-    """Returns the settings of a private run, or None and the ledger of a run without privacy.
+    """Returns a private run's settings, or None and a non-private run's ledger.
 
-    A section with only a ledger does not make a run private. With custom images of a declared
-    number of users, the nominal size is the number of users per client.
+    A section with only a ledger does not make a run private. If custom images declare their number
+    of users, the nominal size is users per client.
     """
     if not values or values.keys() == {"ledger"}:
         return None, values.get("ledger") and convert("privacy", "ledger", values["ledger"], str)

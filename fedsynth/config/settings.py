@@ -72,16 +72,14 @@ class ReportSettings:
                 reason = f"must have at most {MAX_LENGTHS[name]} characters, got {len(text)}"
                 raise SettingError("report", name, reason)
         if "" in self._sites:
-            raise SettingError("report", "sites", "must not contain an empty name between commas")
+            raise SettingError("report", "sites", f"contains an empty name: {self.sites!r:.80}")
 
     @property
     def _sites(self) -> tuple[str, ...]:
         return tuple(map(str.strip, self.sites.split(","))) if self.sites else ()
 
     def check_clients(self, clients: int) -> None:
-        """Raises a SettingError if a run with several clients names fewer or more sites than
-        clients.
-        """
+        """Raises a SettingError if a run with several clients does not name one site per client."""
         if self.sites and clients > 1 and len(self._sites) != clients:
             reason = f"must name {clients} sites, separated by commas, got {len(self._sites)}"
             raise SettingError("report", "sites", reason)
@@ -233,7 +231,7 @@ class RunSettings:
             object.__setattr__(self, "encoder", EncoderSettings(self.encoder))
         if self.ledger is not None:
             if self.privacy is not None:
-                reason = "cannot be used in a private run. Set PrivacySettings.ledger instead"
+                reason = "is set in a private run. Set PrivacySettings.ledger instead"
                 raise SettingError(None, "RunSettings.ledger", reason)
             folder = ledger_setting(self.ledger)
             object.__setattr__(self, "ledger", None if folder == NO_LEDGER else folder)
@@ -250,7 +248,7 @@ class RunSettings:
             raise SettingError(section, key, reason)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields the settings that are out of range or conflict with another setting.
+        """Yields settings that are out of range or conflict with each other.
 
         Each item consists of the section, the key and the reason.
         """
@@ -269,11 +267,11 @@ class RunSettings:
             yield "run", "sampling", reason
         method = self.method
         if DISSIMILARITY in self.measure_names and self.privacy is not None:
-            reason = "because it is computed from gradients of private data without noise"
-            yield "run", "measures", f"must not have {DISSIMILARITY} in a private run, {reason}"
+            reason = "which is computed from private gradients without noise. Remove it"
+            yield "run", "measures", f"contains {DISSIMILARITY}, {reason}"
         if CLIENT_MODELS in self.measure_names and not issubclass(method.upload, ModelParameters):
-            reason = f"with {method.name}, whose clients upload no models"
-            yield "run", "measures", f"must not have {CLIENT_MODELS} {reason}"
+            reason = f"but clients of {method.name} upload no models. Remove it"
+            yield "run", "measures", f"contains {CLIENT_MODELS}, {reason}"
         for hook in unused_hooks(method):
             reason = f"defines the hook {hook}, but does not inherit from this class"
             yield "run", "method", f"{method.name} {reason}"
@@ -281,7 +279,7 @@ class RunSettings:
             yield (
                 "run",
                 "method",
-                f"{method.name} has dp_mechanisms, so it must define release_plans",
+                f"{method.name} declares dp_mechanisms but no release_plans. Define release_plans",
             )
         if self.robust != "none":
             if method.robust_refusal:
@@ -291,14 +289,14 @@ class RunSettings:
                 reason = f"needs at least {FEWEST} clients in a round, got {active}"
                 yield "run", "robust", reason
         if self.model.features and method.features_refusal:
-            reason = f"must be left out with {method.name}: {method.features_refusal}"
+            reason = f"cannot be used with {method.name}: {method.features_refusal}. Remove it"
             yield "model", "features", reason
         if self.model.client_names and not isinstance(method, HeterogeneousClients):
             reason = f"cannot be used with {method.name}, whose clients must have one architecture"
             yield "model", "clients", reason
         if self.model.client_names and self.rounds > 1:
             reason = "because the clients cannot start from the server's model in a later round"
-            yield "model", "clients", f"cannot be used unless run.rounds is 1, {reason}"
+            yield "model", "clients", f"requires run.rounds=1, {reason}"
 
     @property
     def resolved_partition(self) -> PartitionSettings:
@@ -310,11 +308,11 @@ class RunSettings:
 
     @property
     def failures(self) -> Failures:
-        """The schedule that states which clients fail in which rounds of a simulation."""
+        """The schedule of simulated client failures."""
         return Failures(self.seed, self.client_failures)
 
     def schedule(self, sizes: tuple[int, ...] | None = None) -> Participation:
-        """Returns the schedule of the clients that take part in each round.
+        """Returns the schedule of participating clients.
 
         Args:
             sizes: the sizes n_k of all clients, if they are known. They are used only if clients

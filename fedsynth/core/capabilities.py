@@ -55,8 +55,7 @@ class TwoExchanges(Method):
 
     @abstractmethod
     def first_broadcast(self, state: State, context: RoundContext) -> Message | None:
-        """Returns the server's message of the first exchange, or None if this round has no first
-        exchange."""
+        """Returns the server's message in the first exchange, or None if the round has none."""
 
     @abstractmethod
     def first_step(
@@ -64,7 +63,7 @@ class TwoExchanges(Method):
     ) -> Results:
         """Computes the clients' replies to the server's message of the first exchange.
 
-        Returns each client's reply, and the state that this round's `client_step` receives.
+        Returns each client's reply, and the state that the round's `client_step` receives.
         """
 
     @abstractmethod
@@ -81,7 +80,7 @@ class TwoExchanges(Method):
 
 
 class Exchange(NamedTuple):
-    """The message types and the steps of one exchange of a method."""
+    """The message types and steps of a method's exchange."""
 
     request: type[Message]
     upload: type[Message]
@@ -91,7 +90,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(method: Method, name: str) -> Exchange:
-    """Returns what a method declares for the exchange with this name, "first" or "main".
+    """Returns a method's declaration of an exchange, "first" or "main".
 
     Raises:
         MessageError: the method has no such exchange.
@@ -121,7 +120,7 @@ class VaryingReleases(Method):
 
     @abstractmethod
     def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
-        """Selects the plans whose releases are made in this round, in the order of `plans`.
+        """Selects the plans to release in the given round, in the order of `plans`.
 
         The result must be public and fixed before any data are read.
 
@@ -181,7 +180,7 @@ class PersonalModels(Method):
 
     @abstractmethod
     def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
-        """Returns the model that a client with this state uses instead of the global model."""
+        """Returns the client's own model, which replaces the global model."""
 
 
 class OwnNetwork(Method):
@@ -235,7 +234,7 @@ class Measurements(Method):
     """A method that adds its own metrics to those of a run.
 
     Class attributes:
-        metric_privacy: the status under differential privacy of each metric of a round. A private
+        metric_privacy: each round metric's status under differential privacy. A private
             run fails if the method returns a metric that is not declared here.
         variant_names: the names of the models that `variants` may return.
     """
@@ -293,7 +292,7 @@ class PublishedEpsilon(Method):
 
     @abstractmethod
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
-        """Returns the ε that the paper prints for these settings, for the privacy report.
+        """Returns the paper's ε for the run's settings, which the privacy report quotes.
 
         The keys are "source", "published" and "why it differs".
         """

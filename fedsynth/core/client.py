@@ -74,7 +74,7 @@ def _inputs(
 
     The function maps records [N] to the network's input vectors z [length, d]. None is returned if
     the network takes images instead of features. The features of all `parts` are computed once,
-    during this call. The function pads the features with zeros to `length` and then computes z.
+    during the call. The function pads the features with zeros to `length` and then computes z.
     """
     if not isinstance(network, OnFeatures):
         return None
@@ -100,12 +100,12 @@ class ClientClassPairs:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Returns the indices of the pairs that belong to the client at this position."""
+        """Returns the indices of the pairs that belong to the client at `position`."""
         return torch.nonzero(self.position == position).flatten()
 
 
 class _ClientView:
-    """The base class of a group of clients. Each attribute listed in `_per_client` has one entry
+    """Base class for groups of clients. Each attribute listed in `_per_client` has one entry
     for each client."""
 
     _per_client: ClassVar[tuple[str, ...]]
@@ -113,7 +113,7 @@ class _ClientView:
     _budgets: Sequence[ReleaseBudget[Any]]
 
     def select(self, position: int) -> Self:
-        """Returns a group that contains only the client at this position.
+        """Returns a group with only the client at `position`.
 
         Both groups share the client's charged releases, and each release can be taken only once.
         """
@@ -129,7 +129,7 @@ class _ClientView:
         return [self.select(position) for position in range(len(self.ids))]
 
     def _take(self, name: str) -> list[Any]:
-        """Returns the charged mechanisms of the plan with this name, one for each client.
+        """Returns the charged mechanisms of the plan `name`, one for each client.
 
         Raises:
             UnplannedReleaseError: a client has no such plan, or its mechanism was taken before. No
@@ -137,7 +137,7 @@ class _ClientView:
         """
         if not self._budgets:
             raise UnplannedReleaseError(
-                f"release {name!r} was not charged to any client of this group"
+                f"release {name!r} was not charged to any client in the group {list(self.ids)}"
             ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)
@@ -178,7 +178,7 @@ class ExactClientView(_ClientView):
         self._inputs = _inputs(network, data, self._parts)
 
     def noise(self, name: str) -> list[UnaccountedNoise]:
-        """Returns, for each client, the noise of the release plan with this name.
+        """Returns each client's noise for the release plan `name`.
 
         Such noise exists only in runs whose mechanism adds noise without a privacy guarantee.
 
@@ -189,7 +189,7 @@ class ExactClientView(_ClientView):
         return self._take(name)
 
     def sizes(self) -> list[int]:
-        """Returns the number of examples n_k of each client."""
+        """Returns each client's example count n_k."""
         return list(map(len, self._parts))
 
     def pairs(self, min_examples: int) -> ClientClassPairs:
@@ -216,7 +216,7 @@ class ExactClientView(_ClientView):
         return part[indices.to(part.device, non_blocking=True)]
 
     def images(self, indices: Tensor) -> Tensor:
-        """Returns the normalised images at these positions in `data`, float32 [N, C, H, W].
+        """Returns the normalised images at the given indices in `data`, float32 [N, C, H, W].
 
         If the network uses a feature map, returns the network's input vectors z [N, d] instead.
         """
@@ -322,8 +322,7 @@ class PrivateClientView(_ClientView):
         return ClientClassPairs(*torch.ones(shape).nonzero(as_tuple=True))
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns the release plan with this name, for example to read the clip or the sampling
-        rate.
+        """Returns the release plan `name`, for example to read its clip or sampling rate.
 
         Raises:
             UnplannedReleaseError: this exchange has no plan with this name, or the clients' plans
@@ -333,8 +332,8 @@ class PrivateClientView(_ClientView):
         for budget in self._budgets:
             if budget.plan(name) != plan:
                 raise UnplannedReleaseError(
-                    f"the clients of this group have different plans for release {name!r}. Get the "
-                    "plan of each client with select(position)"
+                    f"the group's clients have different plans for release {name!r}. Get each "
+                    "client's plan with select(position)"
                 ).with_code("release.different_plans")
         return plan
 
@@ -362,8 +361,8 @@ class PrivateClientView(_ClientView):
         for mechanism, client in zip(mechanisms, self.ids, strict=True):
             if mechanism.owner not in (None, client):
                 raise UnplannedReleaseError(
-                    f"the records of client {client} cannot be used with a privacy mechanism that "
-                    f"was charged to client {mechanism.owner}"
+                    f"client {client}'s records were passed to the privacy mechanism charged to "
+                    f"client {mechanism.owner}"
                 ).with_code("release.foreign_mechanism")
 
     def class_sums(
@@ -476,7 +475,7 @@ class PrivateClientView(_ClientView):
         return pass_size(expected, start_over_row, limit, isolated=self._isolated)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
-        """Returns the normalised images of these records [length, C, H, W]. Black images fill the
+        """Returns the records' normalised images [length, C, H, W]. Black images fill the
         missing places.
 
         If the network uses a feature map, returns its input vectors z [length, d] instead, padded

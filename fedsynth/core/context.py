@@ -50,7 +50,7 @@ def _ignore(*_values: object, **_named: object) -> None:
 
 
 def unmeasured(_model: nn.Module) -> float:
-    """Returns NaN, in place of the accuracy of a model that is not measured."""
+    """Returns NaN in place of a model's accuracy."""
     return math.nan
 
 
@@ -134,7 +134,7 @@ class RoundContext:
 
     @property
     def active(self) -> tuple[int, ...]:
-        """The indices of this round's clients, ascending."""
+        """The indices of the round's clients, ascending."""
         if self.participants is None:
             return tuple(range(self.clients))
         return self.participants
@@ -159,15 +159,15 @@ class RoundContext:
         return resumable(steps, state, keeper=self.loop_keeper, name=name, report=report)
 
     def architecture_of(self, client: int) -> nn.Module:
-        """Returns the untrained network of this client."""
+        """Returns the client's untrained network."""
         if self.client_architectures is None:
             return self.architecture
         return self.client_architectures[client]
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
-        """Returns a network with these parameters and buffers, on the run's device.
+        """Returns a network with the given parameters and buffers, on the run's device.
 
-        The network has this client's architecture, or the run's architecture if `client` is None.
+        The network has the client's architecture, or the run's architecture if `client` is None.
         """
         architecture = self.architecture if client is None else self.architecture_of(client)
         model = copy.deepcopy(architecture).to(self.device)

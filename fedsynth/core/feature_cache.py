@@ -2,7 +2,7 @@
 
 Some methods sum the same features over their clients' examples many times. Without the cache they
 would spend most of their time computing the feature map. The cached vectors are as private as the
-images. They stay in this process for as long as the data set does, and are written to disk only if
+images. They stay in memory as long as the data set does, and are written to disk only if
 the user names a folder for them.
 """
 
@@ -177,7 +177,7 @@ def _features(
 
 
 def _embedded(features_Nd: Tensor, embedding: Embedding, *, isolated: bool) -> Tensor:
-    """Returns the embeddings z of these features."""
+    """Returns the features' embeddings z."""
     length, count = (MIN_LENGTH, 1) if isolated else (EMBEDDING_PASS, EMBEDDING_PASS)
     parts = [features_Nd[:0]]
     for chunk in features_Nd.split(count):

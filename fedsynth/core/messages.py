@@ -97,7 +97,7 @@ class Packed:
     def floats(self) -> int:
         """The number of floating-point values plus the number of pixels, which are sent as bytes.
 
-        Papers use this unit in their tables of communication costs.
+        Papers state communication costs in floats.
         """
         return sum(
             t.numel() for _, t in self.arrays() if t.is_floating_point() or t.dtype == torch.uint8
@@ -137,7 +137,7 @@ class Packed:
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """Reads a dataclass of this type from its wire format.
+        """Reads an instance from its wire format.
 
         Raises:
             MessageError: the bytes are damaged or hold another type. Also raised if a field is
@@ -159,7 +159,9 @@ class Packed:
             values[f.name] = value
         unused = sorted([*tensors, *header.values])
         if unused:
-            raise MessageError(f"a {cls.__name__} must not have the entry {unused[0]!r:.80}")
+            raise MessageError(
+                f"received a {cls.__name__} with the unknown entry {unused[0]!r:.80}"
+            )
         return cls(**values)
 
     def to(self, device: torch.device | str) -> Self:
@@ -221,7 +223,7 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
 
 
 def _allows(hint: Any, value: object) -> bool:
-    """Returns True if a field with this annotation may have the value.
+    """Returns True if the value fits a field's annotation.
 
     A field that is annotated as float may also be an int.
     """
@@ -237,17 +239,15 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
-        raise MessageError(f"the field {what} is missing in a received message").with_code(
-            "message.missing"
-        )
+        raise MessageError(f"the received message has no field {what}").with_code("message.missing")
     value = values.pop(name)
     if isinstance(value, list):
         mapping = {}
         for key in value:
             if type(key) is not str:
-                raise MessageError(f"the received {what} must have text as keys")
+                raise MessageError(f"the received {what} has a key that is not text")
             if f"{name}.{key}" not in tensors:
-                raise MessageError(f"the received {what} lacks a tensor for the key {key!r:.80}")
+                raise MessageError(f"the received {what} has no tensor for key {key!r:.80}")
             mapping[key] = tensors.pop(f"{name}.{key}")
         return mapping
     if value is None or (is_real(value) and (type(value) is float or abs(value) <= LARGEST)):

@@ -8,9 +8,9 @@ state from the uploads. The engine decides how many clients share one call of `c
 tensors of expensive steps therefore have a leading client axis, and a single client is a group of
 size one.
 
-The class attributes `request`, `upload` and `state` declare the types of the messages and of the
-state. The engine checks these types before it calls a step. A step names the declared types in its
-signature and does not need to check them again.
+The class attributes `request`, `upload` and `state` declare the message and state types. The engine
+checks the types before it calls a step. A step names the declared types in its signature and does
+not need to check them again.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Method(ABC):
         """
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Returns the rules by which the server checks the fields of this client's upload.
+        """Returns the server's validation rules for the fields of a client's upload.
 
         A field without a rule may hold any finite values. The engine checks every tensor once,
         before a step reads it. The rules also determine the largest size of an upload on the wire.
@@ -159,7 +159,7 @@ class Method(ABC):
         """
 
     def broadcast(self, state: State, context: RoundContext) -> Message:
-        """Returns the server's message to the clients of this round.
+        """Returns the server's message to the round's clients.
 
         By default, the message has the model, and the fields of the state that `request` has too.
         """
@@ -210,14 +210,14 @@ class Method(ABC):
     def client_bytes(self, context: RoundContext) -> int | None:
         """Estimates how many bytes of memory each client of a group needs during `client_step`.
 
-        The engine divides the run's memory bound by this number to choose the size of a group. The
-        number does not change results. None means that clients run one at a time, for methods that
-        gain nothing from groups.
+        The engine divides the run's memory bound by the returned number to choose the group size.
+        The group size does not change results. None means that clients run one at a time, for
+        methods that gain nothing from groups.
         """
         return None
 
     def check_model(self, model: nn.Module) -> None:
-        """Raises SettingError if the method cannot use this network architecture."""
+        """Raises SettingError if the method cannot use the network architecture."""
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans of all private releases that each client makes in a round, the main
@@ -230,7 +230,7 @@ class Method(ABC):
         return ()
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns this client's release plans in this round.
+        """Returns a client's release plans in the context's round.
 
         By default they are the round's `plans`. A method may reduce a plan's number of steps or
         change its dimension, according to public values. The client is then charged for the changed

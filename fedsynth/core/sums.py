@@ -108,7 +108,7 @@ class SummedUploads(Method):
         return tuple(replace(plan, shares=shares, addends=addends) for plan in plans)
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:
-        """Returns the standard deviation of the noise in each coordinate of a sum of uploads.
+        """Returns the noise's standard deviation per coordinate of an upload sum.
 
         The result is 0 without differential privacy.
 
@@ -126,7 +126,7 @@ class SummedUploads(Method):
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
     def sum_dtype(self, plan: str, context: RoundContext) -> torch.dtype:
-        """Returns the dtype of a field of an upload.
+        """Returns an upload field's dtype.
 
         The dtype is float64 for a release that is rounded to a grid, and float32 otherwise.
         """
@@ -174,7 +174,7 @@ class SummedUploads(Method):
     def first_aggregate(
         self, state: State, replies: Mapping[int, Upload], context: RoundContext
     ) -> ServerState:
-        """Computes the next state from the sum of all uploads of the first exchange."""
+        """Computes the next state from the sum of the first exchange's uploads."""
         return self.receive_sum(FIRST, state, summed(replies), len(replies), context)
 
     def server_step(

@@ -1,9 +1,8 @@
-"""Validation of the uploads of clients and of the messages of the server.
+"""Validation of clients' uploads and the server's messages.
 
-A method declares once what its clients may send, by a rule for each field of an upload
-(`Method.upload_rules`). The check of an upload and the upload's largest size on the wire both
-follow from these rules. All rules are public, because they depend only on settings, on the
-architecture and on what the clients declare when they join. Each rule checks one value of one
+A method declares a rule for each upload field (`Method.upload_rules`). The rules determine both the
+validation and the largest wire size. All rules are public, because they depend only on settings, on
+the architecture and on what the clients declare when they join. Each rule checks one value of one
 client. An upload that breaks a rule is therefore always the fault of the client that sent it.
 
 The module also checks the server's messages. A client makes these checks before it computes on
@@ -130,7 +129,7 @@ class Array:
             if error > TOLERANCE:
                 raise UploadRejectedError(
                     name,
-                    f"must have rows that sum to 1, but the sum of a row is off by {error:.3g}",
+                    f"must have rows that sum to 1, but a row's sum is off by {error:.3g}",
                 )
 
     def _fits(self, value: Tensor) -> bool:
@@ -164,7 +163,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Returns the rule for trained tensors with these names, shapes and dtypes."""
+        """Returns the rule for trained tensors with the same names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -178,10 +177,10 @@ class Named:
             )
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
-            raise UploadRejectedError(name, f"must not have the entry {extra[0]!r:.80}")
+            raise UploadRejectedError(name, f"has the unknown entry {extra[0]!r:.80}")
         missing = sorted(self.arrays.keys() - value.keys())
         if missing and not self.partial:
-            raise UploadRejectedError(name, f"must have the entry {missing[0]!r:.80}")
+            raise UploadRejectedError(name, f"has no entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
@@ -210,7 +209,7 @@ class Free:
 
 
 def most_examples(client: int, context: RoundContext) -> float:
-    """Returns the largest number of training examples that this client may report.
+    """Returns the largest number of training examples that a client may report.
 
     This is the number n_k that the client declared when it joined. With differential privacy it is
     1, because all clients have the same weight.
@@ -223,7 +222,7 @@ def most_examples(client: int, context: RoundContext) -> float:
 
 
 def model_rules(client: int, context: RoundContext) -> dict[str, Rule]:
-    """Returns the rules for the fields of a `ModelParameters` upload from this client.
+    """Returns the rules for the fields of a client's `ModelParameters` upload.
 
     The parameters must match the client's architecture, and the weight must not exceed
     `most_examples`.
@@ -248,7 +247,7 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
     if value.dtype == torch.bool or not value.numel():
         return
     if value.is_complex():
-        raise UploadRejectedError(name, "must not contain complex numbers")
+        raise UploadRejectedError(name, "must be real, got complex numbers")
     low, high = torch.aminmax(value.detach())
     for extreme in (low.item(), high.item()):
         if not math.isfinite(extreme):
@@ -276,14 +275,14 @@ def check_fields(
         rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
     shared = overlap(upload.arrays(), server_memory)
     if shared is not None:
-        raise UploadRejectedError(shared[0], f"must not share memory with {shared[1]}")
+        raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
 
 
 FREE = Free()
 
 
 def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
-    """Returns the largest size in bytes of a packed upload of this type, including the header."""
+    """Returns the largest packed size of an upload in bytes, including the header."""
     sizes = [rules.get(f.name, FREE).nbytes + NAME_BYTES for f in fields(kind)]
     return HEADER_BYTES + sum(sizes)
 
@@ -364,24 +363,24 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     >>> check_numbers([("parameters.weight", torch.ones(9))], max_norm=2.0)
     Traceback (most recent call last):
     ...
-    fedsynth.errors.RequestRefusedError: the norm of the server's message must be ...
+    fedsynth.errors.RequestRefusedError: the server's message has norm ...
     """
     squared = 0.0
     for name, value in arrays:
         if value.is_complex():
-            raise RequestRefusedError(f"the field {name} of the server's message must be real")
+            raise RequestRefusedError(f"the server's field {name} must be real, got {value.dtype}")
         if not value.is_floating_point():
             continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
             raise RequestRefusedError(
-                f"the field {name} of the server's message is not finite"
+                f"field {name} of the server's message is not finite"
             ).with_code("request.finite")
         squared += float(value.to(torch.float64).square().sum())
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the norm of the server's message must be at most max_request_norm={max_norm:g}, "
-            f"got {norm:.4g}. The client did not answer and spent no privacy budget"
+            f"the server's message has norm {norm:.4g}, above max_request_norm={max_norm:g}. The "
+            "client did not answer and spent no privacy budget"
         ).with_code("request.norm")
 
 
@@ -400,11 +399,11 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
     >>> check_tensor("known", torch.ones(3, 3), (3,), torch.bool)
     Traceback (most recent call last):
     ...
-    fedsynth.errors.RequestRefusedError: the field known of the server's message must be ...
+    fedsynth.errors.RequestRefusedError: field known of the server's message must be ...
     """
     if tuple(value.shape) != shape or value.dtype != dtype:
         raise RequestRefusedError(
-            f"the field {name} of the server's message must be a {dtype} tensor of shape "
+            f"field {name} of the server's message must be a {dtype} tensor of shape "
             f"{list(shape)}, got {value.dtype} of shape {list(value.shape)}"
         ).with_code("request.tensor")
 
@@ -426,8 +425,8 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
     odd = sorted(set(sent) ^ set(expected))
     if odd:
         raise RequestRefusedError(
-            f"the field {name} of the server's message must have the tensors of the client's "
-            f"network, but the tensor {odd[0]!r:.80} is missing or unexpected"
+            f"field {name} of the server's message does not match the client's network: tensor "
+            f"{odd[0]!r:.80} is missing or unexpected"
         ).with_code("request.names")
     for key, reference in expected.items():
         check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

@@ -1,12 +1,11 @@
-"""The frames that a server and a data owner's node exchange, and the server's connection to the
-nodes.
+"""Frames exchanged by a server and a data owner's node, and the server's connection to nodes.
 
 A frame is a JSON header, preceded by its length (8 bytes, little-endian). In requests and replies,
-one packed message (`fedsynth.core.messages`) follows the header. Received frames are untrusted, and
+a packed message (`fedsynth.core.messages`) follows the header. Received frames are untrusted, and
 nothing in them is executed. The server sends requests, and the node answers each frame with one
 frame:
 
-    request   fields of the request           fields of the answer
+    request   request fields                  answer fields
     join      {proposal, last_round}          answer {size, history}, or refusal {reason, kind}
     refused   {reason}                        answer {}
     keys, shares, step, unmask                answer, or refusal; for a step also {history}
@@ -19,8 +18,8 @@ request in a round also carries the settings that the server fixed when all clie
 answer to a step also carries the ledger history that the server's report needs.
 
 The server stores the clients that have joined in a file, which persists across restarts. A client
-that does not come back after a restart can no longer send its ledger history. Therefore, before the
-server asks a client for a step, it writes the client's latest history and the request to this file.
+that stays away after a restart can no longer send its ledger history. Therefore, before the server
+asks a client for a step, it writes the client's latest history and the request to this file.
 """
 
 from __future__ import annotations
@@ -84,9 +83,9 @@ class Frame:
         """
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
-            raise MessageError("the header of the frame is truncated")
+            raise MessageError("the frame's header is truncated")
         end = LENGTH_BYTES + length
-        with faults_as(MessageError, "the header of the frame is not valid"):
+        with faults_as(MessageError, "the frame's header is not valid"):
             kind, facts = _HEADER.validate_json(sent[LENGTH_BYTES:end])
         return cls(kind, facts, sent[end:])
 
@@ -95,7 +94,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Facts(BaseModel):
-    """The base class of models that check the fields of received frames.
+    """Base class for models that validate received frames' fields.
 
     A model lists the fields that the receiver uses. All other fields are ignored.
     """
@@ -114,9 +113,9 @@ class Facts(BaseModel):
 
 
 class JoinFacts(Facts):
-    """The fields of the server's request to join a run.
+    """Fields of the server's join request.
 
-    The fields are the proposal, and the last completed round if the run is resumed.
+    They are the proposal, and the last completed round if the run is resumed.
     """
 
     proposal: Any = None
@@ -126,9 +125,8 @@ class JoinFacts(Facts):
 class TermsFacts(Facts):
     """The fields with the settings that the server fixes once all clients have joined.
 
-    These settings are the sizes of the clients and the noise multiplier σ.
-
-    σ is checked later, by `ClientRuntime.start`.
+    The settings are the client sizes and the noise multiplier σ, which `ClientRuntime.start`
+    checks.
     """
 
     sizes: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
@@ -178,7 +176,7 @@ StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializ
 
 
 class Statement(Facts):
-    """The fields in which a client states its index and the history of its ledger in an answer.
+    """The answer fields that state a client's index and ledger history.
 
     Args:
         client: the index of the client.
@@ -197,7 +195,7 @@ FILE = "clients.json"
 
 
 class JoinedClient(BaseModel):
-    """A client that has joined the run, either in this server process or in an earlier one.
+    """A client that has joined the run, in the current server process or an earlier one.
 
     Attributes:
         size: the number of examples n_k. None with differential privacy.
@@ -214,7 +212,7 @@ class JoinedClient(BaseModel):
     node: int | None = Field(default=None, exclude=True)
 
     def update(self, history: History | None) -> None:
-        """Replaces the client's ledger history by a newer one.
+        """Replaces the client's ledger history with a newer one.
 
         The newer history may only add entries to the history that the client has sent before.
 
@@ -231,7 +229,7 @@ class JoinedClient(BaseModel):
                 or history.releases[:rows] != previous.releases
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
-                raise MessageError(f"the ledger must begin with the {rows} entries sent before")
+                raise MessageError(f"the ledger is missing some of the {rows} entries sent before")
         self.history = history
         self.unstated = []
 

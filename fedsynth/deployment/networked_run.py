@@ -90,7 +90,7 @@ class NetworkedRun(ActiveRun):
             planned = partial(_initial_plan, self.folder.path, type(self.method))
         rounds_missing = checkpoint is None and self.folder.has_rounds
         if rounds_missing or (self.folder.has_begun and not self.file.exists()):
-            raise CheckpointError(f"the checkpoint of the run in {self.folder.path} is missing")
+            raise CheckpointError(f"{self.folder.path} contains no checkpoint. Start a new run")
         self.backend = NodeBackend(
             proposal,
             connection,
@@ -160,7 +160,7 @@ class NetworkedRun(ActiveRun):
 def _test_set(proposal: Proposal) -> ImageData | None:
     """Loads the public test images of a published data set.
 
-    Returns None if the server does not have these images.
+    Returns None if the server does not have the images.
     """
     if is_published(proposal.spec):
         with suppress(DataFilesMissingError):
@@ -169,7 +169,7 @@ def _test_set(proposal: Proposal) -> ImageData | None:
 
 
 def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Proposal, RunFolder]:
-    """Creates or reopens the run folder, which contains the proposal of the run."""
+    """Creates or reopens the run folder, which contains the run's proposal."""
     if resume is None:
         folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
         folder.write_config(to_toml(proposal.settings.to_mapping()))
@@ -179,7 +179,7 @@ def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Propo
     folder = RunFolder.reopen(resume)
     begun = served_proposal(folder.path)
     if begun.agreement != proposal.agreement:
-        raise CheckpointError(f"cannot resume {folder.path}, because the settings have changed")
+        raise CheckpointError(f"the settings of {folder.path} have changed. Restore them")
     return begun, folder
 
 

@@ -60,9 +60,9 @@ class ClassFolders:
     """An owner's images, in the folder layout of `fedsynth.load_records`.
 
     The folder contains CLASS/files or a manifest. Sites in the manifest are ignored. The images are
-    resized to the image size of the run. Folders of classes that the owner does not have may be
-    missing. Class names that a server sends are only compared with the names of the folders, and
-    never used as paths.
+    resized to the image size of the run. Folders may be missing for classes without images. Class
+    names that a server sends are only compared with the names of the folders, and never used as
+    paths.
 
     Args:
         folder: the owner's folder.
@@ -90,7 +90,7 @@ class ClassFolders:
             ]
             if not differing:
                 return []
-            return [f"the run and the owner's declaration differ in {' and '.join(differing)}"]
+            return [f"the run does not match the owner's declaration in {' and '.join(differing)}"]
         if proposal.settings.privacy is None or identified:
             return []
         return [
@@ -111,9 +111,7 @@ class ClassFolders:
         return read_private_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the name by which the ledger identifies these records. The name is the same in
-        all runs.
-        """
+        """Returns the ledger's name for the owner's records, which is the same in all runs."""
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
@@ -132,7 +130,7 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(f"the proposal must have the published specification of {spec.name}")
+            raise DataError(f"the proposal does not match {spec.name}'s published specification")
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         return replace(train, may_be_empty=True).subset(np.asarray(parts[number], np.int64))
@@ -233,13 +231,13 @@ class Node(Place):
         """
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
-            raise MessageError(f"a message of run {run:.16} has the proposal of run {proposal.run}")
+            raise MessageError(f"run {run:.16} received the proposal of run {proposal.run}")
         clients = proposal.settings.partition.clients
         if self.number >= clients:
-            raise MessageError(f"the client's number must be below {clients}, got {self.number}")
+            raise MessageError(f"client {self.number} is not among the run's {clients} clients")
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
-            raise MessageError("the settings of the run have changed since this client joined")
+            raise MessageError("the run's settings have changed since this client joined")
         objections = self._objections(proposal)
         check = StepCheck()
         if state is None and not objections:
@@ -304,8 +302,8 @@ class Node(Place):
             state = read_state(folder)
             if state and state.attempts and state.proposal.agreement == proposal.agreement:
                 return [
-                    f"the owner's approval was already used for run {folder.name}. Without a bound "
-                    "on ε, a new run needs a new approval"
+                    f"the owner's approval was already used for run {folder.name}. Ask the owner "
+                    "for a new approval, or for a policy with a bound on ε"
                 ]
         return []
 
@@ -361,7 +359,7 @@ class Node(Place):
     def write_reports(self) -> None:
         """Writes the privacy reports of runs that charged the client and did not end.
 
-        Call this when the node stops: a client may never learn that a run has ended.
+        Call this method when the node stops: a client may never learn that a run has ended.
         """
         with self._locked():
             for folder in sorted(self.folder("").glob("*")):

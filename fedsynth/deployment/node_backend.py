@@ -111,7 +111,7 @@ class NodeBackend(protocol.Backend):
         needed = needed_uploads(self._settings.quorum, len(self._numbers))
         if len(present) < needed:
             raise TooFewClientsError(
-                f"the run needs at least {needed} of {len(self._numbers)} clients, but {len(present)} joined"
+                f"{len(present)} of {len(self._numbers)} clients joined, but the run needs {needed}"
             )
         frames.write_clients(self.file, self.clients)
         joined = []
@@ -122,7 +122,7 @@ class NodeBackend(protocol.Backend):
 
     @property
     def _present(self) -> list[int]:
-        """The clients whose nodes have joined since this server process started."""
+        """The clients whose nodes have joined since the server process started."""
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:
@@ -151,11 +151,11 @@ class NodeBackend(protocol.Backend):
         number = stated.client
         if number not in self._numbers:
             raise MessageError(
-                f"the client's number must be below {len(self._numbers)}, got {number!s:.20}"
+                f"client {number!s:.20} is not among the run's {len(self._numbers)} clients"
             ).with_code("message.client")
         client_of_node = self.connection.clients
         if client_of_node and client_of_node.get(node) != number:
-            raise MessageError(f"the key of the node is not the key of client {number}")
+            raise MessageError(f"the node's key does not match client {number}'s key")
         if number in self._present:
             raise MessageError(f"another node has already joined as client {number}")
         if frame.kind != frames.ANSWER:
@@ -168,7 +168,7 @@ class NodeBackend(protocol.Backend):
             number, frames.JoinedClient(size=stated.size, history=history)
         )
         if client.size != stated.size:
-            raise MessageError(f"client {number} has {client.size} examples, not {stated.size}")
+            raise MessageError(f"client {number} stated {stated.size} examples after {client.size}")
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
@@ -178,9 +178,9 @@ class NodeBackend(protocol.Backend):
         name.
         """
         if history is None and self._settings.privacy is not None:
-            raise MessageError(f"client {number} must send its ledger history in a private run")
+            raise MessageError(f"client {number} sent no ledger history, but the run is private")
         if history is not None and history.client != self._names[number]:
-            raise MessageError(f"the ledger of client {number} has the name {history.client!r:.80}")
+            raise MessageError(f"client {number} sent the ledger of {history.client!r:.80}")
 
     @property
     def never_joined(self) -> dict[int, str]:
@@ -339,11 +339,11 @@ class NodeBackend(protocol.Backend):
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (number, self._request):
             raise MessageError(
-                f"the answer must be from client {number} to request {self._request}, got "
+                f"expected client {number}'s answer to request {self._request}, got "
                 f"(client, request) = {stated!r:.80}"
             ).with_code("message.sender")
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
-            raise MessageError(f"the client reports an error: {frame.facts.get('text')!s:.200}")
+            raise MessageError(f"client {number} failed: {frame.facts.get('text')!s:.200}")
         if "history" in frame.facts:
             self.clients[number].update(frames.Statement.of(frame).history)
         return frame
@@ -354,5 +354,5 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(f"an answer may have at most {max_bytes} bytes, got {len(answer)}")
+        raise MessageError(f"the answer must have at most {max_bytes} bytes, got {len(answer)}")
     return Frame.from_bytes(answer)

@@ -85,7 +85,7 @@ class Policy:
     @model_validator(mode="after")
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise ValueError("epsilon requires delta. Set delta to the δ at which the budget holds")
+            raise ValueError("delta is missing. Set it to the δ at which epsilon holds")
         return self
 
     @classmethod
@@ -147,7 +147,7 @@ class Policy:
             "channels": (self.channels, spec.channels),
         }
         return [
-            f"the run's {name} = {proposed!r:.80} differs from the owner's policy"
+            f"the run's {name} = {proposed!r:.80} does not match the owner's policy"
             for name, (stated, proposed) in pairs.items()
             if stated not in (None, proposed)
         ]

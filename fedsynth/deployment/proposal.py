@@ -93,7 +93,7 @@ class Proposal:
         except FedsynthError as error:
             raise MessageError(f"the received proposal has invalid settings: {error}") from None
         if not RUN_NAME.fullmatch(run):
-            raise MessageError(f"the name of a run must be 16 hexadecimal digits, got {run!r:.80}")
+            raise MessageError(f"the run's name must be 16 hexadecimal digits, got {run!r:.80}")
         return cls(run, settings, spec)
 
 
@@ -106,7 +106,7 @@ def read_spec(file: Path) -> registry.DatasetSpec:
     try:
         return registry.spec_from_json(load_toml(file))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"must be the specification of a data set. {one_line(error)}"
+        reason = f"is not a data set specification: {one_line(error)}"
         raise SettingError(None, str(file), reason) from None
 
 
@@ -119,7 +119,7 @@ def served_proposal(folder: Path) -> Proposal:
     file = folder / SERVED
     if not file.is_file():
         raise CheckpointError(
-            f"{folder} has no {SERVED}, so no server began it. Name an interrupted run of a server"
+            f"{folder} contains no {SERVED}. Name the folder of a server's interrupted run"
         ).with_code("checkpoint.server")
     with damage_is_named(file):
         return Proposal.from_json(load_json(file))
@@ -142,7 +142,7 @@ def new_proposal(
     )
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.encoder is not None:
-        reason = "cannot be used in a deployment, because the owners' nodes read image files"
+        reason = "is set, but the nodes of a deployment read image files. Remove it"
         raise SettingError("data", "encoder", reason)
     check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
@@ -164,7 +164,7 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
         if run.partition.local_test:
             raise SettingError("partition", "local_test", "must be 0 in a deployment")
         if DISSIMILARITY in run.measure_names:
-            reason = f"must not have {DISSIMILARITY} in a deployment"
+            reason = f"contains {DISSIMILARITY}, which a deployment cannot measure. Remove it"
             raise SettingError("run", "measures", reason)
         return
     plan = PrivacyPlan.checked(run, context)

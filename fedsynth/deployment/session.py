@@ -194,7 +194,7 @@ class Session:
         client_states = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
         last = max((number for number in client_states if number <= last_round), default=0)
         if last_round and not last and len(client_states) >= STORED_ROUNDS:
-            raise MessageError(f"this client has no stored state of round {last_round} or earlier")
+            raise MessageError(f"this client's state of round {last_round} is no longer stored")
         for number in client_states:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -254,9 +254,9 @@ class Session:
             return
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
-            raise MessageError(f"the server must send {clients} sizes, got {len(terms.sizes)}")
+            raise MessageError(f"the server sent {len(terms.sizes)} sizes for {clients} clients")
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError(f"the noise multiplier must be {self.state.sigma:g}, as before")
+            raise MessageError(f"the server changed the noise multiplier {self.state.sigma:g}")
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
@@ -275,7 +275,7 @@ class Session:
             Exception: any other error. Its text may depend on the owner's records.
         """
         if frame.kind not in frames.EXCHANGE:
-            raise MessageError(f"unknown kind of request: {frame.kind!r:.40}")
+            raise MessageError(f"the server sent an unknown request {frame.kind!r:.40}")
         question = RoundFacts.of(frame)
         context = self._context(question)
         exchange = question.exchange
@@ -314,19 +314,19 @@ class Session:
         rounds = runtime.settings.rounds
         participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(f"the participants' indices must be ascending and below {clients}")
+            raise MessageError(f"the server's participants must be ascending and below {clients}")
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
-                f"the round must be between 1 and {rounds}, got {question.round!s:.20}"
+                f"the server's round must be from 1 to {rounds}, got {question.round!s:.20}"
             ).with_code("request.round")
         if runtime.number not in participants:
-            raise RequestRefusedError(f"this client does not take part in round {question.round}")
+            raise RequestRefusedError(f"round {question.round} does not include this client")
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the participants in the server's request for round {question.round} differ from "
-                "those that the run's settings select"
+                f"the server's participants in round {question.round} are not the participants "
+                "selected by the run's settings"
             ).with_code("request.participants")
         return replace(
             runtime.context, note=self._place.say, round=question.round, participants=participants
@@ -365,7 +365,7 @@ class Session:
         method = self.runtime.method
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
-            raise RequestRefusedError("this client sends uploads only in secure sums")
+            raise RequestRefusedError("this client requires a secure sum, not a plain upload")
         message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
         key = f"{context.round}-{exchange}"
@@ -373,7 +373,7 @@ class Session:
         limited = self.runtime.private or question.sum is not None
         if limited and (step in self.state.steps or attempts >= self._max_attempts):
             raise RequestRefusedError(
-                f"this client has already answered the {exchange} exchange of round {context.round}"
+                f"this client already answered round {context.round}'s {exchange} exchange"
             ).with_code("request.repeated")
 
         def reply() -> Message | Refusal:
@@ -401,7 +401,7 @@ class Session:
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not sums_securely(method):
-            raise MessageError(f"the method {method.name} does not use secure sums")
+            raise MessageError(f"method {method.name} does not support secure sums")
         return sum_terms(method, question.exchange, context, question.sum or "", self._agreement)
 
     @contextmanager

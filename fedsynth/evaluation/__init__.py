@@ -1,4 +1,4 @@
-"""Measures of models and of generators. Reading their names here imports no torch."""
+"""Measures of models and generators. Reading their names here imports no torch."""
 
 from typing import Literal, NamedTuple
 

@@ -37,7 +37,7 @@ def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
 
 
 def domain_masks(data: ImageData) -> dict[str, Tensor]:
-    """Returns the examples of each domain of a data set, such as each hospital.
+    """Returns a data set's examples by domain, such as by hospital.
 
     Returns:
         A boolean tensor [N] by the domain's name, for domains with at least one example. The

@@ -1,7 +1,7 @@
 """Measures of a classifier other than accuracy, computed from its logits.
 
-The values are those of torchmetrics, whose import would take seconds at each start, except that a
-confidence of 1 is in the last bin of the calibration error.
+The values equal torchmetrics' (whose import takes seconds), except that a confidence of 1 is in the
+last bin of the calibration error.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, fl
 
 
 def _auroc(scores_N: Tensor, positive_N: Tensor) -> float:
-    """Returns the share of pairs of a positive and a negative example in which the positive one has
-    the higher score (the Mann–Whitney statistic). Equal scores count as half a pair."""
+    """Returns the share of (positive, negative) pairs with the higher score for the positive
+    example (the Mann–Whitney statistic). Equal scores count as half a pair.
+    """
     _, group_N, counts = scores_N.unique(return_inverse=True, return_counts=True)
     mean_ranks = counts.cumsum(0) - (counts - 1) / 2
     positives = int(positive_N.sum())

@@ -8,7 +8,7 @@ kernel (x·y/d + 1)³. Its estimate has no bias, so it suits small sets.
 
 Values are comparable only if they have the same features and the same numbers of images.
 DPImageBench (arXiv 2503.14681) compares 60,000 synthetic images, as 8-bit images, by the 2048
-features of the Inception network of StyleGAN3.
+features of StyleGAN3's Inception network.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Fidelity:
 def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     """Computes FID and KID from the features of synthetic and real images.
 
-    KID is the mean over 100 pairs of subsets of 1000 images, or of as many images as the smaller
-    set has. The subsets are the same in every call.
+    KID is the mean over 100 pairs of subsets with 1000 images, or fewer if a set is smaller. The
+    subsets are the same in every call.
 
     Args:
         synthetic_Nd, real_Md: the features of N ≥ 2 synthetic and M ≥ 2 real images.
@@ -69,9 +69,9 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     synthetic, real = synthetic_Nd.double().cpu(), real_Md.double().cpu()
     smaller = min(len(synthetic), len(real))
     if smaller < 2:
-        raise DataError("FID and KID need at least two synthetic and two real images")
+        raise DataError(f"FID and KID need at least 2 images of each kind, got {smaller}")
     if not (synthetic.isfinite().all() and real.isfinite().all()):
-        raise DataError("the network computes features that are not finite. Use another network")
+        raise DataError("the network's features are not finite. Use another network")
     identity = nn.Identity()
     identity.num_features = synthetic.shape[1]  # type: ignore[assignment]
     metric = FrechetInceptionDistance(identity)

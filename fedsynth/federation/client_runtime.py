@@ -71,7 +71,7 @@ class ClientBudget:
         self._guard = self.plan.guard(self.ledger, self.cap)
 
     def check(self, number: int) -> None:
-        """Checks that this client can be charged for a round, without charging it.
+        """Checks that the client can be charged for a round, without charging it.
 
         The check runs for all clients before any client is charged, so that no client pays for a
         round that releases nothing.
@@ -85,7 +85,7 @@ class ClientBudget:
         self.ledger.check_writable()
 
     def charge(self, context: RoundContext, exchange: str) -> ReleaseBudget[Any]:
-        """Charges the ledger for everything that this client releases in one exchange of a round.
+        """Charges the ledger for all of the client's releases in one exchange.
 
         A mechanism without a privacy guarantee is recorded, too. From then on, the ε of the ledger
         is infinite.
@@ -268,7 +268,7 @@ class ClientRuntime:
             self.budget = self._new_budget(plan)
             self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError("a run without differential privacy has no noise multiplier")
+            raise RequestRefusedError("the server sent a noise multiplier for a non-private run")
         else:
             self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True
@@ -290,14 +290,14 @@ class ClientRuntime:
         stated = plan.privacy.noise_multiplier
         if stated is not None and sigma != stated:
             raise RequestRefusedError(
-                f"the server's noise multiplier must be privacy.noise_multiplier={stated:.6g}, got "
-                f"{sigma:.6g}"
+                f"the server sent the noise multiplier {sigma:.6g}, but the run has "
+                f"privacy.noise_multiplier={stated:.6g}"
             ).with_code("request.stated_noise")
         return replace(plan, privacy=replace(plan.privacy, noise_multiplier=sigma))
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
-            raise LedgerError(f"client {self.number} has no ledger for a private run")
+            raise LedgerError(f"client {self.number} has no ledger, but the run is private")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         return ClientBudget(self.number, self.ledger, plan, self.secret, self.cap)
 
@@ -341,8 +341,8 @@ class ClientRuntime:
     def begin(self, context: RoundContext) -> None:
         """Records a round without differential privacy in the ledger, before anything is released.
 
-        In a private run, and if the client has no ledger, nothing happens. A client that does not
-        receive this message records the round before its first step or evaluation.
+        Nothing happens in a private run, or without a ledger. A client that misses the message
+        records the round before its first step or evaluation.
         """
         self.require_terms()
         if self.private or self.ledger is None or self.recorded == context.round:

@@ -77,8 +77,8 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def memory_bytes(gigabytes: float | None, device: torch.device) -> int:
     """Returns the number of bytes that a run may use for intermediate results.
 
-    By default, it is 4 GiB on a CPU and half of the total memory of a GPU. It does not depend on
-    the memory that is free, because runs must be reproducible.
+    By default, it is 4 GiB on a CPU and half of a GPU's total memory. Free memory has no influence,
+    because runs must be reproducible.
 
     Args:
         gigabytes: the bound in GiB from the settings. None uses the default.
@@ -99,7 +99,7 @@ LONG = 1000
 
 
 def choose_speed(settings: RunSettings, device: torch.device) -> RunSettings:
-    """Replaces the value "auto" of `precision` and `compile` with the choice for this machine.
+    """Replaces the value "auto" of `precision` and `compile` with the choice for the local machine.
 
     The choices other than "fp32" and "off" are those that were measured (docs/speed.md): for
     condensation without differential privacy, with a ConvNet of at least `WIDE` channels.
@@ -211,7 +211,7 @@ def costs_of(plan: PrivacyPlan) -> dict[str, Any]:
     """Returns the privacy costs of a planned run as a mapping that JSON can encode.
 
     It has the mechanism, the run's σ, clip and q of the most important kind of release, the number
-    of releases of a client in a round, ε after each of the `shown_rounds`, δ, the requested budget
+    of a client's releases per round, ε after each of the `shown_rounds`, δ, the requested budget
     (`target`), and the `rows` of `release_costs`.
     """
     chief = plan.chief
@@ -270,7 +270,7 @@ def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Privac
     method = resolve({**sections, "privacy": {}}).method
     named = privacy.get("mechanism")
     if named is not None and not mechanism_facts(str(named)).guaranteed:
-        reason = "has no privacy guarantee, so its ε cannot be planned"
+        reason = "has no privacy guarantee, so no ε can be planned"
         raise PrivacySettingError("privacy", "mechanism", reason, value=named)
     plans: list[PrivacyPlan] = []
     for name in method.dp_mechanisms if named is None else (str(named),):

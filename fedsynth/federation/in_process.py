@@ -1,4 +1,4 @@
-"""The clients of a simulation, which all run in this process.
+"""Simulated clients, which all run in one process.
 
 The clients of a round are processed in groups. The size of a group follows from the memory that one
 client needs (`Method.client_bytes`) and from the memory bound of the run. It does not affect the
@@ -37,9 +37,9 @@ GRADIENT_PASS = 128  # the number of records in a pass that computes a gradient
 
 
 def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext) -> Group:
-    """Returns the object through which a method's step reads the data of these clients.
+    """Returns the object through which a method's step reads the clients' data.
 
-    In a private run, this charges each client for the exchange.
+    In a private run, each client is charged for the exchange.
 
     Raises:
         BudgetExceededError: a client's cap would be exceeded, because another run has charged its
@@ -53,7 +53,7 @@ def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext)
     for client in clients:
         client.require_terms()
         if client.data.resident is not resident:
-            raise ValueError("the clients of a group must share one data set in memory")
+            raise ValueError(f"client {client.number} does not share its group's data set")
         ids.append(client.number)
         records.append(client.data.records)
     if not clients[0].private:
@@ -164,7 +164,7 @@ def mean_gradient(client: ClientRuntime, parameters: Tensors, context: RoundCont
 def _report_group(
     context: RoundContext, finished: int, size: int, clients: int, stage: str, step: int, total: int
 ) -> None:
-    """Reports the progress of one group of clients as a part of the progress of the round.
+    """Reports a client group's progress as a part of the round's progress.
 
     Args:
         finished: the number of clients in the groups that have finished.
@@ -289,7 +289,7 @@ class InProcess:
     def _failing(
         self, exchange: str, numbers: Sequence[int], context: RoundContext
     ) -> dict[int, str]:
-        """Returns the kind of failure of each client that fails in this exchange.
+        """Returns how each failing client fails in the current exchange.
 
         If a round has no first exchange, a client that would fail in the first exchange fails in
         the main exchange.

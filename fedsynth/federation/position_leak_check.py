@@ -1,8 +1,8 @@
 """Checks before a private run that the contribution of an example depends only on that example.
 
-User code that violates this is refused. If only the last bits of a contribution change, each pass
-of the run has one record, and the check is repeated. Bits that change nevertheless are refused on a
-CPU, and cause a warning on a GPU.
+User code that violates the rule is refused. If only the last bits of a contribution change, each
+pass of the run has one record, and the check is repeated. Bits that change nevertheless are refused
+on a CPU, and cause a warning on a GPU.
 
 The check is a trial on public random images, with the initial weights of the run. It can find a
 fault, but it cannot prove that there is none.
@@ -17,8 +17,8 @@ client's ledger is charged, and the step receives seeded noise.
 
 A user's method is also tried in round 2, with the client's state after round 1, if the step ends
 with the releases of the trial. If a simulation computes several clients together, two are tried in
-one pass, and their values must equal those of separate passes. A step of user code that raises
-before its last release is refused, because nothing was tried then.
+one pass, and their values must equal the values from separate passes. A step of user code that
+raises before its last release is refused, because nothing was tried then.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class _TriedMechanism(GaussianSumMechanism):
 class TrialClientView(PrivateClientView):
     """Clients of public random images, whose releases try the values that a step computes.
 
-    All clients have the same images. In a pass with records of two clients, each image is a record
-    of one of them, which its first pixel decides. A client whose records are computed alone is
-    tried only if it is the first.
+    All clients have the same images. In a pass with two clients' records, the first pixel of each
+    image decides whose record it is. A client whose records are computed alone is tried only if it
+    is the first.
 
     Args:
         trial: the trial.
@@ -278,7 +278,7 @@ class StepTrial:
 
     @property
     def inputs_of_run(self) -> StepInputs:
-        """The random records of this run of the step."""
+        """The random records for the step."""
         return replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
 
     def _take_step(self, states: Sequence[ClientState]) -> Sequence[ClientState]:

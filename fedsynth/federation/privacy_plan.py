@@ -74,7 +74,7 @@ class PrivacyPlan:
         method = settings.method
         spec = context.spec
         if stated is None:
-            raise SettingError(None, "privacy", "must be set for a private run")
+            raise SettingError(None, "privacy", "is None, but the run is private. Set it")
         checks.check_method(method)
         checks.refuse_own_proxy(method, spec)
         checks.check_unit(stated, spec)
@@ -175,7 +175,7 @@ class PrivacyPlan:
         return isinstance(self.run.method, VaryingReleases)
 
     def round_plans(self, number: int) -> Plans:
-        """Returns the plans of the releases that are made in the round with this number.
+        """Returns the plans of the releases made in round `number`.
 
         Raises:
             UnplannedReleaseError: the method changes a planned release or adds another release.
@@ -187,7 +187,7 @@ class PrivacyPlan:
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
                 f"method {method.name} changes a planned release in round {number}. "
-                "VaryingReleases.round_plans may only omit some of the planned releases"
+                "Let VaryingReleases.round_plans only omit releases"
             ).with_code("release.changed_plan")
         return planned
 
@@ -217,7 +217,7 @@ class PrivacyPlan:
         return grids
 
     def in_context(self, context: RoundContext) -> RoundContext:
-        """Returns the context with the public values of this plan, as the run's steps need them."""
+        """Returns the context with the plan's public values, which the run's steps need."""
         return replace(context, privacy=self.privacy, noise=self.noise, grids=self.grids)
 
     def planned(
@@ -242,7 +242,7 @@ class PrivacyPlan:
         return rows
 
     def _totals(self, rounds: int, sigma: float | None = None) -> Totals:
-        """Returns the totals of the releases of a client that takes part in `rounds` rounds.
+        """Returns the release totals for a client that takes part in `rounds` rounds.
 
         If the rounds differ, all clients take part in every round. The totals are then those of the
         first rounds.
@@ -264,22 +264,22 @@ class PrivacyPlan:
         plans = tuple(self.run.method.client_plans(planned, client, context))
         if len(plans) != len(planned):
             raise errors.UnplannedReleaseError(
-                f"method {self.run.method.name} must plan {len(planned)} releases for client "
-                f"{client}, got {len(plans)}"
+                f"method {self.run.method.name} plans {len(plans)} releases for client {client}, "
+                f"not {len(planned)} as for the round"
             ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)
             if new != allowed or new.steps > plan.steps:
                 raise errors.UnplannedReleaseError(
-                    f"method {self.run.method.name} may change only the dimension of release "
-                    f"{plan.name!r} for client {client} and reduce its steps, got {new}"
+                    f"{self.run.method.name} changes client {client}'s release {plan.name!r} "
+                    f"to {new}. Change only its dimension and groups, or reduce its steps"
                 ).with_code("release.changed_plan")
         return plans
 
     def client_rows(
         self, client: int, context: RoundContext, exchanges: Sequence[str] = EXCHANGES
     ) -> list[Release]:
-        """Returns the ledger rows of one client for these exchanges of the context's round."""
+        """Returns one client's ledger rows for the given exchanges of the context's round."""
         rows = []
         for plan in self.client_plans(client, context):
             if plan.exchange in exchanges:
@@ -358,7 +358,7 @@ class PrivacyPlan:
     def check_round(self, number: int, histories: Sequence[History]) -> None:
         """Checks that every client of a round can be charged for the round.
 
-        Each client also checks this itself (`ClientBudget.check`).
+        Each client also checks its own budget (`ClientBudget.check`).
 
         Args:
             number: the number of the round.
@@ -410,9 +410,8 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
-                f"privacy.epsilon={target:g} is the total ε of all runs on the same records, and "
-                f"earlier runs of a client have spent ε = {spent_epsilon:.4g}, so nothing is left. "
-                "Set a larger total"
+                f"privacy.epsilon={target:g}, the total for all runs on the records, is spent: "
+                f"earlier runs have used ε = {spent_epsilon:.4g}. Increase it"
             ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency

@@ -86,7 +86,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class SecureSum:
-    """The sum of the uploads of some clients. No party sees the single uploads.
+    """The sum of several clients' uploads. No party sees the single uploads.
 
     Args:
         message: a message whose fields are the sums, float64. It has the size of a masked upload.
@@ -196,7 +196,7 @@ class Backend(Protocol):
         return
 
     def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:
-        """Yields what these clients keep between rounds. Only simulations support this."""
+        """Yields the clients' states between rounds. Only simulations support this method."""
         return ()
 
     def evaluate(
@@ -228,8 +228,8 @@ def check_declared(method: Method, message: Message | None, declared: type[Messa
     """
     if type(message) is not declared:
         raise TypeError(
-            f"method {method.name} must send messages of type {declared.__name__}, got "
-            f"{type(message).__name__}"
+            f"method {method.name} sent a {type(message).__name__}, but declares messages of type "
+            f"{declared.__name__}"
         )
 
 
@@ -275,7 +275,7 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server's request must contain a model, but contains none")
+        raise RequestRefusedError("the server's request contains no model")
     check_named("model", message.parameters, context.architecture.state_dict())
 
 
@@ -295,7 +295,7 @@ class Observer:
     """
 
     def started(self, settings: RunSettings, folder: Path | None) -> None:
-        """Called when a run is about to start or to resume with these settings.
+        """Called when a run is about to start or resume.
 
         Args:
             settings: the resolved settings of the run.

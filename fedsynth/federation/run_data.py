@@ -126,7 +126,7 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
-            f"must be the folder that keeps the ledgers of data set {spec.name!r} for all runs, or "
+            f"is missing. Set it to the permanent ledger folder of data set {spec.name!r}, or "
             f"{NO_LEDGER!r}"
         )
         raise PrivacySettingError("privacy", "ledger", reason)
@@ -279,7 +279,7 @@ def _check_public_images(public: Path, settings: FolderSettings) -> None:
     for name in filter(None, (settings.folder, settings.test_folder)):
         folder = Path(name).resolve()
         if folder.is_relative_to(public) or public.is_relative_to(folder):
-            reason = f"must not contain images of the run, which are in {name}"
+            reason = f"overlaps the run's images in {name}. Choose another folder"
             raise SettingError("data", "public_images", reason)
 
 
@@ -293,8 +293,8 @@ def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunDa
     if settings.privacy is not None:
         if train.spec.source == DERIVED:
             raise DataError(
-                "a private run needs public facts that a person stated. Pass spec=DatasetSpec(...) "
-                "to from_arrays"
+                "the specification was derived from private images. Pass a public "
+                "spec=DatasetSpec(...) to from_arrays"
             ).with_code("data.spec")
         check_unit(settings.privacy, train.spec, has_users=train.groups is not None)
     kind = test_kind or (PUBLIC if is_published(train.spec) else PRIVATE)
@@ -324,7 +324,7 @@ def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunDat
 
 
 def _note_missing(train: ImageData, note: Note) -> None:
-    """Warns the user if this machine has fewer images of a data set than were published."""
+    """Warns if the local copy of a data set has fewer images than the published one."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF:  # which draws some users
         note(
@@ -374,7 +374,7 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
             if not folder.startswith(HUB) and not Path(folder).exists():
                 raise DataFilesMissingError(f"the folder or file {one_line(folder)} does not exist")
         raise DataError(
-            "a private run on your images needs a declaration. Run fedsynth data describe "
+            "the images have no declaration, as a private run requires. Run fedsynth data describe "
             f"{folder}, then check and sign the file"
         ).with_code("declaration.missing")
     require_signed(declaration)
@@ -404,8 +404,8 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         stated = privacy.ledger
         if stated is not None and expand_home(stated).resolve() != declaration.ledger.resolve():
             reason = (
-                f"must be the ledger folder of the declaration, {declaration.ledger}. Only this "
-                "folder counts the earlier releases from these images"
+                "is not the declaration's ledger folder, which counts all earlier releases. "
+                f"Set it to {declaration.ledger}"
             )
             raise SettingError("privacy", "ledger", reason, value=str(stated))
         privacy = replace(privacy, ledger=declaration.ledger)

@@ -154,7 +154,7 @@ def _check_device(reply: Message, device_type: str) -> None:
     """Raises UploadRejectedError if a tensor of an upload is not on the server's type of device."""
     for name, tensor in reply.arrays():
         if tensor.device.type != device_type:
-            reason = f"must be on the server's device type {device_type!r}, got "
+            reason = f"must be on a {device_type!r} device like the server, got "
             raise UploadRejectedError(name, f"{reason}{tensor.device.type!r}")
 
 
@@ -235,8 +235,8 @@ def negotiate_terms(
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
-            f"a private run needs the ledgers of all {context.clients} clients, but only "
-            f"{len(histories)} clients have sent a ledger"
+            f"only {len(histories)} of {context.clients} clients have sent a ledger, but a private "
+            "run needs all of them"
         ).with_code("ledger.clients")
     if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)

@@ -537,7 +537,7 @@ LINES = (
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),
     ("server --insecure --port 99999", "'--port': Input should be less than or equal to"),
-    ("deploy init A --spec /nothing.toml", "must be the specification"),
+    ("deploy init A --spec /nothing.toml", "is not a data set specification"),
     (f"reproduce {CELL} --time-budget -1", "'--time-budget': Input should be greater than or"),
     (f"reproduce {CELL} --set method.nu=1", "unknown setting of fedprox 'nu'"),
 )

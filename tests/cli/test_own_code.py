@@ -173,7 +173,7 @@ def test_config_and_sweep_files_name_own_code(
     assert run.summary["settings"]["lr"] == 0.5
     (code / "deploy.toml").write_text(f'[run]\nmethod = "{code}/mine.py:Mine"\n')
     deploy = fedsynth(f"deploy init {code}/app --config {code}/deploy.toml")
-    deploy.assert_refused("cannot be used in a deployment")
+    deploy.assert_refused("nodes of a deployment read image files")
 
     clear_registry()
     monkeypatch.syspath_prepend(str(code))
@@ -219,7 +219,7 @@ def test_resume_needs_same_code(
     (code / name).write_text(content + "# changed\n")
     changed = fedsynth(f"train --resume {folder} {option}")
     assert changed.code == 2
-    assert re.search("file you named has|does not match this run's settings", changed.stderr)
+    assert re.search("the named file has|does not match this run's settings", changed.stderr)
     (code / name).write_text(content)
     for other in OPTIONS:  # a file that the run did not use must not be ignored
         if other != kind:

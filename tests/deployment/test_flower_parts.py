@@ -60,7 +60,7 @@ def test_foreign_records_are_rejected() -> None:
 
     for record in ({}, {"weights": {"run": "a"}}, {"fedsynth": {"run": 3, "frames": "text"}}):
         content = RecordDict({name: ConfigRecord(values) for name, values in record.items()})
-        with pytest.raises(MessageError, match="a fedsynth message"):
+        with pytest.raises(MessageError, match="the message"):
             from_record(content)
 
 
@@ -222,7 +222,7 @@ WORKS = ("", "", True)
         ([LOST, ABSENT, LOST, WORKS], ["no longer answers", "no server", "no longer answers"], 309),
         ([ABSENT], ["no server listens", "cannot connect"], 60),
         ([LOST, *[IN_USE] * 99], ["no longer answers", "with this key", "cannot connect"], 160),
-        ([WORKS], ["refuses this client: its ledger does not"], 100),
+        ([WORKS], ["refused this client: its ledger does not"], 100),
     ],
 )
 def test_client_reconnects_and_prints_reasons_until_its_timeout(
@@ -341,7 +341,7 @@ def test_resumed_server_has_the_specification_of_its_run(
     started = Mock()
     monkeypatch.setattr(serving, "superlink", lambda *_: nullcontext(started))
     line = ("server", "--insecure", "--resume", str(tmp_path))
-    with pytest.raises(CommandFailedError, match="no server began it"):
+    with pytest.raises(CommandFailedError, match=r"contains no run\.json"):
         command(*line)
     (tmp_path / SERVED).write_text(json.dumps(proposal.to_json()))
     with pytest.raises(CommandFailedError, match="Remove --config, --spec and all settings"):
@@ -397,5 +397,5 @@ def test_servers_cannot_choose_the_ledger_folder(option: str, tmp_path: Path) ->
     require_flwr()
     from fedsynth.deployment.flower.executor import node_of
 
-    with pytest.raises(MessageError, match="also needs home"):
+    with pytest.raises(MessageError, match="names no home"):
         node_of({"partition-id": 0, option: str(tmp_path / option)}, str(tmp_path / "elsewhere"))

@@ -289,13 +289,13 @@ def altered(kind: str = "answer", /, **facts: Any) -> Fault:
 FAULTS: dict[str, tuple[Fault, str]] = {
     "silence": (lambda answer: None, "does not answer in time"),
     "disconnected": (lambda answer: "is gone", "is gone"),
-    "empty": (lambda answer: b"", "header of the frame"),
-    "junk": (lambda answer: b"\xff" * 40, "header of the frame"),
-    "unnumbered": (lambda answer: Frame("answer", {}).to_bytes(), "the answer must be from"),
-    "another client": (altered(client=2), "the answer must be from"),
-    "an earlier request": (altered(number=1), "the answer must be from"),
-    "long": (lambda answer: answer.to_bytes() + bytes(140 * 2**20), "an answer may have at most"),
-    "error": (altered("error", text="x" * 9999), "reports an error: xxx"),
+    "empty": (lambda answer: b"", "the frame's header"),
+    "junk": (lambda answer: b"\xff" * 40, "the frame's header"),
+    "unnumbered": (lambda answer: Frame("answer", {}).to_bytes(), "expected client 1's answer"),
+    "another client": (altered(client=2), "expected client 1's answer"),
+    "an earlier request": (altered(number=1), "expected client 1's answer"),
+    "long": (lambda answer: answer.to_bytes() + bytes(140 * 2**20), "the answer must have at most"),
+    "error": (altered("error", text="x" * 9999), "failed: xxx"),
     "refusal": (altered("refusal", kind="request", reason="no"), "refuses: no"),
     "declined": (altered("refusal", kind="budget", reason="spent"), "declines: spent"),
     "damaged ledger": (altered(history={"releases": 7}), "ledger history is damaged"),
@@ -354,7 +354,7 @@ def test_client_index_belongs_to_only_one_node(setup: Setup) -> None:
     served = NetworkedRun(new_proposal(settings), connection, setup.folder / "more", observer=notes)
     served.run()
     assert set(served.record.rows[0]["lost"]) == {"2"}  # 200 holds the key of client 1
-    assert "is not the key of client" in "\n".join(notes.lines)
+    assert "key does not match client" in "\n".join(notes.lines)
 
 
 # ------------------------------------------------------------------------------ proposals
@@ -431,7 +431,7 @@ def test_rejoining_permits_no_more_releases(setup: Setup) -> None:
             node = new_node()
             join(node, proposal)
             reply = replay(node, proposal.run, request)
-            refused.append("has already answered" in reply.facts.get("text", ""))
+            refused.append("already answered round" in reply.facts.get("text", ""))
             request = perturbed(request)
         assert refused == [False] * limit + [True] * (5 - limit)
         assert len(setup.ledger(0, home)) == limit * round_rows

@@ -236,7 +236,7 @@ def test_failed_clients_are_left_out_of_sums(setup: Setup, monkeypatch: pytest.M
 def test_thresholds_are_majorities_above_the_honest_clients_and_bound_quorums(setup: Setup) -> None:
     """The proposal and the run itself refuse them; H + 1 of five are four."""
     settings = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
-    message = r"quorum=0\.6 must be at least 0\.8, because a secure sum needs 4 of the 5 clients"
+    message = r"quorum=0\.6 is too small, because a secure sum needs 4 of a round.s 5 clients"
     with raises(SettingError, "run.quorum"):
         new_proposal({**settings, "method": {**settings["method"], "honest": 0}})
     with pytest.raises(SettingError, match=message):
@@ -343,7 +343,7 @@ def test_uploads_are_sent_only_in_sums(setup: Setup) -> None:
     only one step is charged."""
     server = join_all(setup, sections("fedsum", privacy=PRIVATE))
     answer = server.ask(server.nodes[0], "step", server.message, sum=None)
-    assert "only in secure sums" in answer.facts["text"]
+    assert "requires a secure sum" in answer.facts["text"]
     assert server.step(0, Sealed(of={})).kind == "error"
     sealed = server.shared()
     assert server.step(0, Sealed(of={})).kind == "error"

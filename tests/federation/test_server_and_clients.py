@@ -90,7 +90,7 @@ def test_messages_of_wrong_type_are_rejected(
     replies = sums(0) if exchange == FIRST else models(0)
     wide_sums = type("WideSums", (FeatureSums,), {})
     for reply in (wide_sums(*tensors), ModelAndSums({}, 1.0, *tensors)):
-        message = rf"fedfm must send messages of type \w+, got {type(reply).__name__}"
+        message = f"fedfm sent a {type(reply).__name__}, but declares"
         with pytest.raises(TypeError, match=message):
             server.receive(exchange, {**replies, 1: reply}, in_round())
     assert server.state is state
@@ -99,7 +99,7 @@ def test_messages_of_wrong_type_are_rejected(
     with pytest.raises(TypeError, match=r"fedfm must return the type `state`.*got dict"):
         server.receive(exchange, replies, in_round())
     monkeypatch.setattr(fs.FedFM, name, lambda *_: FeatureSums(*tensors))
-    with pytest.raises(TypeError, match=r"fedfm must send messages of type \w+, got FeatureSums"):
+    with pytest.raises(TypeError, match="fedfm sent a FeatureSums"):
         server.request(exchange, in_round())
 
 
@@ -170,7 +170,7 @@ def test_requests_of_wrong_type_are_rejected() -> None:
     for name in METHODS:
         client = client_of(0, method_class(name)())
         for exchange in EXCHANGES:
-            with pytest.raises((TypeError, MessageError), match=rf"{name} (must send|has no)"):
+            with pytest.raises((TypeError, MessageError), match=rf"{name} (sent a|has no)"):
                 step_together([client], exchange, unrelated, context())
         assert client.client_state == {}
 
@@ -285,5 +285,5 @@ def test_mechanisms_are_bound_to_clients() -> None:
     with raises(UnplannedReleaseError, "release.foreign_mechanism"):
         group.select(0).class_sums(other, lambda x, pair: x.new_ones(len(x), 1))
     clients = [client_of(k, fs.FedAvg(), parts(2)[k]) for k in range(2)]
-    with pytest.raises(ValueError, match="share one data set"):
+    with pytest.raises(ValueError, match="share its group's data set"):
         step_together(clients, MAIN, request(context()), context())

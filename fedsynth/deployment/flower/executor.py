@@ -1,15 +1,15 @@
 """Answers a SuperNode's messages in the data owner's process, converts messages to Flower's format,
 and defines the ClientApp.
 
-By itself, a SuperNode runs the app that comes with a message. This is code from the server, which
-could ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
-process`, so that it leaves its tasks to other processes, and `serve_tasks` takes these tasks. It
-answers with the installed package, never installs or imports an app that it receives, and takes no
-tasks of other kinds (agents, connectors, models). All messages are answered in one process, which
-keeps the records in memory.
+By itself, a SuperNode runs the app in each message. The app is the server's code, which could
+ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
+process`, which leaves the tasks to other processes, and `serve_tasks` takes the tasks.
+`serve_tasks` answers with the installed package, never installs or imports an app that it receives,
+and takes no tasks of other kinds (agents, connectors, models). All messages are answered in one
+process, which keeps the records in memory.
 
-Flower has no public API for this. The module uses the SuperNode's Runtime API in the same way as
-Flower's own executor of this version.
+Flower has no public API for external executors. The module uses the SuperNode's Runtime API like
+the installed Flower version's own executor.
 
 A message in Flower's format is a `ConfigRecord` with the bytes of a frame and the name of the run.
 Other kinds of records are not used. Flower's array records are meant for models to be averaged,
@@ -80,9 +80,9 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"a fedsynth message needs 'run' and 'frames': {error!r:.80}") from None
+        raise MessageError(f"the message contains no 'run' or no 'frames': {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError("in a fedsynth message, 'run' must be text and 'frames' must be bytes")
+        raise MessageError("the message's 'run' is not text or its 'frames' are not bytes")
     return run, frame
 
 
@@ -196,7 +196,7 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
             would choose the owner's ledger.
     """
     if "home" not in config and {"data", "policy"} & set(config):
-        raise MessageError("--node-config with data or policy also needs home, the ledgers' folder")
+        raise MessageError("--node-config names no home. Add home, the ledgers' folder")
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
     source: Source = DatasetPart()

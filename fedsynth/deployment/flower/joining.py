@@ -40,7 +40,7 @@ REASONS = {
     "a process that has ended after one minute",
     "SSL/TLS handshake error": "the server's certificate does not match --ca, or has expired",
     "Giving up reconnection": "the server no longer answers",
-    "SuperNode terminated gracefully": "the server does not know the key of this client",
+    "SuperNode terminated gracefully": "the server does not know this client's key",
 }
 
 
@@ -134,7 +134,7 @@ def _answer_until_done(node: Node, connection: ServerConnection, once: bool, wai
         if not reason:
             reason, was_connected = run_supernode(node, connection, once=once)
             if node.refused:
-                raise FlowerError(f"the server refuses this client: {node.refused}")
+                raise FlowerError(f"the server refused this client: {node.refused}")
             if not reason:
                 return
             if was_connected:

@@ -1,8 +1,8 @@
 """Creates keys for a federation: the server's key and certificate, and the nodes' keys.
 
-They are for trials, and for federations whose parties exchange these files by hand. The certificate
-is self-signed, and the nodes trust only this certificate. The keys use NIST curves because Flower
-requires them.
+The keys are for trials, and for federations whose parties exchange the files by hand. The
+certificate is self-signed, and the nodes trust only this certificate. The keys use NIST curves
+because Flower requires them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
 
 
 def _certificate(key: ec.EllipticCurvePrivateKey, hosts: Sequence[str]) -> bytes:
-    """Creates the self-signed certificate of a server with these names and addresses, in PEM."""
+    """Creates a server's self-signed PEM certificate for the given names and addresses."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "fedsynth server")])
     issued_at = datetime.now(UTC)
     builder = x509.CertificateBuilder(

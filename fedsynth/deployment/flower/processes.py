@@ -135,7 +135,7 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Pa
 
 
 def free_port() -> int:
-    """Returns a port on this machine on which no process listens at the moment."""
+    """Returns a free local port."""
     with socket.socket() as probe:
         probe.bind((LOCALHOST, 0))
         return int(probe.getsockname()[1])
@@ -157,7 +157,7 @@ class Gate:
     """ASGI middleware that decides which requests to a SuperLink are answered.
 
     Requests to the Fleet API (`FOR_NODES`) are accepted from nodes with a known key. All other
-    requests are accepted only from this machine.
+    requests are accepted only from localhost.
 
     A request is refused before its body is read.
 
@@ -232,7 +232,7 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
 
 
 def superlink() -> None:
-    """Runs `flower-superlink`, and ensures that only this machine can control it."""
+    """Runs `flower-superlink`, which only local processes can control."""
     from flwr.superlink import extensions
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware
@@ -251,9 +251,7 @@ def supernode() -> None:
 
 
 def end_with_parent() -> None:
-    """Ends this process when its parent process has ended, even if the parent was killed with
-    SIGKILL.
-    """
+    """Ends the current process when its parent ends, even if the parent is killed with SIGKILL."""
     parent = os.getppid()
 
     def watch() -> None:

@@ -78,10 +78,10 @@ class SumTerms:
     def __post_init__(self) -> None:
         count = len(set(self.clients))
         if count < len(self.clients):
-            raise SecureSumError("each client may take part in a sum only once")
+            raise SecureSumError(f"the secure sum lists a client twice: {self.clients}")
         if not count // 2 < self.threshold <= count:
             raise SecureSumError(
-                f"the threshold must be above half of {count} clients, got {self.threshold}"
+                f"the threshold must be over half of the {count} clients, got {self.threshold}"
             ).with_code("sums.threshold")
 
 
@@ -145,7 +145,7 @@ class SumClient(Parcel):
         """
         client = cls.from_bytes(content)
         if (client.number, client.terms) != (number, terms):
-            raise SecureSumError(f"the state of client {number} belongs to another secure sum")
+            raise SecureSumError(f"client {number}'s stored state belongs to another secure sum")
         return client
 
     def _next(self, step: int) -> None:
@@ -154,7 +154,7 @@ class SumClient(Parcel):
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
         if self.step != step:
-            raise SecureSumError(f"client {self.number} received a request out of order")
+            raise SecureSumError(f"client {self.number} expected request {self.step}, got {step}")
         self.step += 1
 
     def keys(self, identities: Identities | None = None) -> Keys:
@@ -205,15 +205,17 @@ class SumClient(Parcel):
         clients = self.terms.clients
         if len(keys) < self.terms.threshold or not keys.keys() <= set(clients):
             raise SecureSumError(
-                f"the server must send the keys of at least {self.terms.threshold} of "
-                f"{len(clients)} clients, got {len(keys)}"
+                f"the server sent {len(keys)} clients' keys, but must send those of at least "
+                f"{self.terms.threshold} of the sum's {len(clients)} clients"
             ).with_code("sums.keys")
         if self.number not in keys or keys[self.number].mask != primitives.public(self.mask_key):
-            raise SecureSumError("the server has changed or omitted the keys of this client")
+            raise SecureSumError(f"the server changed or omitted the keys of client {self.number}")
         public: set[bytes] = set()
         for k, keys_of in keys.items():
             if k != keys_of.client:
-                raise SecureSumError(f"the server sent keys of another client for client {k}")
+                raise SecureSumError(
+                    f"the server sent client {keys_of.client}'s keys for client {k}"
+                )
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):
             raise SecureSumError("the server sent the same key for two clients")
@@ -224,7 +226,7 @@ class SumClient(Parcel):
                 signed = keys_of.signed(self.terms.name)
                 identities.public_keys[k].verify(keys_of.signature, signed)
             except (InvalidSignature, KeyError):
-                reason = f"the keys of client {k} are not signed with its identity key"
+                reason = f"client {k}'s keys are not signed with its identity key"
                 raise SecureSumError(reason) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
@@ -252,17 +254,17 @@ class SumClient(Parcel):
         self._next(2)
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.roster):
-            raise SecureSumError("the server passed on secret shares from clients without keys")
+            raise SecureSumError(f"some shares are from clients without keys: {senders}")
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
-                f"the sum needs secret shares of {self.terms.threshold} clients, got "
-                f"{len(senders) + 1}"
+                f"only {len(senders) + 1} clients sent secret shares, but the sum needs "
+                f"{self.terms.threshold}"
             ).with_code("sums.shares")
         for k in senders:
             key, about = self._channel(k, k, self.number)
             self.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.shares[k]) != 2 * SHARE_BYTES:
-                raise SecureSumError(f"the secret shares of client {k} have the wrong length")
+                raise SecureSumError(f"client {k}'s shares must have {2 * SHARE_BYTES} bytes")
 
     def mask(self, vector: IntVector) -> IntVector:
         """Adds all masks to the client's vector, so that the server can read only the sum of all
@@ -300,11 +302,11 @@ class SumClient(Parcel):
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.shares):
             raise SecureSumError(
-                f"the server must list at least {self.terms.threshold} clients with secret shares, "
-                f"got {len(clients)}"
+                f"the server lists {len(clients)} present clients, but must list at least "
+                f"{self.terms.threshold}, all with secret shares"
             ).with_code("sums.survivors")
         if self.number not in clients:
-            raise SecureSumError("the server claims that the vector of this client is missing")
+            raise SecureSumError(f"the server lists client {self.number} as absent")
         shares = self.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
@@ -329,10 +331,12 @@ def read_identities(private_key: Path, folder: Path) -> Identities:
     for path in folder.glob("client-*.pem"):
         number = path.stem.removeprefix("client-")
         if not number.isdecimal():
-            raise SettingError(None, str(path), "must be named client-NNN.pem with a number NNN")
+            raise SettingError(
+                None, str(path), "has no number in its name. Rename it to client-NNN.pem"
+            )
         public_keys[int(number)] = read_public_key(path)
     if not public_keys:
-        raise SettingError(None, str(folder), "must contain public keys client-NNN.pem")
+        raise SettingError(None, str(folder), "contains no keys client-NNN.pem. Add them")
     return Identities(read_private_key(private_key), public_keys)
 
 
@@ -387,7 +391,7 @@ class UploadLayout:
             end = start + math.prod(shape)
             sums = form.decode(encoded[start:end])
             if not bool((np.abs(sums) <= clients * form.grid.bound).all()):
-                raise SecureSumError(f"the sum of the field {name} is out of range")
+                raise SecureSumError(f"the sum of field {name} is outside its range")
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
         return self.kind(**tensors)
@@ -410,7 +414,7 @@ def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -
     for name, plan in method.sum_releases(exchange, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(f"the field {name} must have a fixed size in a secure sum")
+            raise SecureSumError(f"field {name} has no fixed size, as a secure sum requires")
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
@@ -437,7 +441,7 @@ def sum_terms(
         SecureSumError: if the name is invalid, or if fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
-        raise SecureSumError(f"the name of a secure sum must have {NAME_DIGITS} hexadecimal digits")
+        raise SecureSumError(f"a sum's name must be {NAME_DIGITS} hex digits, got {name!r:.40}")
     clients = context.active
     private = context.privacy is not None
     about = f"{agreed} {context.round} {exchange} {name}"

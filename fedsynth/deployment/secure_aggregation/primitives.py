@@ -78,10 +78,10 @@ class FixedPoint:
         """
         values = np.asarray(vector, np.float64)
         if values.ndim != 1:
-            raise SecureSumError(f"the vector must have one dimension, got {values.ndim}")
+            raise SecureSumError(f"the vector must have 1 dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.grid.bound
         if not bool(inside.all()):
-            raise SecureSumError(f"the coordinates must be finite and within ±{self.grid.bound:g}")
+            raise SecureSumError(f"a coordinate is not finite or is beyond ±{self.grid.bound:g}")
         steps = np.rint(values / self.grid.spacing)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -136,7 +136,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
         SecureSumError: if there are too few shares, or if they do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
-        raise SecureSumError(f"a secret needs at least {threshold} shares, got {len(shares)}")
+        raise SecureSumError(f"only {len(shares)} shares arrived, but the secret needs {threshold}")
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
     secret = 0
@@ -149,7 +149,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError("the shares do not give a secret, because a share was changed")
+        raise SecureSumError(f"a secret share from one of the clients {sorted(shares)} was changed")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -181,7 +181,7 @@ def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
         private_key = X25519PrivateKey.from_private_bytes(key)
         secret = private_key.exchange(X25519PublicKey.from_public_bytes(other))
     except ValueError:
-        raise SecureSumError("the public key of a client is not a valid X25519 key") from None
+        raise SecureSumError("the other client's public key is not a valid X25519 key") from None
     return derived(secret, purpose, about)
 
 
@@ -254,7 +254,7 @@ IN_HEX = ConfigDict(strict=True, extra="forbid", ser_json_bytes="hex", val_json_
 
 
 class Parcel(BaseModel):
-    """The base class of the messages of a secure sum. Fields are checked on creation."""
+    """Base class for secure-sum messages. Fields are validated on creation."""
 
     model_config = IN_HEX
 
@@ -324,7 +324,7 @@ class Sealed(Parcel):
 class Present(Parcel):
     """The server's list of the clients whose masked vectors have arrived.
 
-    With this message, the server asks each client for shares that remove the masks.
+    The server's request for the shares that remove the masks.
 
     Args:
         clients: the indices of the clients, ascending.
@@ -356,4 +356,4 @@ def to_vector(sent: bytes) -> IntVector:
     try:
         return np.frombuffer(sent, "<u8").astype(np.uint64)
     except ValueError:
-        raise SecureSumError("the received masked vector is incomplete") from None
+        raise SecureSumError("the received masked vector is truncated") from None

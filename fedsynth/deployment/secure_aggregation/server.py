@@ -50,7 +50,7 @@ class SumServer:
     """The server's side of one secure sum, which collects messages and computes the sum.
 
     The methods are called in the order `roster`, `relay`, `present`, `sum`. Clients may fail before
-    each of these exchanges. A client whose message cannot be used is excluded from the sum.
+    each call. A client with an invalid message is excluded from the sum.
 
     Args:
         terms: the parameters of the sum.
@@ -70,7 +70,7 @@ class SumServer:
     def _usable(
         self, received: Mapping[int, T], is_valid: Callable[[int, T], bool], name: str
     ) -> dict[int, T]:
-        """Excludes clients whose messages cannot be used, and returns the other messages.
+        """Excludes clients with invalid messages, and returns the valid messages.
 
         The messages are in the order of the clients.
         """
@@ -82,7 +82,7 @@ class SumServer:
                 self.rejected[client] = f"the client sent invalid {name}"
         if len(usable) < self.terms.threshold:
             raise primitives.SecureSumError(
-                f"the sum needs {name} of {self.terms.threshold} clients, got {len(usable)}"
+                f"only {len(usable)} clients sent {name}, but the sum needs {self.terms.threshold}"
             ).with_code("sums.clients")
         return usable
 
@@ -145,7 +145,7 @@ class SumServer:
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
                 raise primitives.SecureSumError(
-                    f"the shares of the self mask of client {client} were changed"
+                    f"a share of client {client}'s self mask was changed"
                 ).with_code("sums.self_mask")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
@@ -153,7 +153,7 @@ class SumServer:
             key = self._secret(client, {k: message.keys for k, message in answers.items()})
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
-                    f"the shares of the mask key of client {client} were changed"
+                    f"a share of client {client}'s mask key was changed"
                 ).with_code("sums.mask_key")
             for other in self.masked:
                 # the mask that the other one has added
@@ -211,7 +211,7 @@ class SecureStep:
         self.server = SumServer(terms)
 
     def run(self, clients: Sequence[int], request: Message) -> SecureSum | None:
-        """Computes the sum of the uploads of all clients that do not fail.
+        """Computes the sum of all uploads that arrive.
 
         Returns None if too few clients remain. The server then learns nothing about the uploads.
 
