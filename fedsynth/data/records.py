@@ -97,9 +97,9 @@ class Records:
         return list(map(self.root.joinpath, self.values))
 
     def select(self, rows: npt.NDArray[Any]) -> Records:
-        """Returns the records that `rows` selects.
+        """Selects records.
 
-        `rows` contains positions of records, or a boolean for each record.
+        `rows` contains record indices, or a boolean for each record.
         """
         columns = {
             name: getattr(self, name)[rows] for name in ("values", "labels", "sites", "users")
