@@ -266,7 +266,7 @@ def test_damaged_and_foreign_weights_execute_no_code(tmp_path: Path, weights: Pa
     save_file({"conv1.weight": torch.full((1,), torch.nan)}, tmp_path / "nan.safetensors")
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     for name in ("cut.safetensors", "attack.pt", "list.pt", "nan.safetensors", "missing.pt"):
-        with pytest.raises(SettingError, match="the file of weights"):
+        with pytest.raises(SettingError, match="the weight file"):
             read_weights(str(tmp_path / name))
     assert not (tmp_path / "attacked").exists()
     with pytest.raises(SettingError, match=r"so it is not a file of timm:test_resnet"):
