@@ -350,7 +350,7 @@ def one_line(value: object, limit: int = 200) -> str:
 def faults(error: ValidationError) -> list[str]:
     """Converts a pydantic error to short lines, one for each fault.
 
-    If there are more than `MAX_SHOWN_FAULTS`, the last line counts those left out.
+    If there are more than `MAX_SHOWN_FAULTS`, the last line counts the others.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []

@@ -108,7 +108,7 @@ class Records:
 
 
 def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
-    """Replaces labels 0, 1, … with the class names at those indices.
+    """Replaces labels 0, 1, … with class names, by index.
 
     Names and out-of-range numbers are not changed. If some class names are numbers, or the records
     are images in folders, all labels are names.

@@ -255,7 +255,7 @@ def test_dicom_colours_become_rgb(tmp_path: Path) -> None:
     form = {"PhotometricInterpretation": "PALETTE COLOR"}
     form["SegmentedRedPaletteColorLookupTableData"] = segments  # type: ignore[assignment]
     path = write_dicom(tmp_path / "segmented.dcm", np.zeros((8, 8), np.uint8), **form)
-    assert fault(path) == "segmented palettes are not supported. Use a plain palette"
+    assert fault(path) == "the palette is segmented. Convert it to a plain palette"
 
 
 def test_middle_or_chosen_frame_is_used(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_middle_or_chosen_frame_is_used(tmp_path: Path) -> None:
     cine = write_dicom(tmp_path / "cine.dcm", frames, NumberOfFrames=5)
     assert set(levels(cine).flat) == {2}
     assert set(levels(cine, slice=4).flat) == {4}
-    assert fault(cine, 5) == "the file has only 5 slices, counted from 0"
+    assert fault(cine, 5) == "slice 5 is missing: the file has slices 0 to 4"
     groups = []
     for number in range(5):  # an enhanced file: each frame has its own rescale
         group, rescale = Dataset(), Dataset()
@@ -282,7 +282,7 @@ def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
         broken.write_bytes(good[:length])
         assert fault(broken).startswith("the DICOM file ")
     broken.write_bytes(b"not at all")
-    assert fault(broken) == "the DICOM file is damaged or unsupported"
+    assert fault(broken) == "the DICOM file is damaged, or has an unsupported format"
     huge = write_dicom(tmp_path / "huge.dcm", np.zeros((8, 8), np.uint8), Rows=60000, Columns=60000)
     assert "at most 33,554,432 pixels" in fault(huge)
     bomb = write_ct(tmp_path / "bomb.dcm", syntax=DeflatedExplicitVRLittleEndian)
@@ -291,7 +291,7 @@ def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
     Image.new("L", (900, 900)).save(jpeg)
     inner = {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([jpeg.read_bytes()])}
     other = write_dicom(tmp_path / "other.dcm", np.zeros((8, 8), np.uint8), **inner)
-    assert fault(other) == "the compressed image has another size than stated"
+    assert fault(other) == "the compressed image does not have the size in the header"
 
 
 # ----------------------------------------------------------------------------------- patients
@@ -307,7 +307,7 @@ def test_patient_ids_group_images_and_are_not_kept(
     assert loaded.train.groups.tolist() in ([0, 0, 1], [1, 1, 0])
     assert "A7" not in patient_of(tmp_path / "ill/1.dcm")
     write_ct(tmp_path / "well/4.dcm", "")
-    with pytest.warns(UserWarning, match="1 of 4 images in .* have no patient ID"):
+    with pytest.warns(UserWarning, match="1 of 4 images in .* contain no patient ID"):
         assert load_records(tmp_path).train.groups is None
     (tmp_path / "well/4.dcm").write_bytes(b"damaged")
     with pytest.warns(UserWarning, match=r"skipped in .*\n.*well/4.dcm"):
@@ -390,7 +390,7 @@ def test_hostile_nifti_files_raise_one_line_errors(tmp_path: Path) -> None:
     cases = {
         "the volume may have at most 1,073,741,824 bytes": gzip.compress(huge),
         "the NIfTI file is shorter than its header states": gzip.compress(good[:-10]),
-        "the NIfTI file is damaged or unsupported": path.read_bytes()[:-20],
+        "the NIfTI file is damaged, or has an unsupported format": path.read_bytes()[:-20],
     }
     for message, content in cases.items():
         path.write_bytes(content)
@@ -405,7 +405,7 @@ def test_hostile_nifti_files_raise_one_line_errors(tmp_path: Path) -> None:
         tracemalloc.stop()
     for name in ("unknown.nii", "colour.nii"):
         (tmp_path / name).write_bytes(b"x" * 600)
-        assert fault(tmp_path / name) == "the NIfTI file is damaged or unsupported"
+        assert fault(tmp_path / name) == "the NIfTI file is damaged, or has an unsupported format"
 
 
 # -------------------------------------------------------------------------------- other images

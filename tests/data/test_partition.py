@@ -304,7 +304,7 @@ def test_domain_partition_assigns_domains() -> None:
     with raises(PartitionError, "partition.domains"):
         by_origin("domain", 4, domains=domains)
     for kind, origin in (("domain", "domains"), ("natural", "groups")):
-        with pytest.raises(PartitionError, match=f"needs a data set with {origin}"):
+        with pytest.raises(PartitionError, match=f"data set without {origin}"):
             by_origin(kind, 3)
 
 

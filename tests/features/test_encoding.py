@@ -269,7 +269,7 @@ def test_damaged_and_foreign_weights_execute_no_code(tmp_path: Path, weights: Pa
         with pytest.raises(SettingError, match="the weight file"):
             read_weights(str(tmp_path / name))
     assert not (tmp_path / "attacked").exists()
-    with pytest.raises(SettingError, match=r"so it is not a file of timm:test_resnet"):
+    with pytest.raises(SettingError, match=r"does not match timm:test_resnet"):
         encoder_map(EncoderSettings(NAME, str(tmp_path / "other.safetensors")), SHAPE)
 
 

@@ -185,7 +185,7 @@ def test_unregistered_and_taken_names_are_errors() -> None:
     with pytest.raises(SettingError, match=r"--model PATH/mynet\.py:Net"):
         fs.ModelSettings("mynet.py:Net@1234")
     fs.register_model("mynet.py:Net@5678", Net)
-    with pytest.raises(SettingError, match="not loaded, or has changed"):
+    with pytest.raises(SettingError, match="not loaded or has changed"):
         fs.ModelSettings("mynet.py:Net@1234")
     with raises(UnknownNameError, "model.name"):
         fs.ModelSettings("nett")

@@ -148,7 +148,7 @@ def test_changed_files_are_rejected(share: Path, tmp_path: Path) -> None:
     with raises(errors.DataFilesMissingError, "data.missing"):
         fs.load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
-    with pytest.raises(errors.DataFilesCorruptError, match="has a bad line"):
+    with pytest.raises(errors.DataFilesCorruptError, match="contains the invalid line"):
         fs.load_synthetic(folder)
 
 
