@@ -6,7 +6,7 @@
 >>> result.privacy["guarantee"]["epsilon"] <= 8
 True
 
-The names below are loaded when first used, so that importing fedsynth does not import torch.
+The names below are loaded at first use, so that importing fedsynth does not import torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Lets a package export names from modules that are imported only when a name is first used.
+"""Lets a package export names whose modules are imported at first use.
 
 The exported names are listed as imports that type checkers follow (`from module import Name as
-Name`). These imports are not executed: the text of their file is read when the package is imported.
+Name`). These imports are not executed: their file is read as text when the package is imported.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def lazy_exports(package: str, file: str, more: Mapping[str, str] | None = None)
 
 
 def exported_names(file: Path) -> dict[str, str]:
-    """Returns the names that a Python file re-exports, each with the module that defines the name.
+    """Returns a Python file's re-exported names, each with its defining module.
 
-    The order is that of the file. Only imports of the form `from module import Name as Name` are
-    read, because type checkers regard these as exports.
+    The order is that of the file. Only imports written `from module import Name as Name` are read,
+    because type checkers regard them as exports.
     """
     modules = {}
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -1,13 +1,13 @@
 """The errors that fedsynth raises.
 
-Each error has a message of one line, which states what is wrong and what is allowed. The command
-line prints the message and exits with code 2.
+Each error has a one-line message that states the fault and the expected value. The command line
+prints the message and exits with code 2.
 
-Each error also has a stable `code` for programs, and the message may change. The code of a setting
-is its name, such as "method.ipc", or the name of an argument that is not in config files. The code
-of an invalid upload is "upload.FIELD". Other codes are "area.what", such as "files.lock": the
-definition of the class states the code of most of its errors, and `with_code` the others.
-With --json, the command line prints {"error": {"code": ..., "message": ...}} on stdout.
+Each error also has a stable `code` for programs, whereas messages may change. A setting's code is
+its name, such as "method.ipc", or an argument's name. An invalid upload has the code
+"upload.FIELD". Other codes are "area.what", such as "files.lock". Most are set in the class
+definition, and the others by `with_code`. With --json, the command line prints {"error": {"code":
+..., "message": ...}} on stdout.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_SHOWN_FAULTS = 10
 MAX_SHOWN_KEY = 80
 _REASONS = {"missing": "is missing", "extra_forbidden": "is an unknown key"}
-# The exceptions that code may raise if a damaged file gives it unexpected values.
+# The exceptions that unexpected values in a damaged file may cause.
 HOSTILE = (
     *(LookupError, TypeError, AttributeError, ValueError),
     *(ArithmeticError, RecursionError, MemoryError),
@@ -85,12 +85,12 @@ class FedsynthError(Exception):
 
 
 class UnknownNameError(FedsynthError, code="name.unknown"):
-    """Raised for an unknown name of a method, data set or model, or an unknown value of a setting.
+    """Raised for an unknown method, data set or model, or for an unknown setting value.
 
     Args:
-        text: the message, in one line. It names valid alternatives.
-        section, key: the setting whose value is unknown. Both are None if the name is not the value
-            of a setting.
+        text: the one-line message, which names valid alternatives.
+        section, key: the setting whose value is unknown. Both are None if the name is not a
+            setting's value.
     """
 
     def __init__(self, text: str, section: str | None = None, key: str | None = None) -> None:
@@ -105,14 +105,14 @@ class UnknownNameError(FedsynthError, code="name.unknown"):
 
 
 class SettingError(FedsynthError, code="setting"):
-    """Raised for a setting that is outside its range, or that contradicts another setting.
+    """Raised for a setting that is out of range or contradicts another setting.
 
     Args:
-        section: the section of the setting in a config file, such as "run" or "privacy". None if
-            the setting is an argument of a Python function or class and not in config files.
+        section: the setting's section in a config file, such as "run" or "privacy". None for an
+            argument of a Python function or class.
         key: the setting's name in the section.
-        reason: the rest of the sentence, which begins with the name of the setting.
-        value: the setting's value, if the sentence is about this value.
+        reason: the message's text after the setting's name.
+        value: the setting's value, if the message shows it.
 
     >>> str(SettingError("method", "ipc", "must be at least 1, got 0"))
     'method.ipc must be at least 1, got 0'
@@ -132,8 +132,8 @@ class SettingError(FedsynthError, code="setting"):
     def of(self, section: str | None, key: str) -> SettingError:
         """Returns a copy of this error that names another setting.
 
-        Use it if the wrong value was copied from the other setting. The message then names the
-        setting that the user wrote.
+        Use it for a value copied from another setting, so that the message names the setting that
+        the user wrote.
         """
         return type(self)(section, key, self.reason, self.value)
 
@@ -149,11 +149,11 @@ class DataError(FedsynthError, code="data.invalid"):
 
 
 class DataFilesMissingError(DataError, code="data.missing"):
-    """Raised if the files of a data set were not found."""
+    """Raised if a data set's files are missing."""
 
 
 class DataFilesCorruptError(DataError, code="data.damaged"):
-    """Raised if the files of a data set exist, but cannot be read in the expected format."""
+    """Raised if a data set's files exist, but cannot be read in the expected format."""
 
 
 class PartitionError(FedsynthError, code="partition.impossible"):
@@ -163,16 +163,16 @@ class PartitionError(FedsynthError, code="partition.impossible"):
 
 
 class DivergedError(FedsynthError, code="training.diverged"):
-    """Raised if a training or another optimisation diverged to values that are not finite."""
+    """Raised if training or another optimisation diverged to non-finite values."""
 
 
 class OutputError(FedsynthError, code="files.output"):
-    """Raised if a run folder or another file of results cannot be written or used."""
+    """Raised if a run folder or another results file cannot be written or used."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts errors of the operating system, such as a full disk, to OutputError."""
+    """Converts operating-system errors, such as a full disk, to OutputError."""
     try:
         yield
     except OSError as error:
@@ -191,11 +191,11 @@ class MessageError(FedsynthError, code="message.invalid"):
 
 
 class UploadRejectedError(FedsynthError, code="upload"):
-    """Raised by the server for an upload that does not have the form that the method requires.
+    """Raised by the server for an upload with an invalid form or value.
 
     Args:
         field: the invalid field of the message, or the invalid tensor in the message.
-        reason: the rest of the sentence, which begins with the name of the field.
+        reason: the message's text after the field's name.
         diverged: whether an honest client could send such an upload after diverged training.
     """
 
@@ -215,7 +215,7 @@ class DeviceError(FedsynthError, code="device.missing"):
 
 
 class DeviceMemoryError(FedsynthError, code="device.memory"):
-    """Raised if the memory of the device is too small for the step of one client."""
+    """Raised if the device has too little memory for one client's step."""
 
 
 # ---------------------------------------------------------------------------------------- privacy
@@ -237,12 +237,11 @@ class PrivacySettingError(SettingError, PrivacyError):
 
 
 class BudgetExceededError(PrivacyError, code="budget.exceeded"):
-    """Raised if a release would bring a client's ε above the cap. The release is not made.
+    """Raised if a release would raise a client's ε above the cap. The release is not made.
 
     Args:
         reason: the message.
-        spent: the client's name, its current ε, and its ε if the release were made. None if these
-            are unknown.
+        spent: the client's name, its current ε, and its ε after the release. None if unknown.
     """
 
     def __init__(self, reason: str, spent: tuple[str, float, float] | None = None) -> None:
@@ -258,10 +257,10 @@ class UnaccountedReleaseError(PrivacyError, code="release.unaccounted"):
 
 
 class UnplannedReleaseError(PrivacyError, code="release.unplanned"):
-    """Raised if a step of a method asks for a release that the step may not make.
+    """Raised if a method step requests a release that it may not make.
 
-    Either the method did not plan this release for the current exchange with the server, or the
-    step has already made the release.
+    Either the method did not plan the release for the current exchange with the server, or the step
+    has already made it.
     """
 
 
@@ -284,8 +283,8 @@ class LedgerError(PrivacyError, code="ledger.unusable"):
 class RequestRefusedError(PrivacyError, code="request.refused"):
     """Raised if a private client refuses to answer a message from the server.
 
-    For example, the message contains numbers that are not finite, has a norm above
-    `max_request_norm`, or has tensors of the wrong shape.
+    For example, the message contains non-finite numbers, has a norm above `max_request_norm`, or
+    has tensors of the wrong shape.
     """
 
 
@@ -318,7 +317,7 @@ def unknown_value(
         value: the value of the setting.
         choices: the valid values. The error suggests similar values. If no value is similar, the
             error lists all values.
-        context: the case in which the choices are valid, such as " for convnet".
+        context: what the choices apply to, such as " for convnet".
     """
     setting = setting_name(section, key)
     text = (
@@ -330,7 +329,7 @@ def unknown_value(
 
 
 def _did_you_mean(value: str, choices: Iterable[str]) -> str:
-    """Returns a question with similar names, or an empty string if no name is similar."""
+    """Returns a "did you mean" question, or an empty string if no name is similar."""
     near = difflib.get_close_matches(str(value)[:100].lower(), sorted(choices), n=3, cutoff=0.5)
     if not near:
         return ""
@@ -341,7 +340,7 @@ def one_line(value: object, limit: int = 200) -> str:
     """Returns untrusted text in a form that is safe to print.
 
     The result is one line of at most `limit` printable characters. The value may be text from a
-    file, or an error that quotes a file. Of an operating system's error, only its reason is taken.
+    file, or an error that quotes a file. An operating system's error is reduced to its reason.
     """
     reason = value.strerror if isinstance(value, OSError) else None
     text = " ".join(str(reason or value).split()) or type(value).__name__
@@ -349,9 +348,9 @@ def one_line(value: object, limit: int = 200) -> str:
 
 
 def faults(error: ValidationError) -> list[str]:
-    """Converts a pydantic error to short lines, one for each fault of the value.
+    """Converts a pydantic error to short lines, one for each fault.
 
-    If there are more than `MAX_SHOWN_FAULTS`, the last line states how many were left out.
+    If there are more than `MAX_SHOWN_FAULTS`, the last line counts the others.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     lines = []
@@ -365,7 +364,7 @@ def faults(error: ValidationError) -> list[str]:
 
 @contextmanager
 def faults_as(make_error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
-    """Converts a pydantic error in the `with` block to another error, which names the first fault.
+    """Converts a pydantic error in the `with` block to another error that names the first fault.
 
     Args:
         make_error: makes the other error from its message.

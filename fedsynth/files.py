@@ -1,6 +1,6 @@
 """Safe access to untrusted files.
 
-Only regular files of a bounded size are opened, JSON and TOML must not be nested too deeply, and
+Only regular files within a size limit are opened, deeply nested JSON and TOML is refused, and
 waiting for a lock has a timeout. The module also writes files atomically.
 """
 
@@ -31,25 +31,25 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-# The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a folder
-# of ledgers holds the lock while the records are hashed, which may take longer.
+# The maximum time to wait for a lock. A charge holds the lock for milliseconds. Opening a ledger
+# folder holds the lock for longer, until all records are hashed.
 LOCK_SECONDS = 60.0
 
 PAUSE_SECONDS = 0.01
-# The maximum size of a report, a ledger or a key. A report on 10,000 clients and 200 rounds has
-# about 100 MB.
+# The maximum size of a report, ledger or key. A report on 10,000 clients and 200 rounds takes about
+# 100 MB.
 MAX_TEXT_BYTES = 2**28
-# The maximum size of a TOML file, such as a config or a policy. Such files usually have a few kB,
+# The maximum size of a TOML file, such as a config or a policy. TOML files are usually a few kB,
 # and `tomllib` is slow.
 MAX_TOML_BYTES = 2**20
-# The maximum size of a file of tensors.
+# The maximum size of a tensor file.
 MAX_TENSORS_BYTES = 2**36
 # The maximum nesting depth of JSON and TOML values. Files that fedsynth writes have fewer than ten
 # levels.
 MAX_DEPTH = 64
 
 HASH_DIGITS = 64
-PARTIAL = ".partial"  # the end of the name of a file that is being written
+PARTIAL = ".partial"  # the suffix of a file that is being written
 _OPENING = re.compile(r"[\[{]")
 _BETWEEN_KEYS = re.compile(r"[=,\[\]{}\n]")
 
@@ -77,7 +77,7 @@ def this_process() -> tuple[int, int]:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Replaces `~` or `~name` at the beginning of a path with the home folder of that user.
+    """Replaces a path's leading `~` or `~name` with the user's home folder.
 
     Raises:
         FileNotFoundError: the user or their home folder does not exist.
@@ -85,15 +85,15 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(errno.ENOENT, "this user has no home folder", str(path)) from None
+        raise FileNotFoundError(errno.ENOENT, "~ leads to no home folder", str(path)) from None
 
 
 def open_regular(
     path: Path, *, writing: bool = False, create: bool = False, max_bytes: int | None = None
 ) -> FileIO:
-    """Opens a regular file. Refuses pipes and devices, on which reading may never end.
+    """Opens a regular file. Refuses pipes and devices, which may block reads forever.
 
-    The file is checked after it is opened, so that it cannot be replaced in between.
+    The file is checked after opening, so that nobody can swap it between check and opening.
 
     Args:
         path: the path of the file.
@@ -123,7 +123,9 @@ def open_regular(
             # A file of `/proc` stays at size 0; another process may have appended to this one.
             regular = os.fstat(descriptor).st_size > 0
         if not regular:
-            raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
+            raise OSError(
+                errno.EINVAL, "the path is a folder, pipe or device. Name a regular file", str(path)
+            )
         os.lseek(descriptor, 0, os.SEEK_SET)
         if max_bytes is not None and status.st_size > max_bytes:
             reason = f"the file has {status.st_size:,} bytes, but at most {max_bytes:,} are allowed"
@@ -135,9 +137,9 @@ def open_regular(
 
 
 def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Reads all bytes of a regular file of limited size.
+    """Reads all bytes of a regular file within a size limit.
 
-    Bytes that another process appends after the file was opened are not read.
+    Bytes appended after opening are not read.
 
     Raises:
         OSError: the file cannot be opened, is too large or is not a regular file.
@@ -147,7 +149,7 @@ def read_regular(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def file_hash(path: Path) -> str:
-    """Computes the SHA-256 of a regular file, in hexadecimal.
+    """Computes a regular file's SHA-256 in hexadecimal.
 
     Raises:
         OSError: the file cannot be opened or is not a regular file.
@@ -164,11 +166,11 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
         leave_out: the names of files and folders directly in `root` that are skipped.
 
     Returns:
-        The sorted paths of the files relative to `root`, with `/` as the separator.
+        The sorted file paths relative to `root`, with `/` as the separator.
 
     Raises:
         OSError: a folder cannot be read.
-        OSError: an entry is neither a file nor a folder, such as a symbolic link.
+        OSError: an entry is neither a file nor a folder, but for example a symbolic link.
     """
     paths = []
     for parent, folders, names in os.walk(root, onerror=_raise):
@@ -181,7 +183,7 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
             if stat.S_ISREG(mode):
                 paths.append(path.relative_to(root).as_posix())
             elif not stat.S_ISDIR(mode):
-                reason = f"{path.relative_to(root)} is neither a plain file nor a folder"
+                reason = f"{path.relative_to(root)} is a link, pipe or device. Replace it with a plain file"
                 raise OSError(errno.EINVAL, reason, str(path))
     return sorted(paths)
 
@@ -225,7 +227,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     """
     text = read_text(path, MAX_TOML_BYTES)
     for part in _BETWEEN_KEYS.split(text):
-        # tomllib's time grows with the square of the number of a dotted key's parts.
+        # tomllib's time is quadratic in the number of parts in a dotted key.
         if re.sub(r"\.{2,}", "", part).count(".") > MAX_DEPTH:
             raise ValueError(_too_deep())
     try:
@@ -273,7 +275,7 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
             elif isinstance(item, list):
                 below.extend(item)
             elif isinstance(item, int) and abs(item) > largest:
-                raise ValueError("an integer has more than 64 bits")
+                raise ValueError("an integer exceeds 64 bits")
         if not below:
             return
         level = below
@@ -281,17 +283,17 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
 
 
 def _too_deep() -> str:
-    return f"the values are nested more than {MAX_DEPTH} levels deep"
+    return f"values are nested more than {MAX_DEPTH} levels deep"
 
 
 def _refuse(literal: str) -> NoReturn:
-    raise ValueError(f"{literal} is not a valid number in JSON")
+    raise ValueError(f"{literal} is not valid JSON. Numbers must be finite")
 
 
 def _finite(literal: str) -> float:
     value = float(literal)
     if not math.isfinite(value):
-        raise ValueError("a number is too large for a float")
+        raise ValueError("a number exceeds the largest float, 1.8e308")
     return value
 
 
@@ -309,13 +311,13 @@ def _raise(error: OSError) -> NoReturn:
 def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
     """Creates or replaces a file atomically.
 
-    A reader sees either the old file or the complete new one. The content is on the disk when this
-    function returns. The new file has no permission that the old one did not have.
+    A reader sees either the old file or the complete new one. The content is on disk when the
+    function returns. The new file grants no permission that the old one did not grant.
 
     Args:
         path: the path of the file.
         content: the new content.
-        lasting: True also writes the name of the file to the disk. With False, call `sync_folder`
+        lasting: True also writes the file's name to disk. With False, call `sync_folder`
             afterwards.
         secret: True lets only the current user read the file.
 
@@ -343,9 +345,10 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Creates or replaces a file that the user has named, atomically as by `write_whole`.
+    """Creates or replaces a file that the user has named.
 
-    A link is followed. Pipes and devices cannot be replaced, so they are written directly.
+    It is replaced atomically as by `write_whole`. Links are followed. Pipes and devices are written
+    directly, because they cannot be replaced.
 
     Raises:
         OSError: the file cannot be written or is write-protected. The old file still exists.
@@ -359,7 +362,7 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def delete_partial(folder: Path) -> None:
-    """Deletes what killed calls of `write_whole` have left in a folder and its subfolders.
+    """Deletes files left in a folder and its subfolders by interrupted `write_whole` calls.
 
     No other process may be writing into the folder.
     """
@@ -368,33 +371,33 @@ def delete_partial(folder: Path) -> None:
 
 
 def with_hash(content: bytes, label: str = "") -> bytes:
-    """Returns the content of a file preceded by its hash (SHA-256), which `without_hash` checks.
+    """Prepends a SHA-256 hash to a file's content. `without_hash` checks the hash.
 
     Args:
         content: the content of the file.
-        label: a text that the hash covers, too, such as the identity of a run.
+        label: further text that the hash covers, such as a run's identity.
     """
     digest = hashlib.sha256(f"{label}\n".encode() + content)
     return digest.hexdigest().encode() + content
 
 
 def without_hash(stored: bytes, label: str = "") -> bytes:
-    """Returns the content that `with_hash` has stored with this label.
+    """Checks and removes the hash that `with_hash` prepended.
 
     Raises:
         ValueError: the content or the label has changed.
     """
     content = stored[HASH_DIGITS:]
     if with_hash(content, label) != stored:
-        raise ValueError("the stored hash does not match the content")
+        raise ValueError("the stored SHA-256 does not match the content")
     return content
 
 
 def require_folder(path: Path) -> None:
-    """Checks that files can be written into a folder, which exists or can be created.
+    """Checks that a folder exists or can be created, and is writable.
 
     Raises:
-        OSError: a part of the path is no folder or cannot be written. The error names this part.
+        OSError: a part of the path is not a folder or is not writable. The error names the part.
     """
     nearest = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if not nearest.is_dir():
@@ -406,8 +409,8 @@ def require_folder(path: Path) -> None:
 def create_once(path: Path, content: bytes) -> None:
     """Creates a file that only the current user can read, unless the file exists.
 
-    The file is created atomically. It is on the disk when this function returns. An existing file
-    is not changed.
+    The file is created atomically, and is on disk when the function returns. An existing file is
+    not changed.
 
     Raises:
         OSError: the file cannot be written.
@@ -426,10 +429,10 @@ def create_once(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Writes the names of the files in a folder to the disk.
+    """Writes a folder's file names to disk.
 
-    This is needed because fsync of a file does not guarantee that the file's name is on the disk.
-    Windows cannot do this for a folder; NTFS records new names in its journal.
+    Calling fsync on a file alone does not guarantee that the file's name is on disk. Windows
+    cannot do this for a folder; NTFS records new names in its journal.
     """
     if sys.platform == "win32":
         return
@@ -461,9 +464,10 @@ def _try_lock(file: FileIO, *, shared: bool = False) -> None:
 
 
 def claim(path: Path, busy: Exception) -> FileIO:
-    """Locks a file without waiting. The file is created if it is missing.
+    """Locks a file without waiting.
 
-    The lock lasts until the returned file is closed here and in all processes that inherited it.
+    A missing file is created. The lock lasts until the returned file is closed in all processes
+    that hold it.
 
     Raises:
         Exception: `busy`, if another process holds the lock.
@@ -502,8 +506,8 @@ def lock(
         except BlockingIOError:
             if time.monotonic() >= until:
                 raise OutputError(
-                    f"another process has held the lock on {path} for {seconds:g} s. Wait until "
-                    f"that process ends, or end the process (fuser {path} shows the process)"
+                    f"another process has held the lock on {path} for {seconds:g} s. Wait for "
+                    f"that process, or find it with `fuser {path}` and end it"
                 ).with_code("files.lock") from None
         except OSError as error:
             raise OutputError(f"cannot lock {path}: {error}") from error

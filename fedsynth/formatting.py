@@ -1,4 +1,4 @@
-"""Functions that format the figures and texts of a privacy report.
+"""Formats figures and texts for privacy reports.
 
 Figures are rounded up, never down, and texts are escaped.
 """
@@ -32,7 +32,7 @@ def format_epsilon(value: float) -> str:
 
 
 def format_rounded_up(value: float, digits: int) -> str:
-    """Formats a value with this number of significant digits, rounded up."""
+    """Formats a value with `digits` significant digits, rounded up."""
     if value <= 0:
         return "0"
     if math.isinf(value):
@@ -68,9 +68,9 @@ def format_percent(share: float) -> str:
 
 
 def format_rounds(rounds: Sequence[int]) -> str:
-    """Formats the numbers of rounds as ranges.
+    """Formats round numbers as ranges.
 
-    Rounds that are listed more than once are named at the end.
+    Repeated rounds are listed again at the end.
 
     >>> format_rounds([0, 1, 2, 5, 5])
     '0–2, 5; charged more than once: 5'
@@ -91,7 +91,7 @@ def format_rounds(rounds: Sequence[int]) -> str:
 
 
 def band(epsilon: float) -> str:
-    """Returns the label that is commonly used for the strength of a guarantee with this ε.
+    """Returns the common label for the strength of a guarantee with the given ε.
 
     >>> band(0.5), band(8.0), band(30.0)
     ('strong', 'reasonable', 'weak, or none')
@@ -100,13 +100,13 @@ def band(epsilon: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Joins the lines of a text to one line and replaces unprintable characters."""
+    """Joins a text's lines and replaces unprintable characters."""
     line = " ".join(text.split())
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 
 
 def as_markdown(value: Any) -> Any:
-    """Escapes all texts of a report for Markdown, because a report is untrusted input.
+    """Escapes all texts in a report for Markdown. Reports are untrusted input.
 
     Each text also becomes one line without unprintable characters.
     """

@@ -1,8 +1,8 @@
-"""Runs networks in bfloat16, for the option `--precision bf16`.
+"""Runs networks in bfloat16 (`--precision bf16`).
 
 Weights, sums and losses stay in float32. `torch.autocast` computes convolutions and matrix products
-in bfloat16, and other operations in the precision of their inputs. Before a loss is computed, the
-output of the network must be converted to float32 by `widened`, as `computed` does.
+in bfloat16, and other operations in their inputs' precision. Convert a network's output to float32
+with `widened` before computing a loss, as `computed` does.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManage
     """Returns a context in which networks compute in the given precision. With float32, the context
     has no effect.
 
-    Weights are converted each time they are used. autocast's cache is off, because it would keep
-    converted weights until the outermost context ends. After an optimiser step, these would be old.
+    Weights are converted at each use. autocast's cache is off, because it would keep converted
+    weights until the outermost context ends, and an optimiser step makes them outdated.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> x = torch.rand(1, 2)
@@ -33,7 +33,7 @@ def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManage
 
 
 def computed(network: Callable[[Tensor], Tensor], x: Tensor, precision: torch.dtype) -> Tensor:
-    """Returns the output of a network that computes in the given precision, converted to float32.
+    """Runs a network in the given precision, and converts its output to float32.
 
     >>> computed(torch.nn.Linear(2, 2), torch.rand(1, 2), torch.bfloat16).dtype
     torch.float32

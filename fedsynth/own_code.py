@@ -1,9 +1,9 @@
-"""Loads custom models, methods, feature maps and losses from Python files that the user names, such
-as `net.py:Net`.
+"""Loads custom models, methods, feature maps and losses from the user's Python files, such as
+`net.py:Net`.
 
-Only a file that the user names is executed: on the command line, or in a config file or sweep file
-that the user wrote. A file that is named in the config.toml of a run is never opened. Only its
-SHA-256 hash is compared, so run folders may come from untrusted sources.
+A file is executed only if the user names it on the command line, or in a config or sweep file that
+the user wrote. A file named in a run's config.toml is never opened. Only its SHA-256 hash is
+compared, so run folders may come from untrusted sources.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HASH_DIGITS = 12  # digits of a file's hash in its label
 
 @dataclass(frozen=True)
 class OwnCode:
-    """A class or function that a user's Python file defines, with the text of this file.
+    """A class or function from a user's Python file, with the file's text.
 
     Attributes:
         file: the file's name, without its folder.
         name: name of the class or function.
         sha256: hash of the file.
         text: content of the file.
-        path: the file's absolute path, which no run folder states.
+        path: the file's absolute path, which is not stored in run folders.
     """
 
     file: str
@@ -47,13 +47,12 @@ class OwnCode:
         return f"{self.file}:{self.name}@{self.sha256[:HASH_DIGITS]}"
 
 
-# The files that this process has loaded, by label.
+# The files that the current process has loaded, by label.
 SOURCES: dict[str, OwnCode] = {}
 
 
 def names_a_file(setting: str) -> bool:
-    """Returns True if the value of a setting has the form `FILE.py:NAME`, and so names a Python
-    file.
+    """Returns True if a setting's value names a Python file, as `FILE.py:NAME`.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
@@ -63,8 +62,7 @@ def names_a_file(setting: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Returns True if a name has the form `FILE.py:NAME@HASH`, which config.toml has for custom
-    files.
+    """Returns True if a name is a config.toml label of custom code, `FILE.py:NAME@HASH`.
 
     >>> is_label("net.py:Net@0123456789ab"), is_label("net.py:Net"), is_label("convnet")
     (True, False, False)
@@ -78,12 +76,12 @@ def names_code(name: str) -> bool:
 
 
 def code_of(label: str) -> str:
-    """Returns the part `FILE.py:NAME` of a label."""
+    """Returns a label's part `FILE.py:NAME`."""
     return re.sub("@[0-9a-f]+$", "", label)
 
 
 METHOD_FEATURES = ("method", "features")
-# The settings that may name custom code: its option, and the Python function that registers it.
+# The settings that may name custom code, with their option and registering Python function.
 LOADERS = {
     ("run", "method"): ("--method", "fedsynth.register_method"),
     ("model", "name"): ("--model", "fedsynth.models.registry.register_model_file"),
@@ -99,7 +97,7 @@ LOADERS = {
 
 
 def unloaded_file(section: str, key: str, setting: str) -> SettingError:
-    """Returns the error for a custom file that this process has not loaded.
+    """Returns the error for a custom file that has not been loaded.
 
     Args:
         section, key: the setting that names the file.
@@ -109,14 +107,14 @@ def unloaded_file(section: str, key: str, setting: str) -> SettingError:
     code = code_of(setting)
     place = "PATH/" if code != setting else ""
     reason = (
-        f"is the custom code {short_repr(setting)}, which is not loaded, or has changed. Use "
-        f"{option} {place}{code:.200}, or call {function} in Python"
+        f"names the custom code {short_repr(setting)}, which is not loaded or has changed. Load it "
+        f"with {option} {place}{code:.200}, or with {function} in Python"
     )
     return SettingError(section, key, reason)
 
 
 def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
-    """Executes a custom file, and returns the object with the given name and its label.
+    """Executes a custom file, and returns the named object and its label.
 
     Args:
         section, key: the setting that names the file.
@@ -133,13 +131,13 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
         text = content.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
-            section, key, f"names the file {path}, which cannot be read: {one_line(error)}"
+            section, key, f"names {path}, which cannot be read: {one_line(error)}"
         ) from None
     code = OwnCode(path.name, name, hashlib.sha256(content).hexdigest(), text, path)
     module = _executed(section, key, path, code)
     definition = getattr(module, name, None)
     if definition is None:
-        raise SettingError(section, key, f"names {name!r}, but {path} does not define this name")
+        raise SettingError(section, key, f"names {name!r}, which {path} does not define")
     SOURCES[code.label] = code
     return definition, code.label
 
@@ -147,9 +145,9 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
 def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
     """Executes a Python file and returns it as a module.
 
-    If this process has executed the same text from a file of this name before, the function returns
-    the module of that execution. The text is compiled here, because Python's own loader could run a
-    cached `.pyc` file instead, which is not hashed.
+    If the process has already executed the same text under the same file name, the earlier module
+    is returned. The text is compiled here, because Python's own loader could run a cached `.pyc`
+    file that is not hashed.
     """
     title = f"fedsynth_own_{path.stem}_{code.sha256[:HASH_DIGITS]}"
     if title in sys.modules:
@@ -157,13 +155,13 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
     module = ModuleType(title)
     module.__file__ = str(path)
     sys.modules[title] = module  # dataclasses look up their module
-    sys.path.insert(0, str(path.parent))  # as for a script: it may import files next to it
+    sys.path.insert(0, str(path.parent))  # as for a script: lets the file import its neighbours
     try:
         text = code.text.removeprefix("\ufeff")
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[title]
-        reason = f"names {path}, which fails with {type(error).__name__}: {one_line(error)}"
+        reason = f"names {path}, whose execution raised {type(error).__name__}: {one_line(error)}"
         raise SettingError(section, key, reason) from error
     finally:
         sys.path.remove(str(path.parent))

@@ -1,9 +1,9 @@
 """Creates reproducible random generators.
 
 The seed of each generator is derived from the run's seed, a purpose, and numbers such as the round
-and the client. Two generators of one run never share state. An additional client or round therefore
-does not change the random numbers of existing clients and rounds. Global generators are not used.
-The noise and sampling masks of differential privacy do *not* come from here, but from
+and the client. Two generators in a run never share state. Adding a client or round therefore does
+not change the random numbers of existing ones. Global generators are not used. The noise and
+sampling masks of differential privacy do *not* come from here, but from
 `fedsynth.privacy.randomness`.
 """
 
@@ -18,10 +18,10 @@ import torch
 
 
 def derive_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """Derives a seed for one purpose from the seed of a run.
+    """Derives a seed for one purpose from the run's seed.
 
-    The result is a hash (BLAKE2b) of all arguments with 63 bits, so different arguments have the
-    same result only by chance.
+    The result is a 63-bit BLAKE2b hash of all arguments, so different arguments give the same seed
+    only by chance.
     """
     text = ":".join([str(seed), purpose, *map(str, numbers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
@@ -32,7 +32,7 @@ def torch_generator(
 ) -> torch.Generator:
     """Returns a PyTorch random generator for one purpose, on the given device.
 
-    Two devices give the same random numbers only if they are of the same type.
+    Random numbers are the same only on devices of the same type.
     """
     return torch.Generator(device=device).manual_seed(derive_seed(seed, purpose, *numbers))
 
@@ -44,12 +44,12 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 
 @contextmanager
 def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Returns a context in which PyTorch's global CPU generator has a seed that is derived from the
+    """Returns a context in which PyTorch's global CPU generator has a seed derived from the
     arguments.
 
-    Module constructors and dropout need this, because they accept no generator. After the context,
-    the generator has its previous state. Only the CPU generator is changed, because module
-    constructors draw on the CPU.
+    Use it for module constructors and dropout, which accept no generator. The previous state is
+    restored afterwards. Only the CPU generator changes, because module constructors draw on the
+    CPU.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(seed, purpose, *numbers))

@@ -1,7 +1,7 @@
-"""Validates settings: converts the values to the types of the settings, and checks their ranges.
+"""Converts setting values to their declared types, and checks their ranges.
 
-Settings are fields of dataclasses. The attribute `section` of such a class names the section of the
-config file that contains these settings. Error messages name the section and the setting.
+Settings are fields of dataclasses. The class attribute `section` names the settings' section in a
+config file. Error messages name the section and the setting.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ _EXPECTED = {
 
 
 class Faults:
-    """Collects the errors of several settings, so that a user can correct all of them at once.
+    """Collects errors about several settings, so that a user can correct them all at once.
 
-    The first error is raised. Its notes (`BaseException.__notes__`) contain the messages of the
-    others.
+    The first error is raised. Its notes (`BaseException.__notes__`) contain the other messages.
 
     >>> faults = Faults()
     >>> for key in ("rounds", "clients"):
@@ -72,35 +71,31 @@ class Faults:
 
 
 def section_of(settings: Any) -> str | None:
-    """Returns the section of a config file to which a settings object belongs.
+    """Returns the config-file section of a settings object or class.
 
-    The argument may also be a settings class. Returns None if config files do not contain these
-    settings.
+    Returns None if config files do not contain its settings.
     """
     return getattr(settings, "section", None)
 
 
 def in_range(default: float, low: float, high: float = math.inf) -> Any:
-    """Declares a setting with a default value and a range. `check_fields` refuses values outside
-    the range.
-    """
+    """Declares a setting with a default value and a range, which `check_fields` enforces."""
     return field(default=default, metadata={"range": (low, high)})
 
 
 def one_of(default: str, *alternatives: str) -> Any:
-    """Declares a setting that has one of several values. The first value is the default.
+    """Declares a setting with a list of allowed values, which `check_fields` enforces.
 
-    `check_fields` refuses all other values.
+    The first value is the default.
     """
     return field(default=default, metadata={"choices": (default, *alternatives)})
 
 
 def check_fields(settings: Any) -> None:
-    """Checks that the values of a settings object are allowed by the declarations `in_range` and
-    `one_of`.
+    """Checks a settings object's values against its `in_range` and `one_of` declarations.
 
-    If a subclass overrides only the default value of a field, the range of the base class applies.
-    Whole numbers in fields of type float become floats.
+    If a subclass overrides only a field's default value, the base class's range applies. Whole
+    numbers in fields of type float become floats.
 
     Raises:
         SettingError: a value is outside its range.
@@ -128,13 +123,13 @@ def check_fields(settings: Any) -> None:
 def check_number(
     section: str | None, key: str, value: Any, low: float, high: float, *, integer: bool = False
 ) -> None:
-    """Checks that the value of a setting is a number within a range. The limits are allowed values.
+    """Checks that a setting's value is a number within a range, limits included.
 
     Args:
         section, key: the setting, see `SettingError`.
         value: the value of the setting.
-        low, high: the smallest and the largest allowed value. No value above `LARGEST` (for whole
-            numbers) or `LARGEST_FLOAT` (for other numbers) is allowed.
+        low, high: the smallest and largest allowed value. Values above `LARGEST` (whole numbers) or
+            `LARGEST_FLOAT` (other numbers) are never allowed.
         integer: whether the value must be a whole number.
 
     Raises:
@@ -159,7 +154,7 @@ def check_number(
 
 
 def check_choice(section: str | None, key: str, value: str, allowed: Sequence[str]) -> None:
-    """Checks that the value of a setting is one of the allowed values.
+    """Checks that a setting's value is one of the allowed values.
 
     Args:
         section, key: the setting, see `SettingError`.
@@ -174,19 +169,19 @@ def check_choice(section: str | None, key: str, value: str, allowed: Sequence[st
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
-    """Creates a settings object from values that were read from a TOML file or given as text.
+    """Creates a settings object from values read from TOML or given as text.
 
-    The values are converted to the types of the settings.
+    The values are converted to the settings' types.
 
     Args:
-        cls: the class of the settings, which is a dataclass. The type of each field is bool, int,
-            float or str, or one of these types or None.
+        cls: the settings dataclass. Each field's type is bool, int, float or str, or one of them or
+            None.
         values: the values by name. A setting without a value gets its default value.
-        of: what the settings belong to, for the error about an unknown setting. By default, this is
+        of: what the settings belong to, named in the error about an unknown setting. By default,
             the section.
 
     Raises:
-        UnknownNameError: a name is not that of a setting. The message suggests similar names.
+        UnknownNameError: no setting has one of the names. The message suggests similar names.
         SettingError: a value has the wrong type or is outside its range.
     """
     section = section_of(cls)
@@ -194,9 +189,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], of: str = "") -> T:
 
 
 def field_types(cls: Any) -> dict[str, type]:
-    """Returns the type of each field of a dataclass. If a field has the type `X | None` or `X | Y`,
-    its type is given as X.
-    """
+    """Returns a dataclass's field types. For the types `X | None` and `X | Y`, the result is X."""
     try:
         hints = get_type_hints(cls)
     except NameError:  # an annotation is only for type checkers: use the types of the defaults
@@ -217,10 +210,10 @@ def converted(
     of: str,
     also: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Converts the values of settings to the types that `types` states.
+    """Converts setting values to the types in `types`.
 
-    The errors are those of `from_mapping`. The error for an unknown name also suggests the names in
-    `also`. These are names of settings that the caller has removed from `values`.
+    Raises the errors of `from_mapping`. For an unknown name, the error also suggests `also`, the
+    setting names that the caller has removed from `values`.
     """
     result = {}
     faults = Faults()
@@ -234,9 +227,9 @@ def converted(
 
 
 def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
-    """Converts the value of a setting to a type, which is bool, int, float, str or Path.
+    """Converts a setting's value to bool, int, float, str or Path.
 
-    A `~` at the beginning of a path is replaced by the home folder.
+    A leading `~` in a path is replaced by the home folder.
 
     Raises:
         SettingError: the value cannot be converted, is not finite, or is larger than `LARGEST` (for
@@ -269,11 +262,11 @@ def convert(section: str | None, key: str, value: Any, kind: type) -> Any:
 
 
 def _path(value: Any) -> Path:
-    """Converts the text of a setting to a path.
+    """Converts a setting's text to a path.
 
     Raises:
         TypeError, ValueError: the value is not the path of a file.
-        FileNotFoundError: the path begins with `~` and an unknown user.
+        FileNotFoundError: the path starts with `~` and an unknown user.
     """
     text = os.fspath(value)
     text.encode()  # as for the run folder's config.toml
@@ -286,13 +279,11 @@ Sections = dict[str, dict[str, Any]]
 
 
 class ConfigFileError(FedsynthError, code="files.config"):
-    """Raised for a config file that cannot be read, or that contains values outside of all
-    sections.
-    """
+    """Raised for an unreadable config file, or one with values outside of sections."""
 
 
 def read_sections(path: Path) -> Sections:
-    """Returns the sections of a TOML file, without checking their values.
+    """Reads a TOML file's sections, without checking their values.
 
     Raises:
         ConfigFileError: the file cannot be read, is not a regular file, or is not TOML with
@@ -306,7 +297,10 @@ def read_sections(path: Path) -> Sections:
         raise ConfigFileError(f"{path} is not valid TOML: {error}") from None
     for name, values in sections.items():
         if not isinstance(values, dict):
-            raise ConfigFileError(f"{name!r} in {path} must be in a section such as [run]")
+            raise ConfigFileError(
+                f"{name!r} in {path} is outside of all sections. Move it under a heading such as "
+                "[run]"
+            )
     return sections
 
 
@@ -324,9 +318,9 @@ def flattened(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Writes settings as the text of a TOML file. The values are strings, numbers and booleans.
+    """Formats settings as TOML text, from which `tomllib` reads the same values.
 
-    `tomllib` reads the same values from this text.
+    Values are strings, numbers and booleans.
     """
     lines = []
     for name, values in sections.items():

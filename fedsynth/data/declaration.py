@@ -1,10 +1,10 @@
-"""The settings that name a folder of the user's images (section `data` of a config file), and the
-declaration of these images.
+"""The settings that name a user's image folder (section `data` of a config file), and the folder's
+declaration.
 
-The declaration is a TOML file that states what is public about the images. A person checks the file
-and signs it. A private run takes divisors, sampling rates, tensor shapes and the facts in its
-privacy report from the declaration, and never from the images. Everything in the declaration is
-therefore public. `fedsynth data describe` proposes a declaration for a folder.
+The declaration is a TOML file with the public facts about the images, which a person checks and
+signs. A private run takes divisors, sampling rates, tensor shapes and the facts in its privacy
+report from the declaration, and never from the images. Everything in the declaration is therefore
+public. `fedsynth data describe` proposes a declaration for a folder.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ from fedsynth.errors import (
 from fedsynth.files import expand_home
 from fedsynth.validation import check_choice, check_number, read_sections
 
-# How many times larger than the true number a declared number may be. Declared numbers are
-# rounded, and a larger ratio cannot come from rounding.
+# The maximum ratio of a declared count to the true count. Rounding cannot cause a larger ratio.
 MAX_RATIO = 4
 
 
 def _distinct(names: list[str]) -> list[str]:
     if len(set(names)) < len(names):
-        raise ValueError("must not contain a name twice")
+        raise ValueError("contains a name twice. Remove the second one")
     return names
 
 
@@ -114,14 +113,14 @@ class Declaration:
     """The public facts about a user's images.
 
     Attributes:
-        spec: the data set's specification. `train_size` is the declared number of images at all
-            sites together. `groups` is the declared number of users, or 0 if none is declared.
-        sites: the names of the sites. The tuple is empty if the data have no sites.
-        most_images: an upper bound on the number of images at all sites together.
-        ledger: the folder of the privacy ledgers for these images, or None if none is declared.
+        spec: the data set's specification. `train_size` is the declared total number of images at
+            all sites. `groups` is the declared number of users, or 0 if none is declared.
+        sites: the site names. Empty if the data have no sites.
+        most_images: an upper bound on the total number of images at all sites.
+        ledger: the images' ledger folder, or None if none is declared.
         person: the word for one person in the images, such as "patient".
-        signed_by: the name of the person who checked the declaration, and the date. The string is
-            empty if it is not signed.
+        signed_by: the name of the person who checked the declaration, and the date. Empty if
+            unsigned.
         path: the declaration file.
     """
 
@@ -165,8 +164,8 @@ def read_declaration(path: Path) -> Declaration:
     upper_bound = declared.sizes.most_images
     if upper_bound < declared.sizes.images:
         raise DataFilesCorruptError(
-            f"sizes.most_images in {path} must be at least sizes.images "
-            f"({declared.sizes.images}), got {upper_bound}"
+            f"sizes.most_images in {path} is {upper_bound}, below sizes.images "
+            f"({declared.sizes.images}). Raise sizes.most_images"
         ).with_code("declaration.sizes")
     ledger = None
     if declared.privacy.ledger:
@@ -192,16 +191,16 @@ def require_signed(declaration: Declaration) -> None:
     """
     if not declaration.signed_by:
         raise DataError(
-            f"{declaration.path} is not signed. A person must check that every line may be public, "
-            "and then enter a name and a date under [signed_off]"
+            f"{declaration.path} is not signed. Check that every line may be public, and enter "
+            "your name and the date under [signed_off]"
         ).with_code("declaration.signature")
 
 
 def require_declared(records: Records, declaration: Declaration) -> None:
-    """Checks that a folder has exactly the classes and sites that its declaration names.
+    """Checks that a folder's classes and sites match its declaration.
 
     Raises:
-        DataError: a class or site is not declared, or a declared class or site has no image.
+        DataError: a class or site is not declared, or a declared one contains no images.
     """
     for kind, names, declared in (
         ("class", records.class_names, declaration.spec.class_names),
@@ -210,30 +209,32 @@ def require_declared(records: Records, declaration: Declaration) -> None:
         undeclared = sorted(set(names).difference(declared))
         if undeclared:
             raise DataError(
-                f"the folder has the {kind} {one_line(undeclared[0])!r}, but {declaration.path} "
-                f"declares only {one_line(', '.join(declared))}"
+                f"the {kind} {one_line(undeclared[0])!r} in the folder is missing from "
+                f"{declaration.path}, which declares {one_line(', '.join(declared))}. Declare it "
+                "and sign the file again, or remove its images"
             ).with_code("declaration.undeclared")
         missing = sorted(set(declared).difference(names))
         if missing:
             raise DataError(
-                f"{declaration.path} declares the {kind} {one_line(missing[0])!r}, but the folder has "
-                f"no image of this {kind}"
+                f"the folder contains no images of the {kind} {one_line(missing[0])!r}, which "
+                f"{declaration.path} declares. Add images, or remove the {kind} and sign the file "
+                "again"
             ).with_code("declaration.absent")
 
 
 def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
-    """Checks that the numbers of images and users roughly agree with the declaration.
+    """Checks that image and user counts roughly agree with the declaration.
 
-    There must be at most as many images as the declared upper bound. There must be at least a
-    fourth (1/`MAX_RATIO`) of the declared number of images, and of the declared number of users.
+    The declared upper bound on images must hold. Both counts must be at least a quarter
+    (1/`MAX_RATIO`) of the declared counts.
 
     Raises:
-        DataError: a number does not match. The message names the key in the declaration.
+        DataError: a count does not match. The message names the key in the declaration.
     """
     if len(train) > declaration.most_images:
         raise DataError(
-            f"there are more images than sizes.most_images in {declaration.path}. Correct this "
-            "bound, and sign the file again"
+            f"the data contain more images than sizes.most_images in {declaration.path} allows. "
+            "Correct the bound, and sign the file again"
         ).with_code("declaration.most_images")
     users = declaration.spec.groups
     if train.groups is not None:
@@ -244,8 +245,8 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     ):
         if count * MAX_RATIO < declared:
             raise DataError(
-                f"there are {count} {key}, but sizes.{key} in {declaration.path} is {declared}. "
-                "Correct this number, and sign the file again"
+                f"the data contain {count} {key}, but sizes.{key} in {declaration.path} is "
+                f"{declared}. Correct the number, and sign the file again"
             ).with_code("declaration.sizes")
 
 
@@ -260,12 +261,12 @@ class FolderSettings:
 
     Args:
         folder: the folder with your own images, as SITE/CLASS/files, CLASS/files or a manifest.csv,
-            or your own file .npz, .npy, .safetensors, .parquet or .csv. In the first layout each
+            or your own .npz, .npy, .safetensors, .parquet or .csv file. In the first layout each
             site is a client, and in the second the partition divides the images. A manifest has the
-            columns path, label, site and patient, and may be given itself. Images may be JPEG, PNG,
-            BMP, WebP, TIFF, DICOM or NIfTI files.
-        test_folder: the folder or file with your own test images, in one of the same layouts. Its
-            sites are ignored.
+            columns path, label, site and patient, and may itself be the path. Images may be JPEG,
+            PNG, BMP, WebP, TIFF, DICOM or NIfTI files.
+        test_folder: the folder or file with your own test images, in one of the layouts of
+            `folder`. Sites are ignored.
         test: whether your test images are "public" or "private" (the default), or "none" to use
             none. With differential privacy, metrics on private test images are reported only as
             `simulation_only`.
@@ -336,12 +337,12 @@ class FolderSettings:
                 object.__setattr__(self, name, place)
         object.__setattr__(self, "image_size", str(self.image_size or ""))
         if not self.folder:
-            raise SettingError("data", "folder", "must be a folder of images")
+            raise SettingError("data", "folder", "is not set. Name a folder of images")
         if self.test:
             check_choice("data", "test", self.test, TEST_KINDS)
         tested = self.test_folder or is_record_file(self.folder)
         if self.test in ("public", "private") and not tested:
-            reason = "requires test images. Set data.test_folder"
+            reason = "has no effect without test images. Set data.test_folder"
             raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
             raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
@@ -351,7 +352,7 @@ class FolderSettings:
         self.limits()
 
     def limits(self) -> tuple[float, float] | None:
-        """Returns the smallest and the largest value, or None if `bounds` is not set.
+        """Returns the smallest and largest value, or None if `bounds` is not set.
 
         Raises:
             SettingError: `bounds` are not two ascending numbers.
@@ -369,12 +370,12 @@ class FolderSettings:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The chosen names of the columns, for `read_part`."""
+        """The column names that the user chose, as `read_part` expects them."""
         names = {"feature": self.feature_columns, "label": self.label_column}
         return {**names, "user": self.user_column, "site": self.site_column}
 
     def size(self) -> tuple[int, int] | None:
-        """Returns the height and width of the images, or None if `image_size` is not set.
+        """Returns the image height and width, or None if `image_size` is not set.
 
         Raises:
             SettingError: `image_size` is invalid.
@@ -392,8 +393,8 @@ class FolderSettings:
         return height, width
 
     def decoding(self, declaration: Declaration | None = None) -> Decoding:
-        """Returns how the values in image files become pixels: as declared or, without a
-        declaration, as these settings state.
+        """Returns the conversion of file values to pixels. The declaration takes precedence over
+        the settings.
 
         Raises:
             SettingError: `window` is invalid.
@@ -406,11 +407,11 @@ class FolderSettings:
             raise SettingError("data", "window", str(error)) from None
 
     def declared(self) -> Declaration | None:
-        """Reads the declaration of these images. Returns None if the images have no declaration.
+        """Reads the images' declaration, or returns None if there is none.
 
         Raises:
-            DataFilesCorruptError: the declaration is damaged, or the settings name a declaration
-                that does not exist.
+            DataFilesCorruptError: the declaration is damaged, or the declaration named by the
+                settings does not exist.
         """
         path = default_declaration(Path(self.folder))
         if self.declaration:
@@ -421,10 +422,9 @@ class FolderSettings:
 
 
 def default_declaration(folder: Path) -> Path:
-    """Returns the path at which the declaration is expected: next to the manifest or file, or in
-    the folder.
+    """Returns the declaration's default path: next to the manifest or file, or in the folder.
 
-    The name begins with that of a file: `scans.fedsynth.toml` for `scans.npz`.
+    For a file, the name starts with the file's name: `scans.fedsynth.toml` for `scans.npz`.
     """
     if is_record_file(folder):
         return Path(str(folder).removeprefix(HUB)).with_suffix(f".{DECLARATION}")
@@ -432,10 +432,10 @@ def default_declaration(folder: Path) -> Path:
 
 
 def default_name(folder: str) -> str:
-    """Names the data set in a folder that has no declaration.
+    """Names a data set without a declaration.
 
-    The result is the name of the folder, manifest or file. If a published data set has the same name,
-    "own" is put before the result.
+    The result is the name of the folder, manifest or file, preceded by "own" if a published data
+    set has the same name.
     """
     name = one_line(Path(folder).name or "images")
     if Path(name).suffix.lower() in SUFFIXES:

@@ -30,9 +30,9 @@ class Described:
 
     Attributes:
         toml: the text of the declaration.
-        table: a table with the exact number of images at each site in each class. It is private.
-        path: the file in which a run looks for the declaration.
-        options: the options of commands that make a private run on these images.
+        table: a private table with exact image counts for each (site, class) pair.
+        path: the file in which runs expect the declaration.
+        options: the command-line options for a private run on the described images.
         by_site: True if the sites can be the clients of a federation.
     """
 
@@ -43,8 +43,8 @@ class Described:
     by_site: bool
 
     def commands(self, declaration: Path) -> list[str]:
-        """Returns the command lines of private runs, for a signed declaration at this path. Each
-        ends with a comment.
+        """Returns command lines for private runs with the given signed declaration. Each ends with
+        a comment.
         """
         options = list(self.options)
         if declaration.absolute() != self.path.absolute():
@@ -61,13 +61,12 @@ class Described:
 def describe_folder(
     settings: FolderSettings, note: Callable[[str], None], name: str | None = None
 ) -> Described:
-    """Reads all images of a folder or records of a file, and proposes a declaration of public facts
-    about them.
+    """Reads all images in a folder, or all records in a file, and proposes a declaration.
 
     Args:
         settings: the folder or file, and the size to which images are resized.
         note: a function that receives messages about skipped files.
-        name: the name of the data set. If it is None, the folder's name is used.
+        name: the data set's name. None uses the folder's name.
 
     Raises:
         DataError: in the same cases as `load_records`.
@@ -111,9 +110,9 @@ def describe_folder(
 
 
 def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
-    """Returns the options that a private run on these images needs besides the declaration."""
+    """Returns the options that a private run on the images needs besides the declaration."""
     options = ["--data", settings.folder, "--dp-epsilon", "8"]
-    if train.spec.image_shape[:2] == (1, 1):  # FedDM's settings are those of images
+    if train.spec.image_shape[:2] == (1, 1):  # FedDM's default settings are for images
         options += ["--method", "fedstats"]
     largest = coarse(2 * len(train), up=True)
     if PrivacySettings.delta * largest > 1:
@@ -132,10 +131,10 @@ def _numbered(names: Sequence[str]) -> str:
 
 
 def coarse(count: float, *, up: bool = False) -> int:
-    """Rounds a number so coarsely that the result does not reveal the exact number.
+    """Rounds a count so coarsely that the exact count stays hidden.
 
-    The result is the nearest of the numbers 1, 2 or 5 times a power of ten, or the next higher of
-    these numbers if `up` is true.
+    The result is 1, 2 or 5 times a power of ten: the nearest, or the next higher one if `up` is
+    true.
 
     >>> coarse(570), coarse(640, up=True), coarse(3)
     (500, 1000, 2)
@@ -149,13 +148,13 @@ def coarse(count: float, *, up: bool = False) -> int:
 def _proposal(
     train: ImageData, sites: Sequence[str], limits: Sequence[float] | None, ledger: str
 ) -> str:
-    """Returns the TOML text of a proposed declaration, which a person must check.
+    """Returns a proposed declaration as TOML text, which a person must check.
 
     Args:
-        train: the images. The text contains rounded numbers of images and of people.
+        train: the images. The text contains rounded image and person counts.
         sites: the names of the sites.
-        limits: the bounds of values that are not bytes. Empty if a person must fill them in, and
-            None for bytes.
+        limits: the bounds of non-byte values. Empty if a person must fill them in, and None for
+            bytes.
         ledger: the folder of the ledgers, relative to the declaration.
     """
     spec, images = train.spec, len(train)

@@ -1,7 +1,7 @@
 """Helpers for data files: safe text for messages, safetensors files, and CSV lists of images.
 
-The CSV files are manifest.csv and users.csv, in the forms in which spreadsheet programs save CSV
-files. The module also defines `Split`, which the readers of published data sets return.
+The CSV lists are manifest.csv and users.csv, in the CSV variants of common spreadsheet programs.
+The module also defines `Split`, the result of the readers for published data sets.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fedsynth.files import (
     write_output,
 )
 
-# Size limit of a text file that lists images or users. The longest list of DomainNet has 5 MB.
+# Size limit for a text file that lists images or users. DomainNet's longest list takes 5 MB.
 MAX_LIST_BYTES = 2**26
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the named tensors and the metadata of a safetensors file.
+    """Reads the named tensors and the metadata in a safetensors file.
 
     Raises:
         OSError: in the same cases as `open_regular`.
@@ -46,7 +46,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def unpack_tensors(content: bytes) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Returns the named tensors and the metadata in the bytes of a safetensors file.
+    """Parses the bytes of a safetensors file into named tensors and metadata.
 
     Raises:
         ValueError: the bytes are damaged.
@@ -74,7 +74,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 def _sorted(content: bytes) -> bytes:
     """Sorts the metadata, which safetensors writes in random order.
 
-    A run that resumes after its last round thus writes the same files again.
+    A run resumed after its last round therefore writes identical files.
     """
     end = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:end])
@@ -86,16 +86,16 @@ def _sorted(content: bytes) -> bytes:
 
 
 def expanded(folder: str | Path) -> Path:
-    """Expands `~` in the name of a data folder.
+    """Expands `~` in a data folder's name.
 
     Raises:
-        DataFilesMissingError: the name contains bytes that a run's config.toml cannot store, or
-            `~` is followed by an unknown user.
+        DataFilesMissingError: config.toml cannot store the name, or an unknown user follows `~`.
     """
     name = str(folder)
     if "\0" in name or name.encode(errors="replace").decode() != name:
         raise DataFilesMissingError(
-            f"the name of a data folder must be UTF-8 text without zero bytes, got {name!a:.200}"
+            f"the name of the data folder, {name!a:.200}, is not UTF-8 text, or contains a zero "
+            "byte. Rename the folder"
         ).with_code("data.folder_name")
     try:
         return expand_home(folder)
@@ -106,17 +106,16 @@ def expanded(folder: str | Path) -> Path:
 
 
 def missing(path: Path) -> FileNotFoundError:
-    """Returns the error for a missing file that is described by a pattern, such as `*.png`."""
+    """Returns the error for a missing file. The file name may be a pattern, such as `*.png`."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 @dataclass(frozen=True)
 class Split:
-    """The images and labels of one split of a data set, such as its training split.
+    """The images and labels in one split, such as the training split.
 
-    Images are [N, C, H, W], and labels are [N], or masks [N, H, W]. `domains` and `groups` [N] give the number of the
-    domain and the group that each example comes from. They are None if the data set does not have
-    domains or groups.
+    Images are [N, C, H, W], and labels are [N], or masks [N, H, W]. `domains` and `groups` [N] are
+    the domain and group indices of the examples, or None without domains or groups.
     """
 
     images: Bytes
@@ -125,12 +124,12 @@ class Split:
     groups: IntArray | None = None
 
 
-# The folders of a site's images and masks, for segmentation.
+# The image and mask folders of a site, for segmentation.
 IMAGES, MASKS = "images", "masks"
 
 
 def sites_with_masks(root: Path) -> list[Path]:
-    """Returns the folders of the sites that have images and masks, sorted by name."""
+    """Returns the folders of sites with images and masks, sorted by name."""
     folders = sorted(root.iterdir()) if root.is_dir() else []
     return [f for f in folders if (f / IMAGES).is_dir() and (f / MASKS).is_dir()]
 
@@ -138,7 +137,7 @@ def sites_with_masks(root: Path) -> list[Path]:
 USERS_FILE = "users.csv"
 _USERS = "user users patient patients person persons subject subjects participant participants"
 _SITES = "site sites hospital hospitals client clients center centre"
-# The accepted headings of lists, each with the name of its column.
+# The accepted headings in lists, with their column names.
 HEADINGS = {
     **dict.fromkeys(("path", "image", "file", "filename"), "path"),
     **dict.fromkeys(("label", "class"), "label"),
@@ -147,7 +146,7 @@ HEADINGS = {
 }
 _NUMBERED = re.compile(r"(ids?|uid|no|nr|number|code|key)$")
 _SPLIT_HEADING = re.compile(r"(.*[\W_])?(splits?|folds?)|subset|is[\W_]?(train|test)\w*")
-# The names of the parts of a data set, as files, folders and columns spell them.
+# The spellings of split names in files, folders and columns.
 TRAIN, TEST, VALIDATION = "train", "test", "val"
 SPLITS = {
     **dict.fromkeys(("train", "training"), TRAIN),
@@ -160,9 +159,10 @@ _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
-    """Returns the column that a heading names, or an empty text.
+    """Returns a heading's column, or an empty string for other headings.
 
-    Case, spaces and punctuation are ignored. A user or site may be named by a number.
+    Case, spaces and punctuation are ignored. User and site headings may contain a word such as
+    "no.".
 
     >>> column_of("PatientID"), column_of("patient no."), column_of("image_id"), column_of("fold")
     ('user', 'user', '', 'split')
@@ -175,13 +175,13 @@ def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
 
 
 def words_of(name: str) -> list[str]:
-    """Returns the words in a name, without digits and in lower case."""
+    """Splits a name into its words, in lower case and without digits."""
     return re.findall(r"[^\W\d_]+", name.casefold())
 
 
 def csv_form(text: str) -> tuple[str, int]:
-    """Returns the delimiter of a CSV file, and the length of its first line if that is `sep=;`,
-    which a spreadsheet program may write.
+    """Returns a CSV file's delimiter, and the length of its first line if that is `sep=;`, as some
+    spreadsheet programs write it.
 
     Args:
         text: the start of the file.
@@ -194,16 +194,16 @@ def csv_form(text: str) -> tuple[str, int]:
 
 
 def same_name(text: str) -> str:
-    """Normalises a name, so that two spellings of the name compare as equal.
+    """Normalises a name's spelling for comparisons.
 
-    Accents are composed (Unicode NFC), and spaces at both ends are removed.
+    Accents are composed (Unicode NFC), and leading and trailing spaces are removed.
     """
     return unicodedata.normalize("NFC", text).strip()
 
 
 def folded_name(text: str) -> str:
-    """Returns a text that is equal for all spellings of a name, such as "T-shirt" and "t_shirt", or
-    "1", "01", "+1" and "1.0", which spreadsheets and programs write.
+    """Folds the spellings of a name to one text: "T-shirt" and "t_shirt", or "1", "01", "+1" and
+    "1.0", as spreadsheets and programs write them.
 
     >>> [folded_name(name) for name in ("1", "01", "+1", "1.", "1.0", "-01", "−1", "½", "T-shirt")]
     ['1', '1', '1', '1', '1', ' 1', ' 1', '1⁄2', 't shirt']
@@ -218,8 +218,8 @@ def read_table(
 ) -> tuple[list[tuple[str, dict[str, str]]], tuple[str, ...]]:
     """Reads a CSV file that lists images.
 
-    The file may start with a byte-order mark and a line such as `sep=;`. Its columns may be
-    separated by commas, semicolons, tabs or vertical bars. Blank lines are skipped.
+    The file may start with a byte-order mark and a line such as `sep=;`. The delimiter may be a
+    comma, semicolon, tab or vertical bar. Blank lines are skipped.
 
     Args:
         file: the CSV file.
@@ -227,14 +227,14 @@ def read_table(
         optional: the optional columns.
 
     Returns:
-        The rows, and a note if there are other columns. A row is a text with the file and line, for
-        error messages, and a dictionary from the column to its cell. Cells are normalised by
+        The rows, and a note about unused columns. A row consists of its location (line and file,
+        for error messages) and a dictionary from columns to cells. Cells are normalised by
         `same_name`, and users by `folded_name`. Paths are relative, with `/`, and spelled as in the
         file.
 
     Raises:
-        DataFilesCorruptError: the file cannot be read, lacks a required column, has an empty cell,
-            or has a path that leads out of the file's folder. The message names the line.
+        DataFilesCorruptError: the file cannot be read, a required column is missing, a cell is
+            empty, or a path leads out of the file's folder. The message names the line.
     """
     try:
         text = read_regular(file, MAX_LIST_BYTES).decode("utf-8-sig")
@@ -251,7 +251,9 @@ def read_table(
         raise DataFilesCorruptError(f"cannot read {file}: {one_line(error)}") from None
     if not lines:
         columns = " and ".join(required)
-        raise DataFilesCorruptError(f"{file} is empty. It must have the columns {columns}")
+        raise DataFilesCorruptError(
+            f"{file} is empty. Add a header line with the columns {columns}"
+        )
     (location, headings), *rows = lines
     positions = _positions(headings, required, optional, location)
     used = positions.values()
@@ -264,20 +266,20 @@ def read_table(
 def _positions(
     cells: Sequence[str], required: Collection[str], optional: Collection[str], location: str
 ) -> dict[str, int]:
-    """Returns the position of each required or optional column in the header line."""
+    """Returns the indices of required and optional columns in the header line."""
     positions: dict[str, int] = {}
     for position, cell in enumerate(cells):
         column = column_of(cell)
         if column in positions:
             raise DataFilesCorruptError(
-                f"{location} has two columns for the {column}. Remove one of these columns"
+                f"{location} contains two {column} columns. Remove one of them"
             ).with_code("data.two_columns")
         if column in required or column in optional:
             positions[column] = position
     if not positions.keys() >= set(required):
         raise DataFilesCorruptError(
-            f"{location} must have the columns {' and '.join(required)}, got "
-            f"{one_line(', '.join(cells))}"
+            f"{location} must contain the columns {' and '.join(required)}, got "
+            f"{one_line(', '.join(cells))}. Rename or add the missing columns"
         ).with_code("data.columns")
     return positions
 
@@ -287,13 +289,17 @@ def _row(cells: Sequence[str], positions: dict[str, int], location: str) -> dict
     for column, position in positions.items():
         row[column] = same_name("".join(cells[position : position + 1]))
         if not row[column]:
-            raise DataFilesCorruptError(f"{location} has an empty cell in the column {column}")
+            raise DataFilesCorruptError(
+                f"{location} contains an empty cell in the column {column}. Fill in the cell, or "
+                "remove the line"
+            )
     if "user" in row:
         row["user"] = folded_name(row["user"])
     path = PurePosixPath(cells[positions["path"]].strip())
     if path.is_absolute() or ".." in path.parts or "\0" in str(path):
         raise DataFilesCorruptError(
-            f"{location} has the path {one_line(path)}, which leads out of the folder of this file"
+            f"{location} contains the path {one_line(path)}, which leads out of the list's folder. "
+            "Use a relative path inside the folder"
         ).with_code("data.path")
     row["path"] = path.as_posix()
     return row

@@ -1,10 +1,9 @@
-"""Finds the images in a user's folder, with the class, site and user of each image.
+"""Finds the images in a user's folder, with their classes, sites and users.
 
 The folder has the layout SITE/CLASS/files or CLASS/files, or it contains a manifest. A manifest is
 a CSV file with the columns `path` and `label`, and optionally `site` (the hospital or client) and
-`user` (the patient). Without a manifest, a file users.csv may name the user of each image. Without
-both, the patient ID in a DICOM file is the user. Files that are not images are counted, so that a
-report can name them.
+`user` (the patient). Without a manifest, a users.csv may name each image's user. Without either
+list, a DICOM file's patient ID is the user. Files other than images are counted for the report.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fedsynth.data.records import Entry, Records, check_names, check_splits, cou
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
-# The name of the folder with privacy ledgers, which may be inside the folder of images.
+# The ledger folder's name. The folder may be inside the image folder.
 LEDGERS = "fedsynth-ledger"
 
 DECLARATION = "fedsynth.toml"
@@ -41,37 +40,36 @@ EMPTY = "empty folders"
 NO_EXTENSION = "no extension"
 NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
-_LAYOUT = "All images must be in SITE/CLASS or all in CLASS, or be listed in a manifest.csv"
+_LAYOUT = "Put all images in SITE/CLASS or all in CLASS, or list them in a manifest.csv"
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
 
 def find_files(folder: Path, ledger: Path | None = None) -> Records:
-    """Finds the images in a folder. If the folder has a manifest, only images in the manifest
-    count.
+    """Finds the images in a folder, or the images listed in the folder's manifest.
 
     Args:
         folder: the folder (with or without a manifest.csv), or the manifest itself.
-        ledger: the folder of the ledgers. It is not searched for images.
+        ledger: the ledger folder, which is not searched for images.
 
     Raises:
-        DataFilesMissingError: the folder does not exist, or contains no image.
+        DataFilesMissingError: the folder does not exist, or contains no images.
         DataFilesCorruptError: a list cannot be read, or the folder layout is unknown.
-        DataError: two names of classes or sites are spellings of one name, or are names of splits
-            ("train" and "test").
+        DataError: two class or site names are spellings of one name, or are split names ("train"
+            and "test").
     """
     if not folder.exists():
         raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
     if sites_with_masks(folder):
         raise DataError(
-            f"{one_line(folder)} has images with masks, which only runs without privacy can read. "
-            "Use fedsynth train --data, or folders of classes"
+            f"{one_line(folder)} contains images with masks, which private runs cannot use. Use "
+            "fedsynth train --data, or arrange the images in class folders"
         ).with_code("data.masks")
     manifest = manifest_of(folder)
     if manifest.exists():
         files = _files_in_manifest(manifest)
         if not len(files):
-            raise DataFilesMissingError(f"{manifest} lists no image. Add a line for each image")
+            raise DataFilesMissingError(f"{manifest} lists no images. Add a line for each image")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
     files = with_listed_users(files)
@@ -82,14 +80,14 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
 def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool) -> Records:
     """Finds the images of declared classes for a private run.
 
-    Sites are ignored, and the result may be empty. Whether a file is included depends only on this
-    file, and no image file causes an error. Skipped files are listed in `excluded`.
+    Sites are ignored, and the result may be empty. Whether a file is included depends only on the
+    file itself, and no image file causes an error. Skipped files are listed in `excluded`.
 
     Args:
         folder: see `find_files`.
         classes: the names of the declared classes.
-        by_user: whether to keep only images whose user is known. If it is false, all images are
-            kept and the names of users are dropped.
+        by_user: whether to keep only images with a known user. If false, all images are kept and
+            user names are dropped.
 
     Raises:
         DataFilesCorruptError: a list or a folder cannot be read.
@@ -115,16 +113,16 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
 
 
 def with_listed_users(files: Records, *, private: bool = False) -> Records:
-    """Returns files with the users that a file users.csv names, unless their users are known.
+    """Adds the users named in a users.csv, unless the files' users are already known.
 
     Args:
         files: the files of a folder, which may contain a users.csv.
-        private: whether images of no user are allowed. Splits are then not checked, because the
-            result for an image must not depend on others.
+        private: whether images without a user are allowed. Splits are then not checked, because the
+            result for one image must not depend on other images.
 
     Raises:
-        DataFilesCorruptError: the list cannot be read, names two users for one image, or lacks an
-            image.
+        DataFilesCorruptError: the list cannot be read, names two users for one image, or is missing
+            an image.
         DataError: the list has the images in several splits.
     """
     file = files.root / USERS_FILE
@@ -136,28 +134,30 @@ def with_listed_users(files: Records, *, private: bool = False) -> Records:
         path = same_name(row["path"])
         if listed.setdefault(path, row)["user"] != row["user"]:
             raise DataFilesCorruptError(
-                f"{location} states a second user for {one_line(path)}. Remove the wrong line"
+                f"{location} names a second user for {one_line(path)}. Remove the wrong line"
             ).with_code("data.second_user")
     entries = [listed.get(same_name(path), {}) for path in files.values]
     if not private:
         if {} in entries:
             path = one_line(files.values[entries.index({})])
-            raise DataFilesCorruptError(f"{file} has no line for the image {path}. Add this line")
+            raise DataFilesCorruptError(
+                f"{file} is missing the image {path}. Add a line with the image and its user"
+            )
         check_splits((row.get("split", "") for row in entries), f" in {one_line(file)}")
     users = names_array(row.get("user", "") for row in entries)
     return replace(files, users=users, notes=(*files.notes, *notes))
 
 
 def with_patients(files: Records) -> Records:
-    """Returns files whose users are the hashed patient IDs of DICOM files (`patient_of`).
+    """Sets the users of DICOM files to their hashed patient IDs (`patient_of`).
 
-    Call this only if no list names users: a person listed under another name would count twice.
+    Use it only if no list names users: a person listed under another name would count twice.
     """
     return replace(files, users=names_array(read_patients(files.paths)))
 
 
 def manifest_of(folder: Path) -> Path:
-    """Returns the path of the manifest of a folder. A path of a file is returned unchanged."""
+    """Returns a folder's manifest path, or returns a file's path unchanged."""
     return folder if folder.is_file() else folder / MANIFEST
 
 
@@ -165,8 +165,7 @@ def manifest_of(folder: Path) -> Path:
 
 
 def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
-    """Lists all files and empty folders below a folder, sorted by path. Symbolic links are
-    followed.
+    """Lists all files and empty folders below a folder, sorted by path. Links are followed.
 
     Args:
         root: the folder. Its declaration and its list of users are not listed.
@@ -174,7 +173,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
 
     Raises:
         DataFilesCorruptError: a folder cannot be listed, or a link leads to a folder that is also
-            reached without the link. The images in this folder would count twice.
+            reached without the link, so that its images would count twice.
     """
     entries: list[Entry] = []
     visited: dict[tuple[int, int], str] = {}
@@ -183,8 +182,8 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         other = visited.setdefault((status.st_dev, status.st_ino), folder)
         if other != folder:
             raise DataFilesCorruptError(
-                f"a link makes {one_line(folder)} and {one_line(other)} the same folder. Remove "
-                "the link, because the images in this folder would count twice"
+                f"{one_line(folder)} and {one_line(other)} are linked to the same folder, so its "
+                "images would count twice. Remove the link"
             ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
@@ -220,9 +219,9 @@ def _kind(file: Path) -> str:
 
 
 def _labelled_files(root: Path, entries: Iterable[Entry]) -> Records:
-    """Labels each image with the name of the folder that contains the image.
+    """Labels each image with its folder's name.
 
-    Entries that are not images, and images that are not in a subfolder, become `excluded`.
+    Other files, and images outside of subfolders, become `excluded`.
     """
     images = []
     excluded = []
@@ -257,17 +256,18 @@ def _files_in_folders(root: Path, ledger: Path) -> Records:
 
 
 def _depth(root: Path, entries: Sequence[Entry]) -> int:
-    """Finds out the folder's layout: returns 2 for CLASS/file and 3 for SITE/CLASS/file."""
+    """Detects the folder layout: returns 2 for CLASS/file and 3 for SITE/CLASS/file."""
     paths = [entry.path for entry in entries if entry.kind == IMAGE]
     images = {len(path.parts): path for path in reversed(paths)}  # the first one of each depth
     if not images:
         raise DataFilesMissingError(
-            f"{one_line(root)} has no image ({', '.join(_KINDS)}). Other files: "
-            f"{counted(entries) or 'none'}. {_LAYOUT}"
+            f"{one_line(root)} contains no images ({', '.join(_KINDS)}), only "
+            f"{counted(entries) or 'empty folders'}. {_LAYOUT}"
         ).with_code("data.no_image")
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
-            f"{one_line(root)} has {one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
+            f"{one_line(root)} mixes the layouts of "
+            f"{one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
         ).with_code("data.layout")
     return min(images)
 
@@ -284,7 +284,10 @@ def _files_in_manifest(file: Path) -> Records:
     for location, row in rows:
         path = _existing(root, row["path"], spellings)
         if path in facts:
-            raise DataFilesCorruptError(f"{location} repeats the path {one_line(path)}")
+            raise DataFilesCorruptError(
+                f"{location} repeats the path {one_line(path)} of an earlier line. Remove one of "
+                "the lines"
+            )
         facts[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(facts)
     labels, sites, users = (names_array(facts[path][fact] for path in paths) for fact in range(3))
@@ -292,7 +295,7 @@ def _files_in_manifest(file: Path) -> Records:
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:
-    """Returns the spelling of a path that exists: each accent may be composed or not."""
+    """Returns a path in its existing spelling, with composed or decomposed accents."""
     if (root / path).exists():
         return path
     place = PurePosixPath()
@@ -302,7 +305,7 @@ def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]
 
 
 def _spellings(folder: Path) -> dict[str, str]:
-    """Returns the real name of each file in a folder by its normalised name."""
+    """Maps normalised file names in a folder to real file names."""
     try:
         return {same_name(name): name for name in os.listdir(folder)}
     except OSError:

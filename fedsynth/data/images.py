@@ -1,10 +1,10 @@
 """Holds images with their labels, converts pixels to model inputs, and hashes records.
 
 `ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise` and
-`denormalise` convert between pixels and model inputs. `proxy_images` converts the images of another
-data set, for FedDF's distillation. `record_digests` computes a keyed hash of each record, which
-does not depend on the record's position or owner. Without the key, a hash reveals nothing about its
-record. With the key, anyone who has the record can compute its hash.
+`denormalise` convert between pixels and model inputs. `proxy_images` converts images from another
+data set for FedDF's distillation. `record_digests` computes keyed record hashes that do not depend
+on a record's index or owner. Without the key, a hash reveals nothing about its record. With the
+key, anyone who has the record can compute its hash.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 
 
-MAX_CHANNELS = 4  # of a cube that is an image and not a volume
-# The source in a specification that no person has stated.
+MAX_CHANNELS = 4  # of a cube that counts as an image, not a volume
+# The source in a derived specification.
 DERIVED = "derived from the arrays"
 
 Array = Tensor | np.ndarray[Any, np.dtype[Any]]
@@ -44,27 +44,26 @@ class ImageData:
     """Images with their labels and, optionally, domains and groups.
 
     The tensors are checked on creation. Labels, domains and groups are converted to int64 and moved
-    to the device of the images. Two `ImageData` objects are equal only if they are the same object.
+    to the images' device. `ImageData` objects compare by identity.
 
     Args:
         images: uint8 [N, C, H, W], or float32 in [0, 1] if the specification has bounds. Tokens are
             integers [N, 1, 1, T] in [0, vocabulary), with the type `stored_dtype`.
-        labels: integers [N] in [0, classes), or masks [N, H, W] if the task of the specification is
+        labels: integers [N] in [0, classes), or masks [N, H, W] if the specification's task is
             segmentation. Masks are stored as uint8.
         spec: the specification of the images.
-        domains: integers [N], the position of each image's domain in `spec.domains`. Only for data
-            sets with domains, such as the hospitals or styles that the images come from.
-        groups: integers [N] ≥ 0, the number of the writer, device or patient that each image comes
-            from. A number may have no image.
+        domains: integers [N], the index of each image's domain in `spec.domains`. Only for data
+            sets with domains, such as hospitals or styles.
+        groups: integers [N] ≥ 0, the index of each image's writer, device or patient. Indices may
+            be unused.
         may_be_empty: whether zero examples are allowed. Private runs allow an empty data set,
             because an error would reveal that a data owner has no examples.
-        record_bytes: uint8 [N, B], the bytes by which ledgers recognise each record: a hash of its
-            image file, or its values as float32 before scaling. With None, these are the bytes of
-            the images.
+        record_bytes: uint8 [N, B], the bytes by which ledgers recognise records: image file hashes,
+            or float32 values before scaling. None uses the images' bytes.
 
     Raises:
         DataError: the shapes do not match each other or `spec`, the types are wrong, labels,
-            domains or groups are out of range, or there is no example.
+            domains or groups are out of range, or there are no examples.
 
     >>> from fedsynth import load_dataset
     >>> train, test = load_dataset("digits")
@@ -89,17 +88,17 @@ class ImageData:
         if self.images.dtype != expected:
             raise DataError(
                 f"the images of {spec.name} must be {_text(expected)}, got "
-                f"{_text(self.images.dtype)}. from_arrays also accepts other types"
+                f"{_text(self.images.dtype)}. Use from_arrays to convert them"
             ).with_code("data.dtype")
         if spec.vocabulary and not _is_within(self.images, spec.vocabulary - 1):
             raise DataError(
-                f"the tokens of {spec.name} must be in [0, {spec.vocabulary}). Pass other numbers "
-                "to from_arrays, which shows one of them"
+                f"some tokens of {spec.name} are outside [0, {spec.vocabulary}). Use from_arrays "
+                "to find one of them"
             ).with_code("data.tokens")
         if expected.is_floating_point and not _is_within(self.images, 1):
             raise DataError(
-                f"the stored values of {spec.name} must be in [0, 1]. from_arrays scales values from "
-                "their bounds"
+                f"some stored values of {spec.name} are outside [0, 1]. Use from_arrays, which "
+                "scales values from `spec.bounds`"
             ).with_code("data.values")
         if self.images.dim() != 4 or self.images.shape[1:] != spec.image_shape:
             raise DataError(
@@ -108,7 +107,7 @@ class ImageData:
             ).with_code("data.shape")
         count = len(self.images)
         if not count and not self.may_be_empty:
-            raise DataError(f"{spec.name} must have at least one example")
+            raise DataError(f"{spec.name} contains no examples. Pass at least one")
         limits = {"labels": spec.classes, "domains": len(spec.domains), "groups": math.inf}
         for what, limit in limits.items():
             numbers = getattr(self, what)
@@ -131,10 +130,10 @@ class ImageData:
         return self._map(lambda array: array.to(device))
 
     def subset(self, indices: Array) -> ImageData:
-        """Returns the examples at the given positions, in the given order.
+        """Returns the examples at the given indices, in the given order.
 
         Args:
-            indices: integers [M] in [0, N). A position may occur several times.
+            indices: integers [M] in [0, N), which may repeat.
 
         Raises:
             DataError: `indices` is not a vector of integers in [0, N), or is empty.
@@ -153,18 +152,16 @@ class ImageData:
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
-        """Returns the `domains` and the `groups` as NumPy arrays, which `partition` takes as
-        arguments.
+        """Returns the `domains` and the `groups` as NumPy arrays for `partition`.
 
-        Both arrays are int64 [N]. An array is None if the data set has no domains or no groups.
+        Both arrays are int64 [N]. Missing domains or groups are None.
         """
         domains = self.domains.cpu().numpy() if self.domains is not None else None
         groups = self.groups.cpu().numpy() if self.groups is not None else None
         return domains, groups
 
     def class_counts(self) -> Tensor:
-        """Returns the number of examples of each class, or of pixels of each class in masks: int64
-        [classes], on the data's device."""
+        """Counts examples (or mask pixels) by class: int64 [classes], on the data's device."""
         return torch.bincount(self.labels.flatten(), minlength=self.spec.classes)
 
 
@@ -177,30 +174,31 @@ def from_arrays(
     *,
     bounds: tuple[float, float] | None = None,
 ) -> ImageData:
-    """Builds `ImageData` from arrays of images and labels, a data set of pairs or a data frame.
+    """Builds `ImageData` from image and label arrays, a data set of pairs or a data frame.
 
     Args:
-        images: [N, C, H, W] or [N, H, W, C], [N, H, W] if the specification has one channel, or
-            [N, D] if it also has height 1. Pixels are uint8, or floating point in [0, 1]. The
-            latter are rounded to the nearest of 256 levels. If the specification has bounds, values
-            may have any numeric type. They are clipped to the bounds, because an error would reveal
-            an outlier. If it has a vocabulary, they are tokens, integers [N, T]. A
-            `torch.utils.data.Dataset` or `DataLoader` of pairs (image, label), or a
-            data frame whose other columns are numbers, may replace the arrays.
-        labels: integers [N] in [0, classes), or names of classes, or masks [N, H, W] of integers
-            for segmentation. For a data frame, the name of a column. None for a data set of pairs.
-        spec: the specification that the images must match. None derives one from the arrays, which
-            runs with differential privacy refuse, because it may reveal something about the data.
-        domains: the hospital, scanner or style that each image comes from, as integers [N], the
-            positions in `spec.domains`, as names, or as a column of a data frame. The partition
-            `domain` makes a client of each domain.
-        groups: integers [N] ≥ 0 or names, the writer, device or patient that each image comes from,
-            or a column of a data frame. The partition `natural` makes a client of each group.
+        images: [N, C, H, W] or [N, H, W, C], [N, H, W] for one channel, or [N, D] for one channel
+            and height 1. Pixels are uint8, or floating point in [0, 1]. Floating-point pixels are
+            rounded to 256 levels. If the specification has bounds, values may have any numeric
+            type, and are clipped, because an error would reveal an outlier. With a vocabulary,
+            `images` are tokens, integers [N, T]. A `torch.utils.data.Dataset` or `DataLoader` of
+            pairs (image, label), or a data frame whose other columns are numbers, may replace the
+            arrays.
+        labels: integers [N] in [0, classes), class names, or integer masks [N, H, W] for
+            segmentation. For a data frame, a column name. None for a data set of pairs.
+        spec: the specification that the images must match. None derives a specification from the
+            arrays. Runs with differential privacy refuse derived ones, because they may reveal
+            private facts.
+        domains: each image's hospital, scanner or style, as integers [N] (indices in
+            `spec.domains`), names, or a data-frame column. The partition `domain` makes each domain
+            a client.
+        groups: each image's writer, device or patient, as integers [N] ≥ 0, names, or a data-frame
+            column. The partition `natural` makes each group a client.
         bounds: the smallest and the largest value, if `spec` is None.
 
     Raises:
-        DataError: an array has another type, shape or range, a pixel is NaN or infinite, or a name
-            is not in the specification. The message gives the actual and the expected values.
+        DataError: an array has a wrong type, shape or range, a pixel is NaN or infinite, or a name
+            is not in the specification. The message gives the actual and expected values.
 
     >>> import numpy as np
     >>> from fedsynth.data.registry import dataset_spec
@@ -217,7 +215,10 @@ def from_arrays(
         images, labels, domains, groups = _of_frame(images, labels, domains, groups)
     elif labels is None:
         if isinstance(images, DataLoader) and (groups is not None or domains is not None):
-            raise DataError("groups and domains need a fixed order. Pass the loader's data set")
+            raise DataError(
+                "groups and domains cannot be matched to a DataLoader, whose order may change. "
+                "Pass the loader's data set instead"
+            )
         images, labels = _stacked(images)
     x = _as_tensor(images, "images")
     if spec is None:
@@ -250,33 +251,33 @@ def from_arrays(
 
 
 def _stacked(dataset: Any) -> tuple[Any, Any]:
-    """Joins the arrays and the labels of a data set of pairs, or of a loader of batches."""
+    """Stacks the arrays and labels from a data set of pairs, or from a batch loader."""
     images, labels = [], []
     try:
         for image, label in dataset:
             images.append(np.asarray(image))
             labels.append(np.asarray(label))
-        if len({image.dtype for image in images}) > 1:  # joining would convert some of them
+        if len({image.dtype for image in images}) > 1:  # stacking would convert some of them
             raise TypeError("the arrays have different types")
         join = np.concatenate if isinstance(dataset, DataLoader) else np.stack
         return join(images), join(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            "without labels, the data set must yield pairs of an array and a label, all arrays with "
-            f"the same shape and type: {' '.join(str(error).split())}"
+            "the data set does not yield (array, label) pairs with equal array shapes and types: "
+            f"{' '.join(str(error).split())}. Change its items, or pass arrays and labels"
         ).with_code("data.pairs") from None
 
 
 def _of_frame(frame: Any, *columns: Any) -> tuple[Any, ...]:
-    """Returns the features of a data frame, and its named columns as arrays.
+    """Splits a data frame into features and the named columns, as arrays.
 
-    The features are the columns that are not named. Arrays in `columns` are returned unchanged.
+    All other columns are features. Arrays in `columns` are returned unchanged.
     """
     names = [column for column in columns if isinstance(column, str)]
     for name in names:
         if name not in frame.columns:
             raise DataError(
-                f"the column {name!r} is missing from the data frame, which has "
+                f"the column {name!r} is missing from the data frame. Name one of its columns: "
                 f"{', '.join(map(str, frame.columns))}"
             ).with_code("data.column")
     features = frame[[name for name in frame.columns if name not in names]].to_numpy()
@@ -292,7 +293,7 @@ def _texts(values: Any, what: str) -> list[str]:
 
 
 def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str) -> Any:
-    """Returns the position of each name in `names`. Integers are positions already."""
+    """Returns each name's index in `names`. Integers are already indices."""
     is_text = not isinstance(values, Tensor) and np.asarray(values).dtype.kind in "UO"
     if not is_text and (spec.source != DERIVED or np.ndim(values) > 1):
         return values
@@ -308,13 +309,13 @@ def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str
 
 
 def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Returns the shape (C, H, W) of one of the examples in an array with a given shape.
+    """Returns the example shape (C, H, W) for a given array shape.
 
-    The array has vectors [N, D], images [N, H, W], [N, C, H, W] or [N, H, W, C] with 1 or 3
+    Arrays contain vectors [N, D], images [N, H, W], [N, C, H, W] or [N, H, W, C] with 1 or 3
     channels, or time series [N, C, 1, L].
 
     Raises:
-        DataError: the array has another number of axes, or its examples are cubes.
+        DataError: the number of axes is wrong, or the examples are volumes.
 
     >>> image_shape_of((100, 28, 28, 3)), image_shape_of((100, 512))
     ((3, 28, 28), (1, 1, 512))
@@ -329,40 +330,40 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
     channels, height, width = (1, 1, 1, *shape[1:])[-3:]
     if channels == height == width > MAX_CHANNELS:
         raise DataError(
-            f"the examples are volumes {list(shape[1:])}, not images. Choose a slice of each with "
-            f"--slice {height // 2} (data.slice), or take one from the array, x[:, {height // 2}]"
+            f"the examples are volumes {list(shape[1:])}, not images. Select a slice with --slice "
+            f"{height // 2} (data.slice), or pass x[:, {height // 2}]"
         ).with_code("data.volumes")
     return channels, height, width
 
 
 def require_all_classes(data: ImageData) -> None:
-    """Raises an error if a class has no training example.
+    """Raises an error if a class has no training examples.
 
-    Classes of tokens need none, because rare characters occur in few texts. The check uses the exact
-    numbers of examples, so only runs without differential privacy may call it.
+    Token classes are exempt, because rare characters occur in few texts. The check uses exact
+    counts, so only runs without differential privacy may call it.
 
     Raises:
-        DataError: a class has no example. The message names one such class.
+        DataError: a class has no examples. The message names one such class.
     """
     if data.spec.vocabulary:
         return
     absent = (data.class_counts() == 0).nonzero().flatten().tolist()
     if absent:
         raise DataError(
-            f"the training set of {data.spec.name} has no example of {len(absent)} classes, such "
-            f"as {data.spec.class_names[absent[0]]}. It must have an example of each class"
+            f"the training set of {data.spec.name} contains no examples of {len(absent)} classes, "
+            f"such as {data.spec.class_names[absent[0]]}. Add examples of each class"
         ).with_code("data.absent_classes")
 
 
 def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
     """Converts stored images to model inputs, (x − mean)/std for each channel.
 
-    x is the pixel divided by 255, or the scaled value if the data set has bounds. Tokens keep their
-    numbers. The result is float32, with the shape and device of the images.
+    x is the pixel divided by 255, or the scaled value if the data set has bounds. Tokens are not
+    changed. The result is float32, with the images' shape and device.
 
     Raises:
-        DataError: the images do not have the type of `stored_dtype`, or their number of channels is
-            not that of `spec`.
+        DataError: the images' type does not match `stored_dtype`, or their channels do not match
+            `spec`.
     """
     kind = stored_dtype(spec)
     _check_channels(images_NCHW, spec, _text(kind), images_NCHW.dtype == kind)
@@ -375,13 +376,13 @@ def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts model inputs back to stored images. This is the inverse of `normalise`.
+    """Converts model inputs back to stored images (the inverse of `normalise`).
 
     Values are clamped to [0, 255] and rounded, or clamped to [0, 1] if the data set has bounds.
 
     Raises:
-        DataError: `x` is not floating point, its number of channels is not that of `spec`, or it
-            contains NaN or infinite values.
+        DataError: `x` is not floating point, its channels do not match `spec`, or it contains NaN
+            or infinite values.
     """
     _check_channels(x, spec, "floating point", x.is_floating_point())
     _check_finite(x, spec)
@@ -390,19 +391,18 @@ def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the mean and the standard deviation of each channel, for pixels in [0, 1].
+    """Returns the channels' means and standard deviations, for pixels in [0, 1].
 
-    Both are float32 [1, C, 1, 1] on `device`. They are cached, so they must not be changed.
+    Both are float32 [1, C, 1, 1] on `device`. Do not change them, because they are cached.
     """
     return _constants(spec.mean, device), _constants(spec.std, device)
 
 
 @functools.lru_cache(maxsize=64)
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Converts one number for each channel to a tensor [1, C, 1, 1], and keeps the tensor in a
-    cache.
+    """Converts one number for each channel to a cached tensor [1, C, 1, 1].
 
-    Without the cache, a copy to the GPU in each step would make the training loop wait for the GPU.
+    Without the cache, copying to the GPU in each step would stall the training loop.
     """
     # a tensor created in inference mode could not be used by autograd later
     with torch.inference_mode(False):
@@ -410,8 +410,8 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def stored_dtype(spec: DatasetSpec) -> torch.dtype:
-    """Returns the type in which a data set is stored: uint8, float32 if it has bounds, or int32 if it
-    has more than 256 tokens.
+    """Returns a data set's storage type: uint8, float32 with bounds, or int32 with more than 256
+    tokens.
     """
     if spec.vocabulary > 256:
         return torch.int32
@@ -419,7 +419,7 @@ def stored_dtype(spec: DatasetSpec) -> torch.dtype:
 
 
 def to_stored(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts values in [0, 1] to the type in which the data set is stored.
+    """Converts values in [0, 1] to the data set's storage type.
 
     Values outside [0, 1] are clamped. A value of 1 is the last token of a vocabulary.
     """
@@ -440,22 +440,21 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _as_tensor(array: Array, what: str) -> Tensor:
-    """Copies an array to a new tensor, which does not change if the array changes later."""
+    """Copies an array to a new tensor."""
     if isinstance(array, Tensor):
         return array.detach().clone()
     try:
         return torch.from_numpy(np.array(array, order="C"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{what} must be a NumPy array or a tensor of numbers. {' '.join(str(error).split())}"
+            f"{what} must be a NumPy array or a tensor of numbers: {' '.join(str(error).split())}"
         ).with_code("data.array") from None
 
 
 def _checked_numbers(
     what: str, numbers: Tensor, shape: tuple[int, ...], spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Converts numbers to int64, and masks to uint8, after a check of their shape and their range
-    [0, limit)."""
+    """Checks shape and range [0, limit), and converts numbers to int64 and masks to uint8."""
     if numbers.shape != shape:
         raise DataError(
             f"the {what} of {spec.name} must have the shape {list(shape)}, got "
@@ -470,8 +469,7 @@ def _checked_numbers(
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
         raise DataError(
-            f"the {what} of {spec.name} must be in [0, {limit}), but {len(wrong)} are outside, "
-            f"such as {int(wrong[0])}"
+            f"{len(wrong)} {what} of {spec.name} are outside [0, {limit}), such as {int(wrong[0])}"
         ).with_code("data.label_range")
     return wide.to(torch.uint8) if are_masks else wide
 
@@ -488,14 +486,13 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
     bad = int((~torch.isfinite(x)).sum())
     if bad:
         raise DataError(
-            f"the values of {spec.name} must be finite, but {bad} of {x.numel()} are NaN or infinite"
+            f"{bad} of {x.numel()} values of {spec.name} are NaN or infinite. Replace or remove "
+            "them"
         ).with_code("data.finite")
 
 
 def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts arrays of pixels, tokens, or values within the specification's bounds, to stored
-    images.
-    """
+    """Converts pixels, tokens, or values with bounds to stored images."""
     if spec.vocabulary:
         tokens = _checked_numbers("tokens", x.flatten(), (x.numel(),), spec, spec.vocabulary)
         return tokens.view(x.shape).to(stored_dtype(spec))
@@ -509,8 +506,8 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     outside = int(((x < 0) | (x > 1)).sum())
     if outside:
         raise DataError(
-            f"the pixels of {spec.name} must be in [0, 1] if they are floating point, but "
-            f"{outside} of {x.numel()} are outside. For other values, state bounds"
+            f"{outside} of {x.numel()} floating-point pixels of {spec.name} are outside [0, 1]. "
+            "Rescale them, or set bounds in the specification"
         ).with_code("data.pixels")
     return (x.float() * 255).round().to(torch.uint8)
 
@@ -528,18 +525,18 @@ def record_digests(
     *,
     labels: bool = True,
 ) -> npt.NDArray[np.uint8]:
-    """Computes a keyed hash of each record at `positions`, uint8 [N, size].
+    """Computes keyed hashes for the records at `positions`, uint8 [N, size].
 
-    The hash is BLAKE2b (RFC 7693) of the bytes of the record's image, row by row, or of its
-    `record_bytes`, and, if `labels` is true, of its label. It does not depend on the record's
-    position, on other records or on the device.
+    A hash is BLAKE2b (RFC 7693) over the image's bytes, row by row, or over `record_bytes`, and
+    over the label if `labels` is true. It does not depend on the record's index, on other records
+    or on the device.
 
     Args:
         data: the images and labels, on any device.
-        positions: integers [N], the positions of the records.
+        positions: integers [N], the record indices.
         key: up to 64 bytes. Anyone who has the key can compute the hashes.
-        size: the number of bytes of a hash, 1 to 64. With 16 bytes, two of 10⁶ records have the
-            same hash with a probability of about 10⁻²⁷.
+        size: the hash size, 1 to 64 bytes. With 16 bytes, two of 10⁶ records collide with a
+            probability of about 10⁻²⁷.
         labels: whether the hash depends on the label.
     """
     chosen = np.asarray(positions, np.int64)
@@ -565,9 +562,9 @@ NOISE_IMAGES = 10_000
 
 
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
-    """Draws images of uniformly random pixels from the run's seed.
+    """Draws public images with uniformly random pixels from the run's seed.
 
-    The images are public, because they do not depend on any data.
+    They do not depend on any data.
     """
     generator = torch_generator(seed, "noise proxy")
     pixels = torch.randint(
@@ -579,10 +576,10 @@ def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
 
 
 def proxy_images(data: ImageData, spec: DatasetSpec) -> ImageData:
-    """Converts images of one data set to images of another, without their labels.
+    """Converts images to another data set's format, without their labels.
 
-    Grey images get equal colour channels if `spec` has colours. Colour images become grey (ITU-R
-    601) if `spec` is grey. All images are then resized to the size of `spec`.
+    Grey channels are repeated if `spec` has colours. Colour images become grey (ITU-R 601) if
+    `spec` is grey. All images are then resized to `spec`'s size.
 
     Args:
         data: the images to convert.

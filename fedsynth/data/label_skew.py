@@ -1,9 +1,8 @@
-"""Computes the number of examples that each client gets of each class, for partitions with label
-skew.
+"""Computes the clients' class counts for partitions with label skew.
 
-Each rule returns a matrix of counts [K, C], with a row for each client. `dirichlet` and `quantity`
-are rules of NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079). Many papers use `dirichlet`, among
-them FedDM. `dominant` and `missing` are rules of FedFM (Ye et al., 2023, arXiv 2210.07615).
+Each rule returns a count matrix [K, C] with a row for each client. `dirichlet` and `quantity` are
+from NIID-Bench (Li et al., ICDE 2022, arXiv 2102.02079). Many papers use `dirichlet`, among them
+FedDM. `dominant` and `missing` are from FedFM (Ye et al., 2023, arXiv 2210.07615).
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from fedsynth.errors import PartitionError
 
 Rng = np.random.Generator
 
-# The maximum number of times that a whole partition is drawn. This takes 1.5 s for 10
-# classes, and about 15 s for 100.
+# The maximum number of draws of a whole partition, which take 1.5 s for 10 classes, and about 15 s
+# for 100.
 MAX_TRIES = 5_000
-# The largest α that is used. Above it, all shares are 1/K to six digits, and NumPy's gamma sampler
+# The largest effective α. Above it, all shares are 1/K to six digits, and NumPy's gamma sampler
 # would overflow.
 _MAX_ALPHA = 1e12
 
@@ -35,13 +34,13 @@ _INTEGER_TOLERANCE = 1e-6
 
 
 def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Draws how many examples each client gets of each class, by a Dirichlet rule of NIID-Bench.
+    """Draws class counts [K, C] by a Dirichlet rule of NIID-Bench.
 
-    The rule is `dirichlet` or `quantity`, and the result is a matrix of counts [K, C].
+    The rule is `dirichlet` or `quantity`.
 
-    Each class is divided by Dirichlet shares (`dirichlet_once`). With `dirichlet`, a client that
-    already has N/K examples or more gets no example of the next class. The whole partition is drawn
-    again until every client has at least `min_size` examples.
+    Each class is divided by Dirichlet shares (`dirichlet_once`). With `dirichlet`, clients that
+    already have N/K examples get no further classes. The whole partition is redrawn until every
+    client has at least `min_size` examples.
 
     Raises:
         PartitionError: no draw gives each client `min_size` examples.
@@ -51,8 +50,8 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
     total = int(sizes.sum())
     if K * min_size > total:
         raise PartitionError(
-            f"{K} clients with {min_size} examples (partition.min_size) need {K * min_size} "
-            f"examples, but there are {total}. Lower partition.min_size or partition.clients"
+            f"the data set contains {total} examples, too few for {K} clients with at least "
+            f"{min_size} (partition.min_size). Lower partition.min_size or partition.clients"
         ).with_code("partition.min_size")
     masked = settings.kind == "dirichlet"
     for _ in range(MAX_TRIES):
@@ -60,19 +59,18 @@ def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArra
         if counts.sum(axis=1).min() >= min_size:
             return counts
     raise PartitionError(
-        f"found no Dirichlet partition in which {K} clients have {min_size} examples, in "
-        f"{MAX_TRIES} tries. Raise partition.alpha, or lower partition.min_size or clients"
+        f"none of {MAX_TRIES} Dirichlet draws gave all {K} clients at least {min_size} examples. "
+        "Raise partition.alpha, or lower partition.min_size or partition.clients"
     ).with_code("partition.alpha")
 
 
 def dirichlet_once(
     sizes: IntArray, settings: PartitionSettings, rng: Rng, *, masked: bool = False
 ) -> IntArray:
-    """Draws Dirichlet shares of each class once, and returns the counts of examples [K, C].
+    """Draws each class's Dirichlet shares once, and returns class counts [K, C].
 
     For each class c, the shares are p ~ Dir(α·1_K), and the n_c examples are cut at
-    ⌊cumsum(p)·n_c⌋. If `masked` is true, clients that already have N/K examples or more get the
-    share 0.
+    ⌊cumsum(p)·n_c⌋. If `masked` is true, clients that already have N/K examples get the share 0.
     """
     K = settings.clients
     total = int(sizes.sum())
@@ -87,8 +85,8 @@ def dirichlet_once(
         is_open = (client_sizes * K < total) | (not masked)
         reached = np.cumsum(np.where(is_open, p, 0.0))
         if not reached[-1] > 0:
-            # All of p, to the last bit, went to closed clients. A random open client is the limit
-            # of Dir(α) for α → 0.
+            # Closed clients received all of p. A random open client is the limit of Dir(α) for α →
+            # 0.
             reached = np.cumsum(np.arange(K) == rng.choice(np.flatnonzero(is_open)))
         # Divided by its last entry, so that it is exactly 1 from the last open client on. A
         # rounded sum would leave an example to the closed clients after it.
@@ -99,30 +97,30 @@ def dirichlet_once(
 
 
 def classes_per_client(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Returns counts [K, C] in which each client has examples of `classes_per_client` classes."""
+    """Draws class counts [K, C] with `classes_per_client` classes at each client."""
     return _held_classes(
         sizes, settings.clients, settings.classes_per_client, "classes_per_client", rng
     )
 
 
 def missing_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Returns counts [K, C] in which each client has all classes except m (`missing_classes`).
+    """Draws class counts [K, C] with all but m classes at each client (`missing_classes`).
 
-    A class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients. At least one client has the class.
+    A class is missing at ⌊Km/C⌋ or ⌈Km/C⌉ clients, and present at one or more.
     """
     per_client = int(np.count_nonzero(sizes)) - settings.missing_classes
     return _held_classes(sizes, settings.clients, per_client, "missing_classes", rng)
 
 
 def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Returns counts [K, C] in which a few classes dominate at each client (FedFM's NIID-2).
+    """Draws class counts [K, C] with a few dominant classes at each client (FedFM's NIID-2).
 
-    All clients have N/K examples. A client has share·N/(K·m) examples of each of its m dominant
-    classes, where m is `dominant_classes` and the share is `dominant_share`. Its other examples are
-    spread over the other classes as evenly as the class sizes allow. For this, equal numbers are
-    fitted to the required sums by iterative proportional fitting (Deming and Stephan, 1940). All
-    numbers, including the clients' sizes, are then rounded up or down so that every example is
-    assigned. If all classes have equal sizes and dominate equally often, the fit changes nothing.
+    All clients have N/K examples. A client has share·N/(K·m) examples in each dominant class, where
+    m is `dominant_classes` and the share is `dominant_share`. Its other examples are spread over
+    the other classes as evenly as the class sizes allow. For this, equal numbers are fitted to the
+    required sums by iterative proportional fitting (Deming and Stephan, 1940). All numbers,
+    including the clients' sizes, are then rounded up or down so that every example is assigned. If
+    all classes have equal sizes and dominate equally often, the fit changes nothing.
 
     Raises:
         PartitionError: the share is not larger than in an even partition, or the class sizes do not
@@ -137,7 +135,7 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
     size = sizes.sum() / clients
     if per_client >= C:
         raise PartitionError(
-            f"partition.dominant_classes must be below the number of classes with examples ({C}), "
+            f"partition.dominant_classes must be below {C}, the number of classes with examples, "
             f"got {per_client}"
         ).with_code("partition.dominant_classes")
     if share <= per_client / C:
@@ -151,9 +149,9 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
     if remaining.min() < -_SUM_TOLERANCE:
         j = int(remaining.argmin())
         raise PartitionError(
-            f"class {int(present[j])} must have {totals[j] - remaining[j]:.0f} examples for "
-            f"partition.dominant_share={share:g}, but has {int(totals[j])}. Lower "
-            "partition.dominant_share, or raise partition.dominant_classes or clients"
+            f"class {int(present[j])} contains {int(totals[j])} examples, too few for "
+            f"partition.dominant_share={share:g}, which needs {totals[j] - remaining[j]:.0f}. "
+            "Lower the share, or raise partition.dominant_classes or partition.clients"
         ).with_code("partition.small_classes")
     rest = _spread(np.full(clients, (1 - share) * size), remaining.clip(0), ~holds)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -162,7 +160,7 @@ def dominant_classes(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> 
 
 
 def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Draws counts [K, C] by the rule `dirichlet-dominant` of FedKF's public code.
+    """Draws class counts [K, C] by `dirichlet-dominant`, the rule in FedKF's public code.
 
     For each class, p ~ Dir(α·1) over the clients. The largest share goes to a random client that
     has not yet received the largest share of a class. When every client has received one, all are
@@ -201,7 +199,7 @@ def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) 
 
 
 def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
-    """Divides `total` by shares: returns ⌊share·total⌋ for each share.
+    """Divides `total` into parts ⌊share·total⌋.
 
     The remainder is added to a random entry, so that the entries sum to `total`.
     """
@@ -213,16 +211,15 @@ def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
 def _held_classes(
     sizes: IntArray, clients: int, per_client: int, setting: str, rng: Rng
 ) -> IntArray:
-    """Returns counts [K, C] in which every client has examples of `per_client` classes.
+    """Draws class counts [K, C] with `per_client` classes at each client.
 
-    The examples of a class are split evenly (±1) among the clients that have this class. Every
-    class with examples is given to ⌊Kc/C⌋ or ⌈Kc/C⌉ clients.
+    A class's examples are split evenly (±1) among its ⌊Kc/C⌋ or ⌈Kc/C⌉ clients.
 
     Args:
-        sizes: the number of examples of each class [C]. Classes without examples are ignored.
+        sizes: the class sizes [C]. Classes without examples are ignored.
         clients: the number of clients K.
-        per_client: the number of classes c of each client.
-        setting: the setting that determines c, for the error messages.
+        per_client: the number c of classes per client.
+        setting: the setting that determines c, for error messages.
 
     Raises:
         PartitionError: there are too few classes, clients or examples.
@@ -231,11 +228,11 @@ def _held_classes(
     C = len(present)
     if not 1 <= per_client <= C:
         raise PartitionError(
-            f"partition.{setting} is too large, because only {C} classes have examples"
+            f"partition.{setting} is too large for {C} classes with examples. Lower it"
         ).with_code("partition.classes")
     if clients * per_client < C:
         raise PartitionError(
-            f"{clients} clients with {per_client} classes cannot cover {C} classes. Raise "
+            f"{clients} clients with {per_client} classes each cannot cover all {C} classes. Raise "
             f"partition.clients to {math.ceil(C / per_client)}, or change partition.{setting}"
         ).with_code("partition.coverage")
     places = _places(clients, per_client, C, rng)
@@ -243,8 +240,9 @@ def _held_classes(
     if len(short):
         label = int(present[short[0]])
         raise PartitionError(
-            f"class {label} has {int(sizes[label])} examples, but {int(places[short[0]])} clients "
-            f"need examples of this class. Lower partition.clients or change partition.{setting}"
+            f"class {label} contains {int(sizes[label])} examples, too few for its "
+            f"{int(places[short[0]])} clients. Lower partition.clients or change "
+            f"partition.{setting}"
         ).with_code("partition.class_examples")
     holds = _take(places, clients, per_client, rng)
     counts = np.zeros((clients, len(sizes)), dtype=np.int64)
@@ -257,9 +255,9 @@ def _held_classes(
 
 
 def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
-    """Draws how many clients get each class.
+    """Draws the number of clients for each class.
 
-    The results differ by at most one. Which classes get one client more is random.
+    The numbers differ by at most one. The classes with one client more are random.
     """
     places = np.full(classes, clients * per_client // classes)
     places[rng.permutation(classes)[: clients * per_client % classes]] += 1
@@ -267,13 +265,11 @@ def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
 
 
 def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDArray[np.bool_]:
-    """Assigns classes to clients. Returns a matrix bool [K, C] that is true where a client has a
-    class.
+    """Assigns classes to clients, as a bool matrix [K, C].
 
-    In random order, each client takes the `per_client` classes that have the most remaining places.
-    Ties are broken at random. The numbers of remaining places therefore differ by at most one, so
-    every client gets `per_client` different classes. If K·c = C, no two clients have a class in
-    common.
+    In random order, each client takes the `per_client` classes with the most remaining places. Ties
+    are broken at random. The remaining places therefore differ by at most one, so every client gets
+    `per_client` different classes. If K·c = C, no two clients share a class.
     """
     remaining = places.copy()
     classes = len(places)
@@ -286,9 +282,9 @@ def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDAr
 
 
 def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Floats:
-    """Returns numbers ≥ 0 [K, C] with the given row and column sums.
+    """Computes numbers ≥ 0 [K, C] with the given row and column sums.
 
-    The numbers are as even as possible, and zero where `allowed` is false.
+    They are as even as possible, and zero where `allowed` is false.
     """
     x = allowed.astype(np.float64)
     for _ in range(_FITTING_STEPS):
@@ -300,8 +296,8 @@ def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Fl
         ):
             return x
     raise PartitionError(
-        "some classes are too small for this partition. Lower partition.dominant_share, or raise "
-        "partition.dominant_classes or clients"
+        "some classes contain too few examples for the partition 'dominant'. Lower "
+        "partition.dominant_share, or raise partition.dominant_classes or partition.clients"
     ).with_code("partition.small_classes")
 
 
@@ -311,14 +307,14 @@ def _ratio(numerator: Floats, denominator: Floats) -> Floats:
 
 
 def _rounded(x: Floats, columns: IntArray) -> IntArray:
-    """Rounds each entry of `x` [K, C] up or down, so that the columns sum to `columns`.
+    """Rounds each entry in `x` [K, C] up or down, so that the columns sum to `columns`.
 
-    The sums of the rows differ by at most one after rounding.
+    Row sums differ by at most one after rounding.
 
     All rows of `x` must have the same sum. The function first rounds down, and then finds a maximum
     flow from clients to classes. The flow determines which numbers are raised by one. Every client
     has ⌊N/K⌋ examples in total, and N mod K clients have one more. The fractional parts of `x` form
-    a flow of the required size, so a flow of this size with whole numbers exists.
+    a flow of the required size, so an integral flow exists, too.
     """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_flow
@@ -347,7 +343,7 @@ def _rounded(x: Floats, columns: IntArray) -> IntArray:
     return down + added
 
 
-# The function for each kind of partition, which computes counts [K, C] from class sizes [C].
+# The functions from class sizes [C] to class counts [K, C], by partition kind.
 COUNTS: dict[str, Callable[[IntArray, PartitionSettings, Rng], IntArray]] = {
     "dirichlet": dirichlet,
     "dirichlet-plain": dirichlet_once,

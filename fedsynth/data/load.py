@@ -1,14 +1,14 @@
-"""Loads the published and synthetic data sets by name, and checks the structure of their files.
+"""Loads published and synthetic data sets by name, and checks their files.
 
 This module reads files in torchvision's layout and generates the synthetic data sets.
 `published_folders` and `text` read the other data sets. The files are untrusted input. Most are
-checked by their structure, because a mirror may have compressed or encoded them in another way.
-Those of CIFAR, SVHN, USPS and Synthetic Digits must be the published files, by their hash: Python's
-unpickler executes what a file names, SciPy's reader crashes on damaged files, and torchvision's
-reader of USPS does not limit what it decompresses.
+checked by their structure, because mirrors may compress or encode files differently. The files of
+CIFAR, SVHN, USPS and Synthetic Digits must match published hashes: Python's unpickler executes what
+a file names, SciPy's reader crashes on damaged files, and torchvision's USPS reader decompresses
+without a limit.
 
-Synthetic(α, β) consists of devices whose models and inputs differ by known amounts (Li et al.,
-FedProx, arXiv 1812.06127, Sec. 5.1).
+Synthetic(α, β) contains devices with different models and inputs (Li et al., FedProx, arXiv
+1812.06127, Sec. 5.1).
 
 For each of 30 devices k: u_k ~ N(0, α²), W_k ∈ R^{60×10} and b_k ∈ R^{10} with entries ~ N(u_k, 1);
 B_k ~ N(0, β²), v_k ∈ R^{60} with entries ~ N(B_k, 1); inputs x ~ N(v_k, Σ) with Σ diagonal, Σ_jj =
@@ -25,10 +25,10 @@ The synthetic data sets are public and fixed: their seed is 0, whatever a run's 
 use the same random numbers, only scaled, and sizes do not depend on them. The numbers differ from
 those of the public files, which come from NumPy's old generator.
 
-Examples are images of one row of 60 pixels. Inputs are rounded to 256 levels in [−R, R], R = four
-standard deviations of x_1 over all devices, and clipped there; labels are computed from the rounded
-inputs, so that they are exact for the models' inputs. The specification's mean 1/2 and deviation
-1/(2R) give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255 (0.054 for β = 1); the smallest
+Examples are images with one row of 60 pixels. Inputs are clipped to [−R, R] and rounded to 256
+levels. R is four standard deviations of x_1 over all devices. Labels are computed from rounded
+inputs, so they are exact for the models' inputs. The specification's mean 1/2 and deviation 1/(2R)
+give models x itself: (pixel/255 − 1/2)·2R. A level is 2R/255 (0.054 for β = 1); the smallest
 deviation within a device is 60^−0.6 = 0.086.
 """
 
@@ -59,13 +59,12 @@ from fedsynth.files import read_regular
 from fedsynth.seeding import numpy_generator
 
 ROOT_VARIABLE = "FEDSYNTH_DATA"
-# Images that are part of the package, as the passages of `text` are. digits.LICENSE.txt names the authors and the
-# licence.
+# Images in the package, like the passages of `text`. digits.LICENSE.txt names authors and licence.
 DIGITS = Path(__file__).with_name("digits.npz")
-# The size limit of a file that is recognised by its hash. The largest has 896 MB.
+# The size limit for files that are recognised by their hash. The largest takes 896 MB.
 MAX_PUBLISHED_BYTES = 2**30
-# The training and test files of Synthetic Digits, with their SHA-256, which the Git LFS pointers of
-# the public copy github.com/domainadaptation/datasets state.
+# The training and test files of Synthetic Digits, with their SHA-256 from the Git LFS pointers in
+# github.com/domainadaptation/datasets.
 SYNTHETIC_DIGITS = {
     "synth_train_32x32.mat": "e0e0924ecd0c0b5a55ed6485aaa7d39937af982397717b89a3d91777aca9433c",
     "synth_test_32x32.mat": "6285fe9a1c6f27b379a47263907a37899b59ce86948fd343a5b904435cde5bcc",
@@ -75,15 +74,14 @@ SYNTHETIC_DIGITS = {
 def load_dataset(
     name: str, root: Path | None = None, *, download: bool = False
 ) -> tuple[ImageData, ImageData]:
-    """Loads the training and test splits of a named data set, on the CPU.
+    """Loads a named data set's training and test splits, on the CPU.
 
     Args:
         name: a name that `fedsynth.data.registry.dataset_spec` accepts. `digits` and `plays` are
-            part of the package, and `shapes` and synthetic data sets are computed, so they need no
-            files.
+            part of the package, and `shapes` and synthetic data sets are computed. None of them
+            needs files.
         root: the data folder. None uses the environment variable FEDSYNTH_DATA.
-        download: whether to download missing files through torchvision. Existing files are never
-            replaced.
+        download: whether to download missing files through torchvision. Existing files are kept.
 
     Returns:
         The training examples and the test examples.
@@ -113,11 +111,11 @@ def load_dataset(
 
 
 def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> tuple[Split, Split]:
-    """Reads the files of a published data set, and downloads them if they are missing."""
+    """Reads a published data set's files, and downloads missing ones."""
     instructions = DOWNLOADS[spec.name].instructions
     if not root:
         raise DataFilesMissingError(
-            f"{spec.name} needs a data folder. Set data.data_root or {ROOT_VARIABLE}. "
+            f"no data folder is set for {spec.name}. Set data.data_root or {ROOT_VARIABLE}. "
             f"{instructions}"
         ).with_code("data.no_folder")
     folder = expanded(root)
@@ -128,7 +126,8 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
             _download(spec.name, folder)
             return _read_files(spec, root, download=False)
         raise DataFilesMissingError(
-            f"{spec.name} needs {one_line(error.filename)} (data.data_root). {instructions}"
+            f"the file {one_line(error.filename)} of {spec.name} is missing. Check data.data_root. "
+            f"{instructions}"
         ) from None
     except OSError as error:
         place = one_line(error.filename or folder)
@@ -136,7 +135,7 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
 
 
 def _download(name: str, root: Path) -> None:
-    """Downloads a data set through torchvision, which knows the addresses and checksums.
+    """Downloads a data set through torchvision, which checks checksums.
 
     Raises:
         DataFilesMissingError: the download failed. The message gives the reason.
@@ -155,7 +154,7 @@ def _download(name: str, root: Path) -> None:
 
 
 def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
-    """Converts a split to `ImageData`, without a copy because some data sets are large."""
+    """Converts a split to `ImageData` without copying."""
     try:
         tensors: dict[str, Any] = {}
         for name, array in vars(split).items():
@@ -167,7 +166,7 @@ def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
 
 
 def _read_digits() -> tuple[Split, Split]:
-    """Reads the handwritten digits that are part of the package.
+    """Reads the package's handwritten digits.
 
     Pixel values 0 to 16 are scaled to 0 to 255. Every fifth example (index % 5 == 4) is a test
     example.
@@ -182,10 +181,10 @@ def _read_digits() -> tuple[Split, Split]:
 def _read_mnist(
     spec: DatasetSpec, root: Path, folder: str, prefixes: tuple[str, str] = ("train", "t10k")
 ) -> tuple[Split, Split]:
-    """Reads MNIST or a data set that has MNIST's file format.
+    """Reads MNIST or a data set in MNIST's file format.
 
-    The images of EMNIST's letters are transposed, and 1 is subtracted from their labels, because
-    their files store transposed images and labels that start at 1.
+    EMNIST's letters are transposed, and their labels reduced by 1, because the files store
+    transposed images and labels from 1.
     """
     limit = spec.train_size + spec.test_size
     splits = []
@@ -202,11 +201,11 @@ def _read_mnist(
 
 
 def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
-    """Reads the uint8 array in an idx file.
+    """Reads a uint8 array from an idx file.
 
     Args:
         path: the file.
-        ndim: the number of axes that the array must have.
+        ndim: the required number of axes.
         max_bytes: the size limit of the array.
 
     Raises:
@@ -219,21 +218,21 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     magic = bytes([0, 0, 8, ndim])  # 8: unsigned bytes
     if content[:4] != magic or len(content) < header:
         raise DataFilesCorruptError(
-            f"{path} is not an idx file of bytes. It must start with {magic.hex()}, but starts "
-            f"with '{content[:4].hex()}'"
+            f"{path} is not an idx file of bytes: the file starts with '{content[:4].hex()}', not "
+            f"{magic.hex()}. Download the file again"
         ).with_code("data.header")
     shape = np.frombuffer(content[4:header], ">u4").tolist()
     size = math.prod(shape)
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
-            f"{path} must have the {size:,} bytes of data that its header declares (at most "
-            f"{max_bytes:,}), got {len(content) - header:,}"
+            f"{path} contains {len(content) - header:,} bytes of data, but its header declares "
+            f"{size:,} (at most {max_bytes:,}). Download the file again"
         ).with_code("data.size")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
 def _read_cifar(spec: DatasetSpec, root: Path, label_key: str) -> tuple[Split, Split]:
-    """Reads CIFAR-10 or CIFAR-100, whose labels have the key `label_key` in each pickle."""
+    """Reads CIFAR-10 or CIFAR-100. `label_key` is the labels' key in each pickle."""
     from torchvision import datasets
 
     published = getattr(datasets, DOWNLOADS[spec.name].torchvision)
@@ -259,9 +258,9 @@ def _read_svhn(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def _read_mat(root: Path, files: Iterable[Sequence[str]]) -> tuple[Split, Split]:
-    """Reads the training and test files of SVHN or Synthetic Digits, given by name and hash.
+    """Reads the training and test files (name, hash) of SVHN or Synthetic Digits.
 
-    A file stores images X [32, 32, 3, N] and labels y [N, 1]. The label 10 is the digit 0.
+    Files store images X [32, 32, 3, N] and labels y [N, 1]. The label 10 is the digit 0.
     """
     from scipy.io import loadmat
 
@@ -275,7 +274,7 @@ def _read_mat(root: Path, files: Iterable[Sequence[str]]) -> tuple[Split, Split]
 
 
 def _read_usps(root: Path) -> tuple[Split, Split]:
-    """Reads USPS, whose grey images of 16×16 pixels are in LIBSVM's format."""
+    """Reads USPS: 16×16 grey images in LIBSVM's format."""
     from torchvision.datasets import USPS
 
     splits = []
@@ -288,12 +287,12 @@ def _read_usps(root: Path) -> tuple[Split, Split]:
 
 
 def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads FedBN's five data sets of digits as domains of colour images (Li et al., 2021, Sec. 5.1).
+    """Reads FedBN's five digit data sets as domains of colour images (Li et al., 2021, Sec. 5.1).
 
-    As in the paper's public code (med-air/FedBN, utils/data_preprocess.py), the published splits of
-    each data set are merged, and a fifth of each class is drawn for testing. The training images of
-    each data set are limited to as many as USPS has, 7438. The code draws them with scikit-learn,
-    so its images are others. Images are resized to 28×28 (bilinear), and grey channels are repeated.
+    As in the paper's public code (med-air/FedBN, utils/data_preprocess.py), published splits are
+    merged, and a fifth of each class is drawn for testing. Training sets are limited to the size of
+    USPS, 7438 images. The code draws them with scikit-learn, so its images differ. Images are
+    resized to 28×28 (bilinear), and grey channels are repeated.
     """
     mnist = _read_mnist(dataset_spec("mnist"), root, "MNIST")
     for split in mnist:
@@ -324,7 +323,7 @@ def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def _joined(splits: Sequence[Split]) -> Split:
-    """Returns the examples of all splits, one split after the other."""
+    """Concatenates the examples of all splits."""
     arrays: dict[str, Any] = {}
     for name in ("images", "labels", "domains"):
         parts = [getattr(split, name) for split in splits]
@@ -333,9 +332,9 @@ def _joined(splits: Sequence[Split]) -> Split:
 
 
 def _published_bytes(path: Path, digest: str) -> bytes:
-    """Reads a file that must have the published hash, so that its content may be trusted.
+    """Reads a file after comparing it with its published hash.
 
-    `digest` is its MD5 or SHA-256, in hexadecimal.
+    `digest` is the MD5 or SHA-256 in hexadecimal.
 
     Raises:
         OSError: the file cannot be read.
@@ -346,14 +345,13 @@ def _published_bytes(path: Path, digest: str) -> bytes:
     actual = hashlib.new(kind, content, usedforsecurity=False).hexdigest()
     if actual != digest:
         raise DataFilesCorruptError(
-            f"{path} is not the published file. The {kind.upper()} of that file is {digest}, not "
-            f"{actual}. Download the data set again"
+            f"{path} is not the published file: its {kind.upper()} is {actual}, not {digest}. "
+            "Download the data set again"
         ).with_code("data.hash")
     return content
 
 
-# The function that reads the training and test splits of each data set that consists of files. It
-# raises an OSError if a file cannot be read.
+# The readers of training and test splits, by data set. They raise OSError for unreadable files.
 READERS: dict[str, Callable[[DatasetSpec, Path], tuple[Split, Split]]] = {
     "mnist": partial(_read_mnist, folder="MNIST"),
     "fashion-mnist": partial(_read_mnist, folder="FashionMNIST"),
@@ -387,7 +385,7 @@ DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(
 def make_synthetic(
     spec: DatasetSpec, parameters: tuple[float, float] | tuple[None, None]
 ) -> tuple[Split, Split]:
-    """Generates the training and test splits of a synthetic data set. Its groups are the devices.
+    """Generates a synthetic data set's training and test splits. The groups are the devices.
 
     `parameters` are α and β, or None and None for `synthetic(iid)`.
     """
@@ -416,14 +414,14 @@ def make_synthetic(
 
 
 def device_sizes() -> IntArray:
-    """Returns the number of examples of each device, [30]. A few devices have most examples."""
+    """Draws the devices' example counts, [30]. A few devices have most examples."""
     return numpy_generator(SEED, "synthetic sizes").lognormal(4, 2, DEVICES).astype(np.int64) + 50
 
 
 def draw_device(
     alpha: float | None, beta: float | None, device: int, n: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Draws the inputs [n, 60], weights W [60, 10] and bias b [10] of one device.
+    """Draws one device's inputs [n, 60], weights W [60, 10] and bias b [10].
 
     If α or β is None, all devices have the same W and b, as in `synthetic(iid)`.
     """

@@ -1,10 +1,10 @@
 """Reads images with masks, for segmentation. The files are untrusted input.
 
-Each site has a folder SITE/images and a folder SITE/masks, whose files have equal names apart from
-the extension: images and grey or palette images, or NIfTI volumes. The values of a mask are
-classes, or 0 and 255. A volume gives an example for each slice with a mask, as in the public codes
-of HarmoFL and FedFA: the slice and its two neighbours are the three channels, and values above the
-99th percentile of the volume are clipped.
+Each site has the folders SITE/images and SITE/masks, whose file names match apart from the
+extension. Files are images with grey or palette masks, or NIfTI volumes. Mask values are classes,
+or 0 and 255. As in the public code of HarmoFL and FedFA, each volume slice with a mask is an
+example. The slice and its two neighbours are the three channels. Values above the volume's 99th
+percentile are clipped.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from fedsynth.seeding import numpy_generator
 
 
 class Pair(NamedTuple):
-    """The files of an image, or of a volume, and of its mask."""
+    """The file of an image or volume, and its mask file."""
 
     image: Path
     mask: Path
 
 
 class Example(NamedTuple):
-    """An image [H, W] or [H, W, 3], uint8, and its mask [H, W] in the file `path`."""
+    """An image [H, W] or [H, W, 3], uint8, with its mask [H, W] from the file `path`."""
 
     image: Bytes
     mask: Array
@@ -43,17 +43,17 @@ class Example(NamedTuple):
 
 
 def pairs_of(site: Path) -> list[Pair]:
-    """Returns the pairs of a site, sorted by name.
+    """Lists a site's (image, mask) file pairs by name.
 
     Raises:
-        DataFilesCorruptError: a file has no partner with its name, or two have one name.
+        DataFilesCorruptError: a file has no partner of the same name, or two files share a name.
     """
     images, masks = ({_stem(f): f for f in _files(site / name)} for name in (IMAGES, MASKS))
     unpaired = sorted(images.keys() ^ masks.keys())
     if unpaired or not images:
         name = one_line(unpaired[0]) if unpaired else "any name"
         raise DataFilesCorruptError(
-            f"{one_line(site)} must have a file of {name} in {IMAGES} and in {MASKS}. Add the "
+            f"{one_line(site)} does not contain {name} in both {IMAGES} and {MASKS}. Add the "
             "missing file, or remove the other"
         ).with_code("data.mask_pairs")
     return [Pair(images[name], masks[name]) for name in sorted(images)]
@@ -63,7 +63,8 @@ def _files(folder: Path) -> list[Path]:
     files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".") and is_image(f)]
     if len(set(map(_stem, files))) < len(files):
         raise DataFilesCorruptError(
-            f"{one_line(folder)} has two files of one name. Remove one of them"
+            f"{one_line(folder)} contains two files that differ only in the extension. Remove one "
+            "of them"
         ).with_code("data.mask_pairs")
     return files
 
@@ -73,10 +74,10 @@ def _stem(file: Path) -> str:
 
 
 def examples_in(pair: Pair) -> Iterator[Example]:
-    """Yields the examples of a pair.
+    """Yields the examples in a file pair.
 
     Raises:
-        DataFilesCorruptError: a file cannot be read, or the sizes of image and mask differ.
+        DataFilesCorruptError: a file cannot be read, or image and mask sizes differ.
     """
     is_volume = pair.image.name.lower().endswith(NIFTI_EXTENSIONS)
     with _reading(pair.image):
@@ -93,7 +94,7 @@ def examples_in(pair: Pair) -> Iterator[Example]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Replaces errors about the content of a file by one that names the file."""
+    """Converts errors about a file's content to an error that names the file."""
     try:
         yield
     except (FileNotFoundError, DataFilesCorruptError):
@@ -117,7 +118,7 @@ def _volume(path: Path) -> Bytes:
 
 
 def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
-    """Reads a mask of a given shape. The shape of an image file is checked before it is decoded."""
+    """Reads a mask of the expected shape. Image files are checked before decoding."""
     if is_volume:
         mask = read_volume(path)
         shape = mask.shape
@@ -128,15 +129,15 @@ def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
                 return np.asarray(file)
     if shape != expected:
         raise DataFilesCorruptError(
-            f"the mask {one_line(path)} must have the size {list(expected)} of its image and one "
-            f"channel, got {list(shape)}"
+            f"the mask {one_line(path)} has the shape {list(shape)}, but its image needs a mask "
+            f"{list(expected)} with one channel"
         ).with_code("data.mask_size")
     return mask
 
 
 def classes_in(examples: Iterable[Example]) -> int:
-    """Returns the number of classes in masks without a specification: two, if values are 0 and 255,
-    and otherwise the largest value plus one."""
+    """Counts the classes in masks: two if values are 0 and 255, otherwise the largest value plus
+    one."""
     values: set[Any] = set()
     for example in examples:
         values.update(np.unique(example.mask).tolist())
@@ -144,10 +145,10 @@ def classes_in(examples: Iterable[Example]) -> int:
 
 
 def stacked(examples: Sequence[Example], spec: DatasetSpec) -> tuple[Bytes, Bytes]:
-    """Resizes examples to the size of a specification: images [N, C, H, W] and masks [N, H, W].
+    """Resizes examples to a specification's size: images [N, C, H, W] and masks [N, H, W].
 
     Raises:
-        DataFilesCorruptError: a value of a mask is not a class. The message names file and value.
+        DataFilesCorruptError: a mask value is not a class. The message names file and value.
     """
     images = [decoded(Image.fromarray(e.image), *spec.image_shape) for e in examples]
     size = spec.width, spec.height
@@ -165,8 +166,8 @@ def _as_classes(example: Example, classes: int) -> Bytes:
     wrong = mask[~np.isin(mask, np.arange(classes))]
     if wrong.size:
         raise DataFilesCorruptError(
-            f"the mask {one_line(example.path)} must have the classes 0 to {classes - 1} as values, "
-            f"got {wrong.flat[0]:g}"
+            f"the mask {one_line(example.path)} contains the value {wrong.flat[0]:g}. Values must "
+            f"be classes from 0 to {classes - 1}"
         ).with_code("data.mask_value")
     return mask.astype(np.uint8)
 
@@ -177,13 +178,13 @@ TRAIN_SHARE, TEST_SHARE, FEWEST = 0.6, 0.2, 32
 
 
 def read_prostate_mri(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads ProstateMRI: prostate-mri/SITE with the folders `images` and `masks`, or with the files
-    of the release, CaseNN.nii.gz and CaseNN_segmentation.nii.gz.
+    """Reads ProstateMRI from prostate-mri/SITE: the folders `images` and `masks`, or the release's
+    files CaseNN.nii.gz and CaseNN_segmentation.nii.gz.
 
-    The slices of a site are permuted at random. The first 60 %, but at least 32, are training
-    images, and the last 20 % test images, as in FedFA's code, whose permutation is stored in a file
-    and here follows from a public seed. The 20 % between them, for validation, are not used. Slices
-    of one patient may be in both splits.
+    Each site's slices are permuted at random. As in FedFA's code, the first 60 % (at least 32) are
+    training images, and the last 20 % test images. The validation images between them are not used.
+    FedFA's code stores its permutation in a file. Here the permutation follows from a public seed.
+    Slices from one patient may be in both splits.
     """
     splits: list[list[tuple[Bytes, Bytes, int]]] = [[], []]
     for number, name in enumerate(spec.domains):
@@ -216,17 +217,17 @@ def _joined(sites: Sequence[tuple[Bytes, Bytes, int]]) -> Split:
 def read_masked_folder(
     settings: FolderSettings, folder: str, name: str, spec: DatasetSpec | None = None
 ) -> ImageData:
-    """Reads a user's folder of sites with images and masks. The domains of the result are the sites.
+    """Reads a user's sites with images and masks. The sites become domains.
 
     Args:
-        settings: the size and the channels of the images.
+        settings: the image size and channels.
         folder: the folder.
-        name: the name of the data set.
+        name: the data set's name.
         spec: the specification, or None to derive it from the images.
 
     Raises:
-        DataError: the images have several sizes, and `image_size` is not set; or the specification
-            does not have a site.
+        DataError: the images have several sizes and `image_size` is not set, or a site is missing
+            from the specification.
         DataFilesCorruptError: a file cannot be used.
     """
     by_site = {}

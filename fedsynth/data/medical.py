@@ -1,11 +1,11 @@
 """Decodes DICOM and NIfTI files. The files are untrusted input.
 
-Of a DICOM header, only the elements that describe the pixels are read, and, if no list names the
-patients, the patient ID. The ID is hashed at once. Errors state what is wrong in the package's
-own words, because the texts of pydicom and nibabel may quote a header.
+DICOM readers access only the header elements about pixels, and the patient ID if no list names
+patients. The ID is hashed at once. Error messages never repeat the texts of pydicom and nibabel,
+which may quote a header.
 
-Each file is one record. Of a file with several frames or slices, one is used. All choices depend
-only on the settings and on the file itself, so that no record influences another record.
+Each file is one record. One frame or slice is used. All choices depend only on the settings and the
+file itself, so that no record influences another.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_FILE_BYTES = 2**29
 MAX_VOLUME_BYTES = 2**30
 
 MAX_FRAME_PIXELS = 2**25
-# The maximum size of a frame that is compressed by RLE. Damaged RLE data may expand 64 times.
+# The maximum size of an RLE-compressed frame. Damaged RLE data may expand 64 times.
 MAX_RLE_BITS = 2**27
 
 SLICES_LOST = "images that are one slice or frame of several"
@@ -53,7 +53,7 @@ _RLE = "1.2.840.10008.1.2.5"
 _PREAMBLE_BYTES = 128
 _SHARED, _PER_FRAME = "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"
 _WINDOW = re.compile(r"\s*(-?[0-9]{1,9}(?:\.[0-9]+)?)\s*,\s*([0-9]{1,9}(?:\.[0-9]+)?)\s*")
-# The ending of a file without an extension. Names that are a DICOM UID end with a number.
+# The suffix of a file without an extension. A DICOM UID as the name ends with a number.
 _UID_EXTENSION = re.compile(r"(?:\.[0-9]*)?")
 
 
@@ -63,33 +63,35 @@ class UnsupportedImageError(ValueError):
 
 @dataclass(frozen=True)
 class Decoding:
-    """The public choices of how the values in a file become pixels.
+    """The public settings that determine how file values become pixels.
 
     Attributes:
-        window: the centre and the width of the range of values that is shown from black to white.
-            None takes the window in the file or, without one, the range of the file's values.
-        slice: the slice of a volume, or the frame of a file with several frames, counted from 0.
-            −1 takes the middle one.
+        window: the centre and width of the value range shown from black to white. None takes the
+            file's window or, without one, the file's value range.
+        slice: the index of the slice in a volume or the frame in a file, from 0. −1 takes the
+            middle one.
     """
 
     window: tuple[float, float] | None = None
     slice: int = -1
 
     def position(self, count: int) -> int:
-        """Returns the position of the slice or frame in a file that has `count` of them.
+        """Returns the index of the slice or frame in a file with `count` of them.
 
         Raises:
-            UnsupportedImageError: the file does not have the chosen slice.
+            UnsupportedImageError: the chosen slice does not exist.
         """
         if self.slice < 0:
             return count // 2
         if self.slice >= count:
-            raise UnsupportedImageError(f"the file has only {count} slices, counted from 0")
+            raise UnsupportedImageError(
+                f"slice {self.slice} is missing: the file has slices 0 to {count - 1}"
+            )
         return self.slice
 
 
 def parsed_window(text: str) -> tuple[float, float] | None:
-    """Reads a window CENTER,WIDTH. An empty text is no window.
+    """Parses a window CENTER,WIDTH. An empty text means no window.
 
     Raises:
         ValueError: the text is not a window.
@@ -103,7 +105,7 @@ def parsed_window(text: str) -> tuple[float, float] | None:
 
 
 def window_text(window: tuple[float, float] | None) -> str:
-    """Returns the text of a window, which `parsed_window` reads."""
+    """Formats a window for `parsed_window`."""
     return ",".join(f"{number:.15g}" for number in window or ())
 
 
@@ -111,8 +113,7 @@ class Picture(NamedTuple):
     """A decoded image.
 
     Attributes:
-        values: a grey image as floating-point values in [0, 1], [H, W], or a colour image as uint8
-            [H, W, 3].
+        values: a floating-point grey image [H, W] in [0, 1], or a uint8 colour image [H, W, 3].
         losses: descriptions of what the decoding lost.
     """
 
@@ -121,7 +122,7 @@ class Picture(NamedTuple):
 
 
 def is_dicom(path: Path) -> bool:
-    """Returns True if a file is DICOM, judged by its name or by its first bytes.
+    """Detects DICOM files by name or first bytes.
 
     Archives store DICOM files without an extension, or name them by their UID.
     """
@@ -138,7 +139,7 @@ def is_dicom(path: Path) -> bool:
 
 
 def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
-    """Returns the function that decodes a DICOM or NIfTI file, or None for other files."""
+    """Returns the decoder for a DICOM or NIfTI file, or None for other files."""
     if path.name.lower().endswith(NIFTI_EXTENSIONS):
         return read_nifti
     if is_dicom(path):
@@ -147,10 +148,10 @@ def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
 
 
 def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
-    """Scales values so that a window becomes [0, 1]. Values outside the window are clipped.
+    """Scales a window of values to [0, 1], and clips values outside.
 
-    Without a window, the range of the finite values is used. NaN becomes 0, which is black. A range
-    without a width is a threshold.
+    Without a window, the finite values' range is used. NaN becomes 0 (black). A range of width 0 is
+    a threshold.
 
     Args:
         values: numbers of any type and shape.
@@ -166,7 +167,7 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     finite = wide[np.isfinite(wide)]
     low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     if not math.isfinite(high - low):
-        raise UnsupportedImageError("the values of the image are not finite, or too large")
+        raise UnsupportedImageError("all pixel values are NaN or infinite, or some are too large")
     if window is not None:
         low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
     if low == high:
@@ -177,14 +178,13 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
 
 
 def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
-    """Returns descriptions of what a decoding lost: bits of the values, other slices, or levels that
-    images have in common."""
+    """Describes what a decoding lost: bits, slices, or a scale shared with other images."""
     return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 
 @contextmanager
 def _plain_errors(kind: str) -> Iterator[None]:
-    """Replaces the errors of a library, which may quote the file, by one sentence.
+    """Replaces library errors, which may quote the file, by one sentence.
 
     Raises:
         UnsupportedImageError: the block raised an error about the file, or the library is missing.
@@ -196,10 +196,12 @@ def _plain_errors(kind: str) -> Iterator[None]:
     except UnsupportedImageError:
         raise
     except ImportError:
-        reason = f"{kind} files need the extra medical. Run pip install 'fedsynth[medical]'"
+        reason = f"the library for {kind} files is missing. Run pip install 'fedsynth[medical]'"
         raise UnsupportedImageError(reason) from None
     except Exception:  # its text may quote a header
-        raise UnsupportedImageError(f"the {kind} file is damaged or unsupported") from None
+        raise UnsupportedImageError(
+            f"the {kind} file is damaged, or has an unsupported format"
+        ) from None
 
 
 # -------------------------------------------------------------------------------------- DICOM
@@ -208,9 +210,9 @@ def _plain_errors(kind: str) -> Iterator[None]:
 def read_dicom(path: Path, decoding: Decoding) -> Picture:
     """Decodes a DICOM file.
 
-    The steps are those of the standard: the modality rescale, then the window, then the inversion
-    of MONOCHROME1. A window in `decoding` replaces the file's window. Padding becomes black. YBR
-    and palette colours become RGB. An optional element that is empty counts as absent.
+    The steps follow the standard: modality rescale, window, and inversion for MONOCHROME1. A window
+    in `decoding` replaces the file's window. Padding becomes black. YBR and palette colours become
+    RGB. Empty optional elements count as absent.
 
     Raises:
         UnsupportedImageError: the file is damaged, too large or unsupported.
@@ -224,7 +226,7 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         tags = [tag for tag in DicomDictionary if tag >> 16 == 0x0028]
         data = _dataset(io.BytesIO(content), [*tags, "PixelData", _SHARED, _PER_FRAME])
         if "PixelData" not in data:
-            raise UnsupportedImageError("the DICOM file has no image of whole numbers (PixelData)")
+            raise UnsupportedImageError("the DICOM file contains no integer pixels (PixelData)")
         frames = int(data.get("NumberOfFrames") or 1)
         position = decoding.position(frames)
         _check_frame(data, position, frames)
@@ -236,10 +238,10 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
 
 
 def patient_of(path: Path) -> str:
-    """Returns a hash of the patient ID in a DICOM file, or an empty string if there is no ID.
+    """Hashes a DICOM file's patient ID. Returns an empty string without an ID.
 
-    Files with the same ID get the same hash, and nothing else about the ID is kept. Two people with
-    the same ID, for example at two hospitals, become one privacy unit. This protects both.
+    Nothing but the hash is kept. Two people with the same ID, for example at two hospitals, become
+    one privacy unit, which protects both.
 
     Raises:
         UnsupportedImageError: the file is damaged.
@@ -252,14 +254,14 @@ def patient_of(path: Path) -> str:
 
 
 def _dataset(file: BinaryIO, tags: list[Any], *, header_only: bool = False) -> Any:
-    """Reads the elements with the given tags of a DICOM file."""
+    """Reads a DICOM file's elements with the given tags."""
     from pydicom import dcmread
     from pydicom.filereader import read_dataset, read_preamble
 
     read_preamble(file, False)
     meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
     if meta.get("TransferSyntaxUID") == _DEFLATED:  # pydicom inflates without a limit
-        raise UnsupportedImageError("deflated DICOM files are not supported. Decompress the file")
+        raise UnsupportedImageError("the DICOM file is deflated. Decompress it")
     file.seek(0)
     return dcmread(file, specific_tags=tags, stop_before_pixels=header_only)
 
@@ -277,7 +279,7 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
     pixels = data.Rows * data.Columns
     if not 0 < pixels <= MAX_FRAME_PIXELS or data.SamplesPerPixel not in (1, 3):
         raise UnsupportedImageError(
-            f"the image must have at most {MAX_FRAME_PIXELS:,} pixels, each with 1 or 3 samples"
+            f"the frame must have at most {MAX_FRAME_PIXELS:,} pixels with 1 or 3 samples"
         )
     syntax = data.file_meta.TransferSyntaxUID
     if not syntax.is_compressed:
@@ -292,11 +294,11 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
     with suppress(UnidentifiedImageError):
         image = Image.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000"))
         if image.size != (data.Columns, data.Rows):
-            raise UnsupportedImageError("the compressed image has another size than stated")
+            raise UnsupportedImageError("the compressed image does not have the size in the header")
 
 
 def _stored_values(data: Any, position: int) -> Array:
-    """Decodes the stored values of a frame. Old files have them in the upper bits of a word."""
+    """Decodes a frame's stored values. Old files use the upper bits of a word."""
     from pydicom.pixels import pixel_array
 
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
@@ -305,15 +307,15 @@ def _stored_values(data: Any, position: int) -> Array:
     stored: Array = pixel_array(data, index=position)
     data.BitsStored = bits
     if shift < 0 or (stored % 2**shift).any():
-        rule = f"must be {bits - 1}, its stored bits minus 1, got {high_bit:g}"
+        rule = f"must be {bits - 1} (BitsStored minus 1), got {high_bit:g}"
         raise UnsupportedImageError(f"HighBit of the DICOM file {rule}")
     return stored >> shift
 
 
 def _use_frame_values(data: Any, position: int) -> None:
-    """Copies the rescale and the window of a frame to the top level of the header.
+    """Copies a frame's rescale and window to the header's top level.
 
-    Enhanced files with several frames have these values in a group for all frames or each frame.
+    Enhanced multi-frame files store both in a group, shared or per frame.
     """
     shared, per_frame = data.get(_SHARED) or [], data.get(_PER_FRAME) or []
     for group in (*shared, *per_frame[position : position + 1]):
@@ -323,7 +325,7 @@ def _use_frame_values(data: Any, position: int) -> None:
 
 
 def _number(data: Any, name: str) -> float | None:
-    """Returns the first number of an element, or None if the element is absent or empty."""
+    """Returns an element's first number, or None if the element is absent or empty."""
     first = next(iter(np.atleast_1d(data.get(name))), None)
     if first is None or not str(first).strip():
         return None
@@ -336,13 +338,14 @@ def _number(data: Any, name: str) -> float | None:
 
 
 def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, bool]:
-    """Converts stored values to a grey image in [0, 1], or to colours of 8 bits.
+    """Converts stored values to floating-point grey in [0, 1] or 8-bit colour.
 
-    Also returns False if the image is grey and no window of grey values is known.
+    Also returns whether a window was applied, which is False for grey images without a known
+    window.
     """
     if data.PhotometricInterpretation == "PALETTE COLOR":
         if "SegmentedRedPaletteColorLookupTableData" in data:  # expands without a limit
-            raise UnsupportedImageError("segmented palettes are not supported. Use a plain palette")
+            raise UnsupportedImageError("the palette is segmented. Convert it to a plain palette")
         names = [f"{colour}PaletteColorLookupTable" for colour in ("Red", "Green", "Blue")]
         tables = [_table(data[f"{n}Descriptor"].value, data[f"{n}Data"].value, data) for n in names]
         surplus = max(_bits_of(entries) for _, entries in tables) - 8
@@ -361,12 +364,12 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
 
 
 def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
-    """Returns which stored values are padding around the image, or between its parts."""
+    """Marks the stored values that are padding around the image, or between its parts."""
     limits = [_number(data, f"PixelPadding{name}") for name in ("Value", "RangeLimit")]
     first, last = limits[0], limits[0] if limits[1] is None else limits[1]
     if first is None or last is None:
         return np.zeros(values.shape, np.bool_)
-    # Some files state a negative value as an unsigned one.
+    # Some files store a negative value as an unsigned one.
     offset = 2 ** (data.BitsAllocated - 1) if data.PixelRepresentation else 0
     low, high = sorted((int(limit) + offset) % 2**data.BitsAllocated for limit in (first, last))
     shifted = values.astype(np.int64) + offset
@@ -374,7 +377,7 @@ def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
 
 
 def _table(descriptor: Any, content: Any, data: Any) -> tuple[int, Array]:
-    """Returns a lookup table: the stored value of its first entry, and its entries."""
+    """Returns a lookup table's first stored value and its entries."""
     count, first, _ = descriptor
     count = count % 2**16 or 2**16
     order = "<" if data.file_meta.TransferSyntaxUID.is_little_endian else ">"
@@ -383,24 +386,24 @@ def _table(descriptor: Any, content: Any, data: Any) -> tuple[int, Array]:
     if len(content) >= 2 * count:
         return first, np.frombuffer(content, f"{order}u2", count)
     if len(content) - count not in (0, 1):  # bytes may be padded to an even number
-        reason = f"a lookup table of the DICOM file must have the {count} entries that it states"
+        reason = f"a lookup table declares {count} entries, but contains {len(content)} bytes"
         raise UnsupportedImageError(reason)
     return first, np.frombuffer(content, np.uint8, count)
 
 
 def _looked_up(values: Array, first: int, entries: Array) -> Array:
-    """Returns the entry of each value. Values outside the table get its first or last entry."""
+    """Looks up each value. Values outside the table get its first or last entry."""
     looked_up: Array = entries[(values.astype(np.int64) - first).clip(0, len(entries) - 1)]
     return looked_up
 
 
 def _bits_of(entries: Array) -> int:
-    """Returns the bits that the entries of a table use, at least 8. Some tables declare more."""
+    """Returns the bits that table entries actually use, at least 8. Some tables declare more."""
     return max(8, int(entries.max()).bit_length())
 
 
 def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
-    """Returns the first lookup table of a sequence that is not empty, or None."""
+    """Returns the first lookup table in a sequence, or None."""
     for item in data.get(name) or []:
         if item.get("LUTDescriptor") and item.get("LUTData"):
             return _table(item.LUTDescriptor, item.LUTData, data)
@@ -408,23 +411,24 @@ def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
 
 
 def _rescaled(values: Array, data: Any) -> Array:
-    """Applies the modality's table, or slope and intercept. Without them, returns the same array."""
+    """Applies the modality table, or slope and intercept. Without either, returns the same
+    array."""
     table = _table_in(data, "ModalityLUTSequence")
     if table is not None:
         return _looked_up(values, *table)
     slope, intercept = _number(data, "RescaleSlope"), _number(data, "RescaleIntercept")
     if slope == 0:
-        raise UnsupportedImageError("RescaleSlope of the DICOM file must not be 0")
+        raise UnsupportedImageError("RescaleSlope of the DICOM file is 0. Correct the header")
     if slope in (None, 1) and not intercept:
         return values
     return values * (slope or 1.0) + (intercept or 0.0)
 
 
 def _in_file_window(stored: Array, data: Any, decoding: Decoding) -> tuple[Floats, bool]:
-    """Applies the chosen window or, if no window was chosen, the first window or table of a file.
+    """Applies the chosen window or, without a choice, the file's first window or table.
 
-    Without any of them, files of 8 bits keep their values, and the range of other files is scaled.
-    Also returns False for these other files.
+    Without any, 8-bit files keep their values, and other files' ranges are scaled. Also returns
+    whether the values' scale is known, which is False for the scaled ranges.
     """
     values = _rescaled(stored, data)
     if decoding.window is not None:
@@ -442,7 +446,7 @@ def _in_file_window(stored: Array, data: Any, decoding: Decoding) -> tuple[Float
 
 
 def _windowed(values: Array, center: float, width: float, function: str) -> Floats:
-    """Applies a window of a file to values (DICOM PS3.3 C.11.2.1.2 and C.11.2.1.3)."""
+    """Applies a file's window to values (DICOM PS3.3 C.11.2.1.2 and C.11.2.1.3)."""
     function = function.strip().upper() or "LINEAR"
     if function not in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
         rule = "must be LINEAR, LINEAR_EXACT or SIGMOID"
@@ -464,9 +468,8 @@ def _windowed(values: Array, center: float, width: float, function: str) -> Floa
 def read_nifti(path: Path, decoding: Decoding) -> Picture:
     """Decodes an axial slice of a NIfTI file.
 
-    The rows of the image run from front to back, and its columns from the patient's right to the
-    left, as in DICOM files. Of several volumes, the first is used. Without a window, the range of
-    the slice is shown.
+    Rows run from front to back, and columns from the patient's right to left, as in DICOM files.
+    The first of several volumes is used. Without a window, the slice's value range is shown.
 
     Raises:
         UnsupportedImageError: the file is damaged, too large or unsupported.
@@ -488,7 +491,7 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         pixels = math.prod(volumes.shape[:3]) // volumes.shape[axis]
         if image.get_data_dtype().kind not in "iuf" or pixels > MAX_FRAME_PIXELS:
             raise UnsupportedImageError(
-                f"a NIfTI slice must have grey values, and at most {MAX_FRAME_PIXELS:,} pixels"
+                f"the NIfTI slice must be grey, with at most {MAX_FRAME_PIXELS:,} pixels"
             )
         plane = np.asarray(volumes[tuple(index)])  # reads only this slice of the file
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
@@ -501,10 +504,10 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
 
 
 def read_volume(path: Path) -> Floats:
-    """Decodes all axial slices of a NIfTI file, [D, H, W], oriented as by `read_nifti`.
+    """Decodes all axial slices in a NIfTI file, [D, H, W], oriented as by `read_nifti`.
 
     Raises:
-        UnsupportedImageError: the file is damaged, too large, or not a volume of grey values.
+        UnsupportedImageError: the file is damaged, too large, or not a grey volume.
         OSError: the file cannot be read.
     """
     file = _opened_nifti(path)
@@ -513,18 +516,18 @@ def read_volume(path: Path) -> Floats:
 
         image = nibabel.as_closest_canonical(nibabel.Nifti1Image.from_stream(file))
         if image.ndim != 3 or image.get_data_dtype().kind not in "iuf":
-            raise UnsupportedImageError("the NIfTI file must have one volume of grey values")
+            raise UnsupportedImageError("the NIfTI file is not a single grey volume. Split it")
         volume = np.asarray(image.dataobj, np.float64)
         if not np.isfinite(volume).all():
-            raise UnsupportedImageError("the values of the volume are not finite")
+            raise UnsupportedImageError("the volume contains NaN or infinite values")
         return np.ascontiguousarray(volume[::-1, ::-1].transpose(2, 1, 0))
 
 
 def _opened_nifti(path: Path) -> BinaryIO:
-    """Opens a NIfTI file, which is decompressed only while it is read.
+    """Opens a NIfTI file and decompresses it lazily.
 
     Raises:
-        UnsupportedImageError: the file is damaged, or declares too large a volume.
+        UnsupportedImageError: the file is damaged, or its declared volume is too large.
         OSError: the file cannot be read.
     """
     file: Any = io.BytesIO(read_regular(path, MAX_FILE_BYTES))
@@ -535,13 +538,15 @@ def _opened_nifti(path: Path) -> BinaryIO:
 
         header = Nifti1Header(file.read(Nifti1Header.sizeof_hdr))
         if math.isinf(header["scl_slope"]):  # which nibabel ignores
-            raise UnsupportedImageError("scl_slope of the NIfTI file must be finite")
+            raise UnsupportedImageError("scl_slope of the NIfTI file is infinite")
         size = math.prod(map(int, header.get_data_shape())) * header.get_data_dtype().itemsize
         size += int(header["vox_offset"])
         if not 0 < size <= MAX_VOLUME_BYTES:
-            raise UnsupportedImageError(f"the volume may have at most {MAX_VOLUME_BYTES:,} bytes")
+            raise UnsupportedImageError(
+                f"the volume is empty, or exceeds {MAX_VOLUME_BYTES:,} bytes"
+            )
         file.seek(size - 1)
         if not file.read(1):
-            raise UnsupportedImageError("the NIfTI file is shorter than its header states")
+            raise UnsupportedImageError("the NIfTI file ends before its declared size")
         file.seek(0)
         return cast(BinaryIO, file)

@@ -1,11 +1,10 @@
-"""Loads a folder of images, an array file, a table or a data set of a hub as the data of a run.
+"""Loads a run's data from an image folder, an array file, a table or the Hugging Face hub.
 
-Each gives a table of records (`Records`). Images of bytes (uint8) stay bytes. All other numbers
-become float32 and are scaled by public bounds, which come from a declaration or a setting, and
-never from the data.
+Each source gives a table of records (`Records`). Byte images (uint8) stay bytes. All other numbers
+become float32 and are scaled by public bounds from a declaration or a setting, never from the data.
 
-Private runs on images in folders skip what they cannot use (`read_private_records`), because an
-error would reveal private content. All other runs refuse it.
+Private runs on image folders skip unusable files (`read_private_records`), because an error would
+reveal private content. All other runs refuse them.
 """
 
 from __future__ import annotations
@@ -48,24 +47,23 @@ from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.data.tables import is_record_file, parts_of, read_part
 from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
 
-# Functions that read the records of each split: "train" and, for some files, "val" and "test".
+# The readers of each split's records: "train" and, for some files, "val" and "test".
 Splits = dict[str, Callable[[], Records]]
 
 
 @dataclass(frozen=True, eq=False)
 class OwnerData:
-    """The records of an owner, in the form that `simulate(settings, data=...)` accepts.
+    """An owner's records, as accepted by `simulate(settings, data=...)`.
 
     Attributes:
         train: the training records, with their users if known.
         test: the test records, or None.
-        test_kind: whether the test records are "public" or "private", or "none" without test
-            records.
-        sites: the positions of each site's records in `train`, or None if there are no sites.
-            Without sites, the run's partition divides the records.
-        names: the name of each site. `site_names` makes these names valid as names of ledgers.
-        skipped: the image files that could not be read.
-        left_out: a description of everything that was left out, or an empty string.
+        test_kind: "public" or "private" test records, or "none" without any.
+        sites: the indices of each site's records in `train`, or None without sites. The run's
+            partition then divides the records.
+        names: the site names, which `site_names` makes valid as ledger names.
+        skipped: the unreadable image files.
+        left_out: a description of everything left out, or an empty string.
         declaration: the public facts about the records, or None.
 
     >>> from fedsynth import OwnerData, load_dataset
@@ -89,7 +87,7 @@ class OwnerData:
 
 
 def load_records(place: str | Path, **settings: Any) -> OwnerData:
-    """Loads a folder of images or a file for `simulate(settings, data=...)`.
+    """Loads an image folder or a file for `simulate(settings, data=...)`.
 
     Args:
         place: a folder with the layout SITE/CLASS/files or CLASS/files, or with a manifest.csv, or
@@ -104,13 +102,13 @@ def load_records(place: str | Path, **settings: Any) -> OwnerData:
             `bounds`.
 
     Raises:
-        DataFilesMissingError: the folder or file does not exist, or contains no image.
+        DataFilesMissingError: the folder or file does not exist, or contains no images.
         DataFilesCorruptError: a file, column or list is damaged or contains Python objects, or the
             layout of the folder is unknown.
         DataError: a file is not an image, the images have several sizes and `image_size` is not
-            set, a column is missing or has values that cannot be used, bounds are missing, the
-            classes, sites or counts differ from the declaration, or a file is in both the training
-            set and the test set.
+            set, a column is missing or contains unusable values, bounds are missing, classes, sites
+            or counts do not match the declaration, or a file is in both the training set and the
+            test set.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -128,16 +126,16 @@ def load_records(place: str | Path, **settings: Any) -> OwnerData:
 def read_own_data(
     settings: FolderSettings, note: Note, name: str = "", *, declaration: Declaration | None
 ) -> OwnerData:
-    """Reads the training and test records that the settings name.
+    """Reads the training and test records named by the settings.
 
     The errors are those of `load_records`.
 
     Args:
         settings: the folders or files, and the rules for reading them.
         note: a function that receives warnings about skipped files and other problems, and notes
-            about columns that are not used.
-        name: the name of the data set, which is used only without a declaration. If it is empty,
-            the folder's name is used.
+            about unused columns.
+        name: the data set's name, used only without a declaration. If empty, the folder's name is
+            used.
         declaration: the declaration of the training records, or None.
     """
     if sites_with_masks(Path(settings.folder)):
@@ -153,7 +151,7 @@ def read_own_data(
     kind = settings.test or ("private" if tests else "none")
     if kind != "none":
         if not tests:
-            reason = "requires test records. Set data.test_folder"
+            reason = "has no effect without test records. Set data.test_folder"
             raise SettingError("data", "test", reason, value=kind)
         tables.append(tests[_split_of(tests, TEST, settings.test_folder)]())
         _check_disjoint(*tables, note=note)
@@ -178,15 +176,15 @@ def read_own_data(
 
 
 def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | None) -> OwnerData:
-    """Reads a folder of sites with images and masks.
+    """Reads sites with images and masks.
 
     Raises:
         DataError: the folder has a declaration, which only private runs need.
     """
     if declaration is not None:
         raise DataError(
-            f"{one_line(settings.folder)} has images with masks, on which runs cannot be private. "
-            "Remove the declaration, or use folders of classes"
+            f"{one_line(settings.folder)} contains images with masks, which private runs cannot "
+            "use. Remove the declaration, or arrange the images in class folders"
         ).with_code("data.masks")
     train = read_masked_folder(settings, settings.folder, name)
     test = None
@@ -199,20 +197,18 @@ def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | 
 
 
 def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str) -> ImageData:
-    """Reads records at the size, window and slice of a given specification.
+    """Reads records with a specification's size, window and slice.
 
-    The records may lack some of the specification's classes. Its class names are never used as
-    paths.
+    Some classes may have no records. Class names are never used as paths.
 
     Args:
         settings: the folder or file, and the rules for reading it.
         spec: the specification.
         note: a function that receives warnings about skipped files.
-        split: the part of a file that is read, if it has several.
+        split: the split to read from a file with several splits.
 
     Raises:
-        DataError: the records do not fit the specification, or cannot be read for a reason that
-            `load_records` lists.
+        DataError: the records do not match the specification, or as for `load_records`.
     """
     decoding = Decoding(spec.window, spec.slice)
     splits = splits_of(settings.folder, settings, note, decoding, settings.revision)
@@ -222,15 +218,15 @@ def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str)
 def read_private_records(
     folder: Path, spec: DatasetSpec, note: Note, *, by_user: bool
 ) -> ImageData:
-    """Reads the images of one data owner for a private run.
+    """Reads one data owner's images for a private run.
 
-    The result may be empty. A file is skipped without an error if it cannot be read or if its class
-    is not declared, because an error would reveal that the file exists. Whether a file is skipped
-    does not depend on other files.
+    The result may be empty. Unreadable files and undeclared classes are skipped without an error,
+    because an error would reveal that a file exists. Whether a file is skipped does not depend on
+    other files.
 
     Args:
         folder, spec, note: see `read_as`.
-        by_user: whether to skip images whose user is not known.
+        by_user: whether to skip images with an unknown user.
 
     Raises:
         DataFilesCorruptError: a list or a folder cannot be read.
@@ -243,8 +239,8 @@ def read_private_records(
     data = as_data(files, spec, note, private=True)
     if not len(data):
         note(
-            f"{one_line(folder)} has no image of the run's classes. The client contributes only "
-            "noise"
+            f"{one_line(folder)} contains no images of the run's classes. The client contributes "
+            "only noise"
         )
     return data
 
@@ -260,17 +256,17 @@ def splits_of(
     revision: str = "",
     ledger: Path | None = None,
 ) -> Splits:
-    """Returns functions that read the records of each split of a folder or file.
+    """Returns the readers for all splits in a folder or file.
 
-    A folder of images has only the split "train", also if its images are used for tests.
+    An image folder has only the split "train", even if it is used for tests.
 
     Args:
         place: the folder or file.
         settings: the rules for reading it.
         note: a function that receives warnings.
-        decoding: how the values in image files become pixels.
-        revision: the revision of a data set of the hub.
-        ledger: the folder of the ledgers. It is not searched for images.
+        decoding: the conversion of file values to pixels.
+        revision: the revision of a hub data set.
+        ledger: the ledger folder, which is not searched for images.
 
     Raises:
         DataError: the file cannot be read.
@@ -284,27 +280,30 @@ def splits_of(
 
 
 def training_records(splits: Splits, settings: FolderSettings, note: Note) -> Records:
-    """Reads the training records, and notes which splits are not used.
+    """Reads the training records, and notes unused splits.
 
     Raises:
         DataError: the records cannot be read.
     """
     split = _split_of(splits, TRAIN, settings.folder)
     if split != TRAIN:
-        note(f"{one_line(settings.folder)} has only {split} records, which a run trains on")
+        note(
+            f"{one_line(settings.folder)} contains only {split} records, which are used for "
+            "training"
+        )
     for unused in sorted(splits.keys() - {split, TEST}):
         note(f"the {unused} records in {one_line(settings.folder)} are not used")
     return splits[split]()
 
 
 def _split_of(splits: Splits, split: str, place: str) -> str:
-    """Returns the name of a split: the given one if there is one, or the only one."""
+    """Returns the given split if it exists, or the only split."""
     if split in splits:
         return split
     if len(splits) > 1:
         raise DataError(
-            f"{one_line(place)} has {' and '.join(sorted(splits))} records, but no {split} records. "
-            "Save these records in a file of their own"
+            f"{one_line(place)} contains {' and '.join(sorted(splits))} records, but no {split} "
+            "records. Save the {split} records in a separate file"
         ).with_code("data.parts")
     return min(splits)
 
@@ -312,15 +311,15 @@ def _split_of(splits: Splits, split: str, place: str) -> str:
 def _images_in(
     folder: Path, settings: FolderSettings, note: Note, decoding: Decoding, ledger: Path | None
 ) -> Records:
-    """Finds the images of a folder, and reports how many files are not images.
+    """Finds a folder's images, and counts other files.
 
-    With `skip_corrupt`, all files are decoded first, so that classes, sites and patients do not
-    depend on a file that is then skipped.
+    With `skip_corrupt`, all files are decoded first, so that skipped files do not affect classes,
+    sites and patients.
 
     Raises:
-        DataError: the folder contains files that are not images and `skip_other` is false, or
-            `find_files` refuses the folder.
-        DataFilesCorruptError: no file can be read.
+        DataError: the folder contains other files and `skip_other` is false, or as for
+            `find_files`.
+        DataFilesCorruptError: no file is readable.
     """
     files = find_files(folder, ledger)
     for text in files.notes:
@@ -332,8 +331,8 @@ def _images_in(
         problem = f"{one_line(folder)} contains files that are not images: {kinds}"
         if not settings.skip_other:
             raise DataError(
-                f"{problem}. Remove these files, convert them to PNG, or skip them with "
-                "--skip-other (data.skip_other=True)"
+                f"{problem}. Remove them, convert them to PNG, or skip them with --skip-other "
+                "(data.skip_other=True)"
             ).with_code("data.other_files")
         note(f"{problem}. These files are skipped")
     if settings.skip_corrupt:
@@ -345,7 +344,7 @@ def _images_in(
 
 
 def _with_known_patients(files: Records, note: Note) -> Records:
-    """Returns files with the patients in DICOM headers, if no list names users and all are known."""
+    """Sets users to the patients in DICOM headers, if all are known and no list names users."""
     if files.users.any():
         return files
     by_patient = with_patients(files)
@@ -355,16 +354,16 @@ def _with_known_patients(files: Records, note: Note) -> Records:
         return by_patient
     if unknown < len(files.users):
         note(
-            f"warning: {unknown} of {len(files.users)} images in {one_line(files.root)} have no "
-            "patient ID, so no patients are known. List them in users.csv"
+            f"warning: {unknown} of {len(files.users)} images in {one_line(files.root)} contain no "
+            "patient ID, so all patient IDs are ignored. List the patients in users.csv"
         )
     return files
 
 
 def _note_one_person(files: Records, note: Note) -> None:
-    """Warns the user if all images of a site, or all images, have one person's name.
+    """Warns if all images, or all images at one site, belong to one person.
 
-    Programs that anonymise DICOM files may give all files the same patient ID.
+    Anonymisation programs may give all DICOM files the same patient ID.
     """
     for site in np.unique(files.sites):
         users = files.users[files.sites == site]
@@ -379,17 +378,17 @@ def _note_one_person(files: Records, note: Note) -> None:
 def _check_disjoint(train: Records, test: Records, *, note: Note) -> None:
     """Checks that no image file is in both the training set and the test set.
 
-    A warning gives the number of people who have records in both sets.
+    A warning counts the people with records in both sets.
 
     Raises:
-        DataError: the two sets have a file in common. The message names the first such file.
+        DataError: both sets contain the same file. The message names the first such file.
     """
     if train.are_images and test.are_images:
         shared = set(map(Path.resolve, train.paths)) & set(map(Path.resolve, test.paths))
         if shared:
             raise DataError(
                 f"{len(shared)} of {len(test)} test images are also training images, such as "
-                f"{one_line(min(shared))}. Use a test folder without training images"
+                f"{one_line(min(shared))}. Remove them from the test folder"
             ).with_code("data.shared_images")
     note_shared_users(train, test, note)
 
@@ -398,10 +397,10 @@ def _check_disjoint(train: Records, test: Records, *, note: Note) -> None:
 
 
 def declared_spec(settings: FolderSettings, declaration: Declaration) -> DatasetSpec:
-    """Returns the declared specification, after a check that the settings agree with it.
+    """Checks the settings against the declared specification, and returns the specification.
 
     Raises:
-        SettingError: a setting of the images differs from the declared value.
+        SettingError: an image setting does not match the declared value.
     """
     spec = declaration.spec
     size = (spec.height, spec.width)
@@ -415,19 +414,22 @@ def declared_spec(settings: FolderSettings, declaration: Declaration) -> Dataset
     ):
         if value in (unset, declared):
             continue
-        reason = f"must be left unset. Enter `{key}` under [images] in {declaration.path} instead"
+        reason = (
+            f"has no effect on declared images. Enter `{key}` under [images] in {declaration.path} "
+            "instead"
+        )
         if declared != unset:
             numbers = declared if isinstance(declared, tuple) else (declared,)
             text = ("x" if key == "image_size" else ",").join(f"{n:.15g}" for n in numbers)
-            reason = f"must be {text}, as {declaration.path} declares, or left unset"
+            reason = f"must be unset or {text}, the value in {declaration.path}"
         raise SettingError("data", key, reason)
     return spec
 
 
 def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpec:
-    """Derives a specification from records that have no declaration.
+    """Derives a specification from records without a declaration.
 
-    The classes are those of the records, and the bounds of values are those of the settings.
+    Classes come from the records, and bounds from the settings.
 
     Raises:
         DataFilesCorruptError: a file cannot be read.
@@ -454,9 +456,7 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
 
 
 def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, int]:
-    """Returns the channels, height and width of the images: those of the settings or, if they are
-    not set, of the headers of the files.
-    """
+    """Returns the image shape (C, H, W) from the settings or, if unset, from the file headers."""
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
@@ -468,7 +468,7 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
         if size is None and len(sizes) > 1:
             (height, width), _ = sizes.most_common(1)[0]
             raise DataError(
-                f"the images in {settings.folder} have {len(sizes)} different sizes. Most are "
+                f"the images in {settings.folder} have {len(sizes)} different sizes, mostly "
                 f"{height}×{width}. Set a common size, such as --image-size {height}x{width} "
                 "(data.image_size)"
             ).with_code("data.sizes")
@@ -481,22 +481,22 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
 
 
 def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = False) -> ImageData:
-    """Reads images, or converts values, as data with a given specification.
+    """Reads images, or converts values, to data with a given specification.
 
-    Only private images may have files that cannot be read, or no file.
+    Only private images may contain unreadable files, or no files.
 
     Raises:
-        DataError: the shape or a class differs from the specification, or the values are not bytes
-            and the specification has no bounds.
+        DataError: the shape or a class does not match the specification, or bounds are missing for
+            non-byte values.
         DataFilesCorruptError: an image cannot be read.
     """
     if records.are_images:
         return _images_as_data(records, spec, note, private)
     if records.values.dtype != np.uint8 and spec.bounds is None:
         raise DataError(
-            f"the values in {one_line(records.root)} are not bytes, so they need public bounds that "
-            "you know without these data. Fill in `bounds` in the declaration or, without a "
-            "declaration, set data.bounds (--bounds=-8,8)"
+            f"no bounds are set for the values in {one_line(records.root)}, which are not bytes. "
+            "Enter public bounds, not computed from the data, as `bounds` in the declaration or, "
+            "without one, data.bounds (--bounds=-8,8)"
         ).with_code("data.bounds")
     values = _slices(records.values, spec.slice)
     records = with_classes(records, spec.class_names)
@@ -504,17 +504,18 @@ def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = 
     data = from_arrays(values, records.labels, spec, groups=groups)
     if values is records.values:
         return data
-    # ledgers recognise a volume whichever of its slices is used
+    # ledgers recognise a volume by all of its slices
     stored = torch.from_numpy(records.values + records.values.dtype.type(0)).flatten(1)
     return replace(data, record_bytes=stored.contiguous().view(torch.uint8))
 
 
 def _slices(values: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
-    """Takes a slice of each volume [N, D, H, W]. Values without slices are returned unchanged."""
+    """Selects a slice from each volume [N, D, H, W]. Values without slices are returned
+    unchanged."""
     if position < 0 or values.ndim != 4 or {1, 3} & {values.shape[1], values.shape[3]}:
         return values
     if position >= values.shape[1]:
-        reason = f"must be less than {values.shape[1]}, the number of slices, got {position}"
+        reason = f"must be below {values.shape[1]}, the number of slices, got {position}"
         raise SettingError("data", "slice", reason)
     return values[:, position]
 
@@ -523,13 +524,13 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
     undefined = sorted(set(files.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(
-            f"the folder {files.root} has the class {one_line(undefined[0])!r}, which the data set "
-            f"{spec.name} does not have"
+            f"the folder {files.root} contains the class {one_line(undefined[0])!r}, which is "
+            f"unknown to the data set {spec.name}. Rename or remove the class"
         ).with_code("data.unknown_class")
     if spec.channels not in (1, 3):
         raise DataError(
-            f"the data set {spec.name} must have 1 or 3 channels to be read from image files, got "
-            f"{spec.channels}"
+            f"the data set {spec.name} has {spec.channels} channels, but image files have 1 or 3. "
+            "Store the data in an array file"
         ).with_code("data.channels")
     decoding = Decoding(spec.window, spec.slice)
     images, faults, losses = read_pixels(files.paths, *spec.image_shape, decoding)
@@ -552,7 +553,7 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
 
 
 def _note_copies(files: Records, hashes: Bytes, note: Note) -> None:
-    """Warns the user of images that are links to others, or have the same content."""
+    """Warns about images that are links to, or copies of, others."""
     first: dict[bytes, str] = {}
     pairs = [
         (path, first.setdefault(digest.tobytes(), path))
@@ -562,15 +563,14 @@ def _note_copies(files: Records, hashes: Bytes, note: Note) -> None:
     if copies:
         copy, original = map(one_line, copies[0])
         note(
-            f"warning: {len(copies)} of {len(pairs)} images in {one_line(files.root)} are links to or "
-            f"copies of others, such as {copy} of {original}, and count as records. Remove them"
+            f"warning: {len(copies)} of {len(pairs)} images in {one_line(files.root)} are links "
+            f"to, or copies of, others (such as {copy} of {original}), but count as records. "
+            "Remove them"
         )
 
 
 def _without(files: Records, faults: dict[int, str], note: Note) -> Records:
-    """Returns the files without faults. A note lists the others, because a user who skips files
-    wants to know which.
-    """
+    """Returns the files without faults. A note lists the skipped files."""
     if not faults:
         return files
     note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))
@@ -581,8 +581,8 @@ def _without(files: Records, faults: dict[int, str], note: Note) -> Records:
 def _refuse_faults(files: Records, faults: dict[int, str]) -> NoReturn:
     raise DataFilesCorruptError(
         f"{len(faults)} of {len(files)} files in {files.root} cannot be read, such as "
-        f"{', '.join(_descriptions(files, faults)[:5])}. Repair or remove these files, or skip "
-        "them with --skip-corrupt (data.skip_corrupt=True)"
+        f"{', '.join(_descriptions(files, faults)[:5])}. Repair or remove them, or skip them with "
+        "--skip-corrupt (data.skip_corrupt=True)"
     ).with_code("data.unreadable_images")
 
 

@@ -1,13 +1,12 @@
-"""Divides the examples of a data set among clients, by the rules that are common in the literature.
+"""Divides a data set's examples among clients, by common rules from the literature.
 
-Every rule is reproducible from a seed. For rules with label skew, `label_skew.py` computes how many
-examples of each class each client gets.
+Every rule is reproducible from a seed. For label skew, `label_skew.py` computes the clients' class
+counts.
 
 The module also handles users: the people, such as writers or patients, whose records a data set
-contains. Runs that protect users need to know the user of each record, which `ImageData.groups`
-states. For folders of images, a file `users.csv` with the columns `path` and `user` gives the
-users. LEAF's files name the writers. `hold_out` splits the records of each client into a training
-split and a test split.
+contains. Runs that protect users read each record's user from `ImageData.groups`. Image folders
+name users in a file `users.csv` with the columns `path` and `user`. LEAF's files name the writers.
+`hold_out` divides each client's records into a training and a test split.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ def partition(
     domains: npt.NDArray[np.integer] | None = None,
     groups: npt.NDArray[np.integer] | None = None,
 ) -> list[IntArray]:
-    """Divides examples among clients. Returns a sorted array of positions for each client.
+    """Divides examples among clients. Returns a sorted index array for each client.
 
-    Every example is given to exactly one client, with two exceptions. If `subset` is below 1, only
-    some examples are used. If the rule is `natural` and there are fewer clients than groups, only
-    some groups are used. A client may get no example if the rule is `dirichlet-plain` or
-    `dirichlet-dominant`, or if `min_size` is 0 with `dirichlet` or `quantity`.
+    Every example is given to exactly one client, with two exceptions: `subset` below 1, and
+    `natural` with fewer clients than groups, which use only some examples or groups. Clients may
+    get no examples with `dirichlet-plain` and `dirichlet-dominant`, and with `dirichlet` and
+    `quantity` if `min_size` is 0.
 
     Args:
         labels: integers [N] in [0, classes), or masks [N, H, W], which are not used.
         settings: the rule and its parameters.
         classes: the number of classes C, including classes without examples.
-        domains: integers [N], the domain of each example. The rule `domain` needs them, and gives
-            client k the domain k mod D, where D is the number of domains with examples.
-        groups: integers [N], the group of each example. The rule `natural` makes clients of groups,
-            in the order of the groups' numbers. If `groups` is None, it makes clients of domains.
+        domains: integers [N], the example domains. The rule `domain` needs them, and gives client k
+            the domain k mod D, where D is the number of domains with examples.
+        groups: integers [N], the example groups. The rule `natural` turns groups into clients, in
+            group order. If `groups` is None, it turns domains into clients.
 
     Raises:
         DataError: `labels` are not integers [N] in [0, classes).
@@ -60,7 +59,7 @@ def partition(
     y = np.asarray(labels)
     if y.ndim == 3 and settings.kind in COUNTS:
         raise PartitionError(
-            f"the partition {settings.kind!r} needs a class for each image, but the data have masks. "
+            f"the partition {settings.kind!r} divides images by class, but the data have masks. "
             "Set partition.kind=domain or partition.kind=iid"
         ).with_code("partition.masks")
     y = classes_of_images(y)
@@ -71,7 +70,7 @@ def partition(
     y = y.astype(np.int64)
     if settings.kind == EXPLICIT:
         raise PartitionError(
-            "the partition 'given' needs the positions of each client's examples. Pass them to "
+            "the partition 'given' is missing the clients' example indices. Pass them to "
             "simulate(parts=...)"
         ).with_code("partition.given")
     if settings.subset < 1:
@@ -84,7 +83,7 @@ def partition(
         return list(map(subset.__getitem__, parts))
     if settings.clients > len(y):
         raise PartitionError(
-            f"partition.clients must be at most the number of examples ({len(y)}), got "
+            f"partition.clients must be at most {len(y)}, the number of examples, got "
             f"{settings.clients}"
         ).with_code("partition.clients")
     rng = numpy_generator(settings.seed or 0, "partition")
@@ -104,9 +103,9 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Draws the share `settings.subset` of the examples of each class, but at least one example.
+    """Draws the share `settings.subset` of each class, but at least one example.
 
-    Returns the positions of the drawn examples, sorted.
+    Returns the sorted indices of the drawn examples.
     """
     rng = numpy_generator(settings.seed or 0, "subset")
     chosen = []
@@ -117,31 +116,30 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
-    """Checks the positions of each client's examples.
+    """Checks the clients' example indices.
 
-    The positions must be integers in [0, examples). A position may occur only once, whether at one
-    client or at two clients.
+    They must be integers in [0, examples), without repetitions at or between clients.
 
     Raises:
-        PartitionError: the positions are not valid. The message names the client.
+        PartitionError: an index is invalid. The message names the client.
     """
     if not len(parts):
-        raise PartitionError("parts must contain at least one client")
+        raise PartitionError("parts is empty. Pass the example indices of at least one client")
     assigned = np.zeros(examples, dtype=bool)
     for client, part in enumerate(parts):
         indices = np.asarray(part)
         if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
             raise PartitionError(
-                f"the positions of client {client} must be a vector of whole numbers, got "
+                f"client {client}'s example indices must be a vector of integers, got "
                 f"{indices.dtype} {indices.shape}"
             ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
-            raise PartitionError(f"the positions of client {client} must be in [0, {examples})")
+            raise PartitionError(f"client {client}'s example indices must be in [0, {examples})")
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
             raise PartitionError(
-                f"client {client} has an example twice, or an example of another client. Each "
-                "example may occur once"
+                f"client {client}'s example indices contain an example twice, or an example of "
+                "another client. Remove repeated indices"
             ).with_code("partition.overlap")
         assigned[indices] = True
 
@@ -154,9 +152,9 @@ def classes_of_images(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.integer
 def count_matrix(
     labels: npt.NDArray[np.integer], parts: Sequence[npt.NDArray[np.integer]], classes: int
 ) -> IntArray:
-    """Counts the examples of each class at each client, int64 [K, C].
+    """Counts examples for each (client, class) pair, int64 [K, C].
 
-    Images with masks are counted as of one class.
+    Images with masks count as class 0.
     """
     classes = 1 if labels.ndim == 3 else classes
     labels = classes_of_images(labels)
@@ -171,17 +169,17 @@ def _of_domains(
 ) -> list[IntArray]:
     """Gives each client the examples of one domain: client k gets the domain k mod D.
 
-    D is the number of domains. If several clients have the same domain, the examples of this domain
-    are split evenly (±1) among these clients.
+    D is the number of domains. Clients with the same domain share its examples evenly (±1).
     """
     if domains is None:
         raise PartitionError(
-            "the partition 'domain' needs a data set with domains. Choose another partition"
+            "the partition 'domain' cannot divide a data set without domains. Choose another "
+            "partition"
         ).with_code("partition.domain")
     present = np.unique(domains)
     if settings.clients % len(present):
         raise PartitionError(
-            f"partition.clients must be a multiple of the number of domains ({len(present)}), got "
+            f"partition.clients must be a multiple of {len(present)}, the number of domains, got "
             f"{settings.clients}"
         ).with_code("partition.domains")
     parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
@@ -194,18 +192,18 @@ def _of_domains(
 def _of_groups(
     groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Draws K random groups, and gives one to each client, in the order of the groups' numbers."""
+    """Draws K random groups, one for each client, in group order."""
     if groups is None:
         raise PartitionError(
-            "the partition 'natural' needs a data set with groups, such as femnist. Choose another "
+            "the partition 'natural' cannot divide a data set without groups. Choose another "
             "partition"
         ).with_code("partition.natural")
     present, sizes = np.unique(groups, return_counts=True)
     large = present[sizes >= settings.min_group]
     if settings.clients > len(large):
         raise PartitionError(
-            f"partition.clients must be at most the number of groups ({len(large)}) with at least "
-            f"partition.min_group={settings.min_group} examples, got {settings.clients}"
+            f"partition.clients must be at most {len(large)}, the number of groups with "
+            f"partition.min_group={settings.min_group} or more examples, got {settings.clients}"
         ).with_code("partition.groups")
     chosen = np.sort(rng.permutation(large)[: settings.clients])
     order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group
@@ -214,7 +212,7 @@ def _of_groups(
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Gives each client random examples of each class. Their numbers are in `counts` [K, C]."""
+    """Deals random examples to clients, according to the class counts [K, C]."""
     pieces = []
     for c, class_counts in enumerate(counts.T):
         positions = rng.permutation(np.flatnonzero(y == c))
@@ -223,25 +221,25 @@ def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
 
 
 def users_of(data: ImageData) -> IntArray:
-    """Returns the number of the user of each record, int64 [N].
+    """Returns each record's user index, int64 [N].
 
     Raises:
         DataError: the data set does not state the users of its records.
     """
     if data.groups is None:
         raise DataError(
-            f"{data.spec.name} must state the user of each record, because the run protects users. "
-            "Name their column with --user-column, pass groups= to from_arrays, or put a file "
-            f"{USERS_FILE} next to the image folders"
+            f"the users of {data.spec.name} are unknown, but the run protects users. Name their "
+            f"column with --user-column, pass groups= to from_arrays, or put a file {USERS_FILE} "
+            "next to the image folders"
         ).with_code("data.users")
     users: IntArray = data.groups.cpu().numpy()
     return users
 
 
 def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
-    """Checks that no user has records at two clients, so that the guarantee for users holds.
+    """Checks that no user has records at two clients.
 
-    The guarantee holds only if all records of a user are at one client.
+    Otherwise, the guarantee for users would not hold.
 
     Raises:
         PartitionError: a user has records at two clients. The message names both clients.
@@ -256,18 +254,17 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
                 raise PartitionError(
                     f"clients {other} and {client} have records of the same user, so the guarantee "
                     "for users would not hold. Set partition.kind=iid and partition.clients=1, or "
-                    "run `fedsynth synthesize`. Other names for the user at each client would make "
-                    "ε hold at each client separately"
+                    "run `fedsynth synthesize`, or rename the user at each client, so that ε holds "
+                    "at each client separately"
                 ).with_code("partition.users")
 
 
 def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
-    """Limits the records of each user to `limit`. Returns the sorted positions of the chosen
-    records.
+    """Limits each user's records to `limit`. Returns the sorted indices of the chosen records.
 
     The records with the smallest keyed hashes are chosen. The choice for a user depends only on the
-    records of this user and on the public seed, so an additional user does not change it. If a user
-    has equal records, the first ones are chosen.
+    user's own records and on the public seed, so an additional user does not change it. Among equal
+    records, the first ones are chosen.
     """
     part = np.asarray(part, np.int64)
     users = users_of(data)[part]
@@ -283,11 +280,10 @@ def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """Computes a keyed hash of the user of each record at `positions`, uint8 [N, size].
+    """Computes a keyed user hash for each record at `positions`, uint8 [N, size].
 
-    The hash is computed from all records at `positions` that belong to the user, in any order. It
-    does not depend on the number of the user, because an additional user may change the numbers of
-    the others.
+    The hash covers all of the user's records at `positions`, in any order. It does not depend on
+    the user's index, because an additional user may change the indices of others.
     """
     chosen = np.asarray(positions, np.int64)
     users = users_of(data)[chosen]
@@ -304,23 +300,23 @@ def user_digests(
 def hold_out(
     parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
 ) -> tuple[list[IntArray], list[IntArray]]:
-    """Divides the records of each client into a training split and a test split at random.
+    """Divides each client's records into a training and a test split at random.
 
-    Each record is put into the test split with probability `share`. The split of a record depends
-    on the seed, its image and its label, but not on its position. With differential privacy, an
-    additional record must not move other records between the splits. Equal records are in the same
-    split, so no test record is used for training.
+    Each record is put into the test split with probability `share`. A record's split depends on the
+    seed, its image and its label, but not on its index, because an additional record must not move
+    other records between splits. Equal records share a split, so no test record is used for
+    training.
 
     Args:
-        parts: the positions of each client's records in `data`.
-        share: the probability with which a record is put into the test split.
+        parts: the indices of each client's records in `data`.
+        share: the probability of the test split.
         seed: the public seed of the split.
         data: the images of all clients.
-        by_user: whether all records of a user (`data.groups`) stay in one split, for runs that
-            protect users. The split of a user then depends on a hash of all records of this user.
+        by_user: whether each user's records (`data.groups`) stay in one split, for runs that
+            protect users. A user's split then depends on a hash of all of the user's records.
 
     Returns:
-        The training positions and the test positions of each client, sorted.
+        The sorted training and test indices of each client.
     """
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
     data = replace(data, record_bytes=None)  # equal images from different files are equal records

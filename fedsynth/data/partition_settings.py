@@ -1,4 +1,4 @@
-"""The settings that determine how a data set is divided among clients."""
+"""The settings for dividing a data set among clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import unknown_value
 from fedsynth.validation import check_fields, in_range
 
-EXPLICIT = "given"  # the kind of a partition that the caller passes to `simulate`
+EXPLICIT = "given"  # the kind of a partition passed to `simulate`
 DOMAIN, NATURAL = "domain", "natural"
 # The kinds that need only labels.
 BY_LABELS = (
@@ -28,7 +28,7 @@ MAX_CLIENTS = 200_000
 
 @dataclass(frozen=True)
 class PartitionSettings:
-    """The settings that determine how examples are divided among clients.
+    """The settings for dividing examples among clients.
 
     Args:
         kind: the rule by which the examples are divided.
@@ -56,9 +56,9 @@ class PartitionSettings:
         clients: the number of clients K ≥ 1.
         alpha: the concentration > 0 of the Dirichlet kinds and of `quantity`. A smaller value gives
             a more skewed partition.
-        classes_per_client: the number of classes ≥ 1 of each client, for `classes`.
-        missing_classes: the number of classes ≥ 1 that each client lacks, for `missing`.
-        dominant_classes: the number of dominant classes ≥ 1 of each client, for `dominant`.
+        classes_per_client: the number of classes ≥ 1 per client, for `classes`.
+        missing_classes: the number of missing classes ≥ 1 per client, for `missing`.
+        dominant_classes: the number of dominant classes ≥ 1 per client, for `dominant`.
         dominant_share: the share from 0 to 1 of a client's examples in its dominant classes.
             FedFM's public code, with 10 clients, uses a share of 0.46 with 1, 10 and 20 dominant
             classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, and 0.5 with 1 class on CINIC-10.
@@ -105,10 +105,10 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """Returns the number of parts into which the whole data set is divided.
+    """Returns the number of parts in the whole data set.
 
-    This is the number of clients K. With `natural`, it is the published number of groups (or
-    domains) if that is larger, because the clients are then a sample of the groups.
+    The result is the number of clients K. With `natural`, it is the published number of groups (or
+    domains) if larger, because clients are then sampled from the groups.
     """
     return max(
         settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0

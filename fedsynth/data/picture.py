@@ -1,4 +1,4 @@
-"""Draws tables and heat maps of partitions, and grids of images, with Pillow."""
+"""Draws partition tables and heat maps, and image grids, with Pillow."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Counts = npt.NDArray[np.integer] | Sequence[Sequence[int]]
 Numbers = npt.NDArray[Any]
 
 MAX_ROWS, MAX_COLUMNS = 40, 26
-# The number of classes that a row lists if there are too many classes for one column each.
+# The number of classes listed in a row if there are too many for one column each.
 TOP_CLASSES = 6
 
 GREY, WHITE, DARK_BLUE = 200, (255, 255, 255), (8, 48, 107)
 FONT_SIZE, TITLE_HEIGHT, CELL_SIDE, MARGIN = 16, 40, 26, 12
-# The maximum number of characters of a name in a picture.
+# The maximum length of a name in a picture.
 MAX_NAME = 12
 
 MIN_IMAGE_SIDE = 48
@@ -32,7 +32,7 @@ _FONT = ImageFont.load_default(FONT_SIZE)
 
 
 def partition_table(counts: Counts) -> str:
-    """Formats a matrix of counts [K, C] as a text table with a row for each client.
+    """Formats a count matrix [K, C] as a text table with a row for each client.
 
     Each class has a column. With more than 26 classes, a row lists the client's largest classes
     instead. With more than 40 clients, the rows in the middle are omitted. The last line summarises
@@ -73,12 +73,12 @@ def _spread(values: Numbers) -> str:
 
 
 def partition_png(counts: Counts, path: Path) -> None:
-    """Draws a heat map of a matrix of counts [K, C], with clients as rows and classes as columns.
+    """Draws a count matrix [K, C] as a heat map, with clients as rows and classes as columns.
 
     Darker cells have larger counts, and white cells have none.
 
     Args:
-        counts: the number of examples of each class at each client.
+        counts: the example counts of (client, class) pairs.
         path: the PNG file.
 
     Raises:
@@ -104,14 +104,14 @@ def partition_png(counts: Counts, path: Path) -> None:
 def by_class(
     images_uint8_NCHW: Tensor, labels_N: Tensor, class_names: Sequence[str], columns: int
 ) -> tuple[Tensor, list[str]]:
-    """Lays images out as a grid, with a row for each class that has images.
+    """Arranges images in a grid, with a row for each class with images.
 
     Args:
         images_uint8_NCHW: the images.
-        labels_N: the class of each image.
+        labels_N: the image classes.
         class_names: the names of all classes.
-        columns: the number of images in a row. If a class has more images, only the first ones are
-            shown. If it has fewer, the row is filled with grey.
+        columns: the number of images in a row. Only the first images of larger classes are shown,
+            and rows of smaller classes are filled with grey.
 
     Returns:
         The images [rows · columns, C, H, W], and the name of each row.
@@ -129,7 +129,7 @@ def by_class(
 def image_grid_png(
     images_uint8_NCHW: Tensor, path: Path, columns: int, row_names: Sequence[str] = ()
 ) -> None:
-    """Draws images as a grid in one picture, with `columns` images in each row.
+    """Draws images as a grid in one picture, with `columns` images per row.
 
     Images may be grey or coloured. Thin lines separate them, and small images are scaled up. The
     names of the rows are on the left.
@@ -156,9 +156,9 @@ def image_grid_png(
 
 
 def _grid(images_NCHW: Tensor, columns: int) -> Tensor:
-    """Returns coloured images side by side, [3, H, W], with lines of one pixel around them.
+    """Tiles coloured images, [3, H, W], with one-pixel lines around them.
 
-    The result is that of `torchvision.utils.make_grid`, whose import takes seconds.
+    The result equals `torchvision.utils.make_grid`, whose import takes seconds.
     """
     count, _, height, width = images_NCHW.shape
     columns = min(columns, count)

@@ -30,20 +30,20 @@ from fedsynth.files import open_regular, read_regular
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
-# The formats that Pillow may decode. Pillow detects the format from the content of a file and not
-# from its extension. For some formats that are not listed here it would start Ghostscript.
+# The formats that Pillow may decode. Pillow detects formats by a file's content, not by its
+# extension, and starts Ghostscript for some unlisted formats.
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF")
-# The maximum number of pixels of an image. A decoded image of this size takes up to 134 MB.
+# The maximum number of pixels in an image. The decoded image takes up to 134 MB.
 MAX_PIXELS = 2**25
 
 MAX_IMAGE_BYTES = 3 * MAX_PIXELS
-# The maximum number of scans in a JPEG file. The decoder passes over the whole image once for each
-# scan. Cameras and editors write about ten scans.
+# The maximum number of scans in a JPEG file. Decoding passes over the whole image once per scan.
+# Cameras and editors write about ten scans.
 MAX_SCANS = 100
 
 _LARGE_PIXELS = 2**20
 _LARGE_IMAGE_LOCK = Lock()
-# The centre and width of the range of 16-bit levels.
+# The centre and width of the 16-bit range.
 _RANGE_OF_16_BITS = (65535 / 2, 65535.0)
 
 _EXIF_ORIENTATION = 0x0112
@@ -53,10 +53,10 @@ PAGES_LOST = "images that are the first page of several"
 
 
 class ImageHeader(NamedTuple):
-    """The facts in the header of an image file.
+    """The facts in an image file's header.
 
     Attributes:
-        height, width: the size in pixels after the image is turned upright.
+        height, width: the size in pixels of the upright image.
         grey: whether the image is grey.
     """
 
@@ -66,10 +66,10 @@ class ImageHeader(NamedTuple):
 
 
 def images_in(folder: Path) -> list[Path]:
-    """Lists the image files of a folder by name, without hidden files.
+    """Lists a folder's image files by name, without hidden files.
 
     Raises:
-        FileNotFoundError: the folder does not exist or has no image.
+        FileNotFoundError: the folder does not exist or contains no images.
         OSError: the folder cannot be listed.
     """
     files = sorted(folder.iterdir())
@@ -80,18 +80,17 @@ def images_in(folder: Path) -> list[Path]:
 
 
 def read_headers(paths: Sequence[Path]) -> tuple[list[ImageHeader], dict[int, str]]:
-    """Reads the headers of image files.
+    """Reads image file headers.
 
-    Returns the headers of the files that can be read, and a dictionary with a description of the
-    fault of each other file. The keys of the dictionary are positions in `paths`.
+    Returns the readable files' headers, and a dictionary that maps the other files' indices in
+    `paths` to fault descriptions.
     """
     headers, faults = _attempt(_read_header, paths)
     return list(filter(None, headers)), faults
 
 
 def is_image(path: Path) -> bool:
-    """Returns True if a file is an image that a user's folder may contain, judged by its name or,
-    for DICOM files without an extension, by its first bytes."""
+    """Detects image files by name or, for DICOM files without an extension, by first bytes."""
     return path.suffix.lower() in EXTENSIONS or medical.medical_reader(path) is not None
 
 
@@ -100,14 +99,13 @@ def read_pixels(
 ) -> tuple[Bytes, dict[int, str], Counter[str]]:
     """Decodes image files into one array, uint8 [N, channels, height, width].
 
-    Images of another size are resized (Lanczos), without keeping their aspect ratio. Grey images
-    become colour images with three equal channels, and colour images become grey by luma. The
-    window of `decoding` scales the levels of images with more than 8 bits. Transparent images are
-    shown on white, and photographs are turned upright according to their EXIF data.
+    Images are resized (Lanczos) without keeping their aspect ratio. Grey channels are repeated for
+    colour, and colour images become grey by luma. `decoding.window` scales images with more than 8
+    bits. Transparent images are shown on white, and photographs are turned upright according to
+    EXIF data.
 
-    Returns the images, a dictionary with a description of the fault of each file that cannot be
-    read, and the number of images by what their conversion lost. The keys of the dictionary are
-    positions in `paths`. The images of the unreadable files are black.
+    Returns the images, a dictionary that maps unreadable files' indices in `paths` to fault
+    descriptions, and image counts by conversion loss. Unreadable images are black.
     """
     images = np.zeros((len(paths), channels, height, width), np.uint8)
     losses: Counter[str] = Counter()
@@ -128,9 +126,9 @@ def read_pixels(
 
 
 def file_hashes(paths: Sequence[Path]) -> Bytes:
-    """Computes the SHA-256 hash of each file, uint8 [N, 32].
+    """Computes SHA-256 file hashes, uint8 [N, 32].
 
-    The hash of a file that cannot be read is 0.
+    Unreadable files get the hash 0.
     """
     hashes = np.zeros((len(paths), hashlib.sha256().digest_size), np.uint8)
 
@@ -144,9 +142,9 @@ def file_hashes(paths: Sequence[Path]) -> Bytes:
 
 
 def read_patients(paths: Sequence[Path]) -> list[str]:
-    """Returns a hash of the patient ID of each DICOM file.
+    """Returns hashed patient IDs from DICOM files.
 
-    The hash of a file that is not DICOM, has no ID or cannot be read is an empty string.
+    Files without a readable ID get an empty string.
     """
 
     def read(path: Path) -> str:
@@ -157,12 +155,12 @@ def read_patients(paths: Sequence[Path]) -> list[str]:
 
 
 def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = False) -> Bytes:
-    """Decodes the image files of a published data set into one array, uint8 [N, C, H, W].
+    """Decodes a published data set's image files into one array, uint8 [N, C, H, W].
 
-    If `resize` is true, images of another size are resized (Lanczos). Otherwise they are refused.
+    Images of the wrong size are resized (Lanczos) if `resize` is true, and refused otherwise.
 
     Raises:
-        DataFilesCorruptError: a file is not an image, or does not have the data set's size.
+        DataFilesCorruptError: a file is not an image, or has the wrong size.
     """
     images = np.empty((len(paths), *spec.image_shape), np.uint8)
 
@@ -170,8 +168,8 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
         with opened_image(paths[position]) as image:
             if not resize and image.size != (spec.width, spec.height):
                 raise ValueError(
-                    f"the image is {image.width}×{image.height}, but images of {spec.name} are "
-                    f"{spec.width}×{spec.height}. Extract the data set again"
+                    f"the image is {image.width}×{image.height}, not {spec.width}×{spec.height} as "
+                    f"in {spec.name}. Extract the data set again"
                 )
             images[position] = decoded(image, *spec.image_shape)
 
@@ -185,7 +183,7 @@ def read_images(paths: Sequence[Path], spec: DatasetSpec, *, resize: bool = Fals
 def opened_image(path: Path) -> Iterator[Image.Image]:
     """Opens an image file and reads its header.
 
-    A lock ensures that only one large image is decoded at a time.
+    With a lock, only one large image is decoded at a time.
 
     Raises:
         OSError: the file cannot be read or is not an image.
@@ -201,17 +199,17 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
         pixels = image.width * image.height
         if pixels > MAX_PIXELS:
             size = f"{image.width}×{image.height}"
-            raise ValueError(f"the image is {size}, but may have at most {MAX_PIXELS:,} pixels")
+            raise ValueError(f"the image is {size}, above the limit of {MAX_PIXELS:,} pixels")
         with _LARGE_IMAGE_LOCK if pixels > _LARGE_PIXELS else nullcontext():
             yield image
 
 
 def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], dict[int, str]]:
-    """Calls `read` for each item in threads. If a call fails, the other calls still run.
+    """Calls `read` for each item in threads.
 
-    Returns the results, with None for each failed call, and a dictionary with a description of the
-    fault of each failed item. The keys of the dictionary are positions in `items`. Threads make
-    this faster, because image decoding releases the interpreter's lock.
+    Failed calls do not stop others. Returns the results, with None for failed calls, and a
+    dictionary that maps the failed items' indices in `items` to fault descriptions. Threads speed
+    up image decoding, which releases the interpreter's lock.
     """
     faults: dict[int, str] = {}
 
@@ -235,7 +233,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 
 def _read_header(path: Path) -> ImageHeader:
     if medical.medical_reader(path) is not None:
-        # any window, so that a bad window in the file does not matter to a run with its own
+        # any window, so that a bad window in the file does not stop a run with its own
         values = read_picture(path, Decoding(window=(0.5, 1.0))).values
         return ImageHeader(len(values), values.shape[1], values.ndim == 2)
     with opened_image(path) as image:
@@ -254,7 +252,7 @@ def _is_grey(image: Image.Image) -> bool:
 
 
 def read_picture(path: Path, decoding: Decoding) -> Picture:
-    """Decodes an image file, turned upright, and lists what the decoding lost."""
+    """Decodes an image file upright, and lists what the decoding lost."""
     reader = medical.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:
@@ -285,12 +283,12 @@ def read_picture(path: Path, decoding: Decoding) -> Picture:
 
 
 def decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:
-    """Decodes an image as an array uint8 [channels, height, width]."""
+    """Decodes an image to uint8 [channels, height, width]."""
     mode = {1: "L", 3: "RGB"}[channels]
     plain = image.convert(mode).resize((width, height), Image.Resampling.LANCZOS)
     return np.asarray(plain, np.uint8).reshape(height, width, channels).transpose(2, 0, 1)
 
 
 def _has_wide_levels(image: Image.Image) -> bool:
-    """Returns True if an image is grey with more than 8 bits. Pillow would clip levels above 255."""
+    """Returns True for grey images with more than 8 bits, whose levels Pillow would clip to 255."""
     return image.mode.startswith(("I", "F"))

@@ -1,9 +1,8 @@
-"""Reads the published data sets that are folders of files.
+"""Reads the published data sets in folders.
 
-Tiny-ImageNet and CINIC-10 have a folder for each class, and keep their published image size.
-Office-Caltech-10 and DomainNet-10 have folders for domains and classes, and their images are
-resized to 64×64. MNIST-M has lists of images with their labels. Each reader returns a training and a
-test split.
+Tiny-ImageNet and CINIC-10 have class folders, and keep their published image size.
+Office-Caltech-10 and DomainNet-10 have domain and class folders, and are resized to 64×64. MNIST-M
+has lists of labelled images. Each reader returns a training and a test split.
 
 FEMNIST, handwritten characters grouped by writer, consists of the JSON files that LEAF writes
 (Caldas et al., 2018, arXiv 1812.01097). The files `femnist/train/*.json` and `femnist/test/*.json`
@@ -41,9 +40,9 @@ _DOMAINNET_LINE = re.compile(r"(?P<domain>[a-z]+)/(?P<name>[^/]+)/(?P<file>[^/]+
 
 
 class LabelledFile(NamedTuple):
-    """An image file with the numbers of its class and domain.
+    """An image file with its class and domain indices.
 
-    The domain is 0 if the data set has no domains.
+    Without domains, the index is 0.
     """
 
     path: Path
@@ -56,9 +55,8 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
     The training images are tiny-imagenet-200/train/WNID/images/*. The test images are val/images/*,
     with the labels in val/val_annotations.txt, because the images in `test` have no labels. Classes
-    are numbered in the sorted order of the WordNet numbers in wnids.txt. The file has another
-    order, but other readers also sort the names of the class folders. Grey images become colour
-    images with three equal channels.
+    are in the sorted order of the WordNet numbers in wnids.txt. The file's own order differs, but
+    other readers also sort class folders by name. Grey channels are repeated for colour.
 
     Raises:
         OSError, DataFilesCorruptError: a list or an image is missing or invalid.
@@ -68,7 +66,7 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     names = sorted(set("\n".join(_lines(wnids)).split()))
     if len(names) != spec.classes or not all(map(_WORDNET_NUMBER.fullmatch, names)):
         raise DataFilesCorruptError(
-            f"{wnids} must list {spec.classes} different WordNet numbers such as n01443537. "
+            f"{wnids} does not list {spec.classes} different WordNet numbers such as n01443537. "
             "Unpack the data set again"
         ).with_code("data.wordnet")
     train = []
@@ -85,10 +83,10 @@ def read_tiny_imagenet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
         elif line.strip():
             raise DataFilesCorruptError(
                 f"line {number} of {annotations} must be a file name, a tab and a WordNet number "
-                f"that is in wnids.txt, got {line[:80]!r}"
+                f"from wnids.txt, got {line[:80]!r}"
             ).with_code("data.line")
     if not test:
-        raise DataFilesCorruptError(f"{annotations} lists no image. Unpack the data set again")
+        raise DataFilesCorruptError(f"{annotations} lists no images. Unpack the data set again")
     return _load(train, spec), _load(test, spec)
 
 
@@ -96,12 +94,11 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     """Reads CINIC-10.
 
     The training images are CINIC-10/train/CLASS/*.png, and the test images are
-    CINIC-10/test/CLASS/*.png. The images in CINIC-10/valid are not used. The authors of CINIC-10
-    mention that valid may be merged into train, but federated papers use only the 90,000 images of
-    train.
+    CINIC-10/test/CLASS/*.png. The images in CINIC-10/valid are not used. CINIC-10's authors mention
+    merging valid into train, but federated papers use only the 90,000 train images.
 
     Raises:
-        OSError, DataFilesCorruptError: a class is missing, or a file is not an image of 32×32.
+        OSError, DataFilesCorruptError: a class is missing, or a file is not a 32×32 image.
     """
     splits = []
     for split in ("train", "test"):
@@ -112,7 +109,7 @@ def read_cinic10(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     return splits[0], splits[1]
 
 
-# The names of class folders that are spelled differently in some releases of Office-Caltech-10.
+# The class folders with other spellings in some releases of Office-Caltech-10.
 OTHER_NAMES = {"backpack": "back_pack"}
 
 
@@ -137,7 +134,7 @@ def read_office_caltech(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads DomainNet-10 according to the official lists of training and test images.
+    """Reads DomainNet-10 according to the official training and test lists.
 
     The lists are domainnet/DOMAIN_train.txt and domainnet/DOMAIN_test.txt, next to the unpacked
     folders. Their lines have the form "DOMAIN/CLASS/FILE number".
@@ -154,11 +151,10 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 def read_domainnet_list(
     folder: Path, split: str, domain: int, spec: DatasetSpec
 ) -> list[LabelledFile]:
-    """Reads the official list of one domain and split, and returns the listed files of the ten
-    classes.
+    """Reads one domain and split's official list, and returns the files of the ten classes.
 
-    The class is taken from the folder in the path. The number in the list is not used, because it
-    counts all 345 classes of DomainNet.
+    The class is the folder in the path. The listed number is not used, because it counts all 345
+    classes of DomainNet.
     """
     path = folder / f"{spec.domains[domain]}_{split}.txt"
     files = []
@@ -177,10 +173,10 @@ def read_domainnet_list(
 
 
 def read_mnist_m(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads MNIST-M (Ganin et al., 2016) as a domain of Digits-Five, whose size the images get.
+    """Reads MNIST-M (Ganin et al., 2016) at the image size of Digits-Five.
 
-    The release of images of 32×32 pixels has the lists mnist_m/mnist_m_train_labels.txt and
-    mnist_m/mnist_m_test_labels.txt, next to the folders with the images.
+    The 32×32 release has the lists mnist_m/mnist_m_train_labels.txt and
+    mnist_m/mnist_m_test_labels.txt, next to the image folders.
     """
     folder = root / "mnist_m"
     train, test = (read_mnist_m_list(folder, split) for split in ("train", "test"))
@@ -188,7 +184,7 @@ def read_mnist_m(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_mnist_m_list(folder: Path, split: str) -> list[LabelledFile]:
-    """Reads the list of one split, whose lines have the form "00000001.png 5"."""
+    """Reads one split's list, with lines such as "00000001.png 5"."""
     path = folder / f"mnist_m_{split}_labels.txt"
     files = []
     for number, line in enumerate(_lines(path), 1):
@@ -201,12 +197,12 @@ def read_mnist_m_list(folder: Path, split: str) -> list[LabelledFile]:
                 f"line {number} of {path} must be 'NUMBER.png LABEL', got {line[:80]!r}"
             ).with_code("data.line")
     if not files:
-        raise DataFilesCorruptError(f"{path} lists no image. Unpack the data set again")
+        raise DataFilesCorruptError(f"{path} lists no images. Unpack the data set again")
     return files
 
 
 def _files_of_class(folder: Path, label: int, domain: int = 0) -> list[LabelledFile]:
-    """Returns the image files in the folder of one class, sorted by name."""
+    """Lists the image files in one class folder by name."""
     return [LabelledFile(path, label, domain) for path in images_in(folder)]
 
 
@@ -214,14 +210,15 @@ def _lines(path: Path) -> list[str]:
     try:
         return read_text(path, MAX_LIST_BYTES).splitlines()
     except UnicodeDecodeError:
-        raise DataFilesCorruptError(f"{path} is not a text file in UTF-8") from None
+        raise DataFilesCorruptError(
+            f"{path} is not UTF-8 text. Unpack the data set again"
+        ) from None
 
 
 def _load(files: Sequence[LabelledFile], spec: DatasetSpec) -> Split:
-    """Reads the images of one split.
+    """Reads one split's images.
 
-    Images are resized only if the data set has domains, because the other data sets have one image
-    size.
+    Only data sets with domains are resized, because the others have a single image size.
     """
     paths, labels, domains = zip(*files, strict=True)
     images = read_images(paths, spec, resize=bool(spec.domains))
@@ -231,10 +228,10 @@ def _load(files: Sequence[LabelledFile], spec: DatasetSpec) -> Split:
     return Split(images, y, domains=np.array(domains, np.int64))
 
 
-# Size limit of a JSON file. LEAF writes a file of about 250 MB for each hundred writers.
+# Size limit for a JSON file. LEAF writes about 250 MB for each hundred writers.
 MAX_JSON_BYTES = 2**30
 
-# The images or tokens and the labels of each user in files of LEAF.
+# Each user's images (or tokens) and labels in LEAF's files.
 Users = dict[str, tuple[npt.NDArray[Any], IntArray]]
 
 
@@ -254,14 +251,14 @@ class _LeafFile(BaseModel):
 
 
 def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads the training and test splits of FEMNIST, whose groups are the writers.
+    """Reads FEMNIST's training and test splits.
 
-    The writers of the training split are numbered in the order of their names. Writers who have
-    only test examples, as LEAF's option `-t user` creates them, get the next numbers.
+    The groups are the writers. Training writers are numbered in name order, followed by writers
+    with only test examples (LEAF's option `-t user`).
 
     Raises:
         OSError: a split has no JSON file.
-        DataFilesCorruptError: a file does not have the form that LEAF writes.
+        DataFilesCorruptError: a file does not have LEAF's format.
     """
     folder = root / "femnist"
     read = partial(_read_file, spec=spec)
@@ -269,10 +266,10 @@ def read_femnist(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def splits_of(train: Users, test: Users) -> tuple[Split, Split]:
-    """Returns the records of all users as a training and a test split, whose groups are the users.
+    """Joins all users' records into a training and a test split.
 
-    The users of the training split are numbered in the order of their names, and then those who
-    have only test records.
+    The groups are the users. Training users are numbered in name order, followed by users with only
+    test records.
     """
     names = [*sorted(train), *sorted(test.keys() - train.keys())]
     return _split(train, names), _split(test, names)
@@ -292,11 +289,11 @@ def _split(users: Users, names: list[str]) -> Split:
 
 
 def read_users(folder: Path, read: Callable[[Path], Users], pattern: str = "*.json") -> Users:
-    """Reads the users of all files of a folder with the function `read`.
+    """Reads the users from all files in a folder with the function `read`.
 
     Raises:
-        FileNotFoundError: the folder has no file of this pattern.
-        OSError, DataFilesCorruptError: `read` raises it, or two files have the same user.
+        FileNotFoundError: no file in the folder matches the pattern.
+        OSError, DataFilesCorruptError: raised by `read`, or two files contain the same user.
     """
     paths = sorted(folder.glob(pattern))
     if not paths:
@@ -308,17 +305,16 @@ def read_users(folder: Path, read: Callable[[Path], Users], pattern: str = "*.js
         if duplicates:
             user = one_line(repr(duplicates[0]), 80)
             raise DataFilesCorruptError(
-                f"{path} contains user {user}, as does another file. Create the files again"
+                f"{path} contains user {user}, who is also in another file. Create the files again"
             ).with_code("data.writer")
         users.update(file_users)
     return users
 
 
 def _read_file(path: Path, spec: DatasetSpec) -> Users:
-    """Reads one JSON file of LEAF. Returns a dictionary from each writer's name to the images and
-    labels.
+    """Reads images and labels by writer name from one of LEAF's JSON files.
 
-    Images are uint8 [n, 1, 28, 28], with the values x of the file scaled to rint(255x).
+    Images are uint8 [n, 1, 28, 28]: rint(255x) for the file's values x.
     """
     with faults_as(DataFilesCorruptError, f"{path} is not a LEAF file"):
         content = _LeafFile.model_validate_json(read_regular(path, MAX_JSON_BYTES))
@@ -328,7 +324,8 @@ def _read_file(path: Path, spec: DatasetSpec) -> Users:
         writer = f"writer {one_line(repr(name), 80)} in {path}"
         if set(map(len, data.x)) != {pixels} or len(data.x) != len(data.y):
             raise DataFilesCorruptError(
-                f"{writer} must have images with {pixels} numbers, and as many labels"
+                f"{writer} must have images of {pixels} numbers and as many labels. Create the "
+                "files again"
             ).with_code("data.writer_images")
         images = np.rint(255 * np.array(data.x)).astype(np.uint8)
         writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))

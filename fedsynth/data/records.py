@@ -1,6 +1,6 @@
-"""The table of an owner's records: where each comes from, and its label, site and user.
+"""The table of an owner's records, with their origins, labels, sites and users.
 
-Folders, files and hubs all give this table. `own_data` makes the data of a run from it.
+Folders, files and hubs all give a table, which `own_data` converts to a run's data.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _WORDS_OF_SPLITS = {"set", "data", "image", "images", "split"}
 
 
 class Entry(NamedTuple):
-    """A file, link or empty folder below the folder of images.
+    """A file, link or empty folder below the image folder.
 
     Attributes:
         kind: one of the constants `IMAGE`, `HIDDEN`, `BROKEN_LINK`, `EMPTY`, `NO_EXTENSION`,
-            `NOT_DECLARED` and `NO_USER`. If none of them applies, the kind is the file's extension.
-        path: the path relative to the folder of images.
+            `NOT_DECLARED` and `NO_USER`. Otherwise, the kind is the file's extension.
+        path: the path relative to the image folder.
     """
 
     kind: str
@@ -43,22 +43,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """The records of an owner, as a table.
+    """An owner's records, as a table.
 
     Attributes:
         root: the folder or file.
-        values: the path of each image relative to the folder, with `/`, in an array of objects. For
-            a file, the features [N, …], uint8 or float32.
-        labels: the class name of each record.
-        sites: the site name of each record. The names are empty strings if there are no sites.
-        users: the user name of each record, or an empty string if it is not known.
-        stated: the names of the classes in the order that a file states, or an empty tuple.
-        excluded: the files that are not images. A run refuses the folder because of them, unless a
-            setting skips them.
-        ignored: the hidden files, and the empty folders of classes that have images elsewhere. They
-            are always skipped.
-        skipped: the paths of images that cannot be read and were skipped.
-        notes: sentences about columns of the lists that are not used.
+        values: image paths relative to the folder, with `/`, as an object array. For a file, the
+            features [N, …], uint8 or float32.
+        labels: the records' class names.
+        sites: the records' site names, which are empty strings without sites.
+        users: the records' user names, or empty strings if unknown.
+        stated: the class names in the order stated in a file, or an empty tuple.
+        excluded: files other than images. A run refuses them unless a setting skips them.
+        ignored: hidden files, and empty folders of classes with images elsewhere. Always skipped.
+        skipped: the paths of skipped unreadable images.
+        notes: sentences about unused list columns.
     """
 
     root: Path
@@ -77,19 +75,19 @@ class Records:
 
     @property
     def are_images(self) -> bool:
-        """True if the records are image files, and not values."""
+        """True if the records are image files, not values."""
         return self.values.dtype == object
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names of the classes without repetition, in the order of `in_order`."""
+        """The distinct class names, in the order of `in_order`."""
         return in_order(self.labels)
 
     @property
     def site_names(self) -> tuple[str, ...]:
-        """The names of the sites without repetition, in the order of `in_order`.
+        """The distinct site names, in the order of `in_order`.
 
-        The result is empty if there are no sites.
+        The result is empty without sites.
         """
         return in_order(self.sites[self.sites != ""])
 
@@ -99,9 +97,9 @@ class Records:
         return list(map(self.root.joinpath, self.values))
 
     def select(self, rows: npt.NDArray[Any]) -> Records:
-        """Returns the records that `rows` selects.
+        """Selects records.
 
-        `rows` contains positions of records, or a boolean for each record.
+        `rows` contains record indices, or a boolean for each record.
         """
         columns = {
             name: getattr(self, name)[rows] for name in ("values", "labels", "sites", "users")
@@ -110,10 +108,10 @@ class Records:
 
 
 def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
-    """Replaces labels 0, 1, … with the names of the classes at these positions.
+    """Replaces labels 0, 1, … with class names, by index.
 
-    Labels that are names, or other numbers, are not changed. If some names are numbers, or the
-    records are images in folders, all labels are names.
+    Names and out-of-range numbers are not changed. If some class names are numbers, or the records
+    are images in folders, all labels are names.
     """
     numbers = set(map(str, range(len(class_names))))
     if records.are_images or numbers & set(class_names) or not set(records.labels) <= numbers:
@@ -122,7 +120,7 @@ def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
 
 
 def counted(entries: Iterable[Entry]) -> str:
-    """Describes in one line how many entries there are of each kind, with one example each."""
+    """Counts entries by kind, in one line with an example of each."""
     paths: dict[str, list[PurePosixPath]] = {}
     for kind, path in sorted(entries):
         paths.setdefault(kind, []).append(path)
@@ -134,16 +132,16 @@ def counted(entries: Iterable[Entry]) -> str:
 
 
 def names_array(values: Iterable[str]) -> Names:
-    """Stores texts as an array of objects."""
+    """Stores texts as an object array."""
     return np.array(list(values), dtype=object)
 
 
 def check_names(records: Records) -> None:
-    """Checks that no two names of classes or of sites are spellings of one name, such as "T-shirt"
-    and "t_shirt", and that the names are not those of splits.
+    """Checks that class and site names are neither spellings of one name, such as "T-shirt" and
+    "t_shirt", nor split names.
 
     Raises:
-        DataError: two names are spellings of one name, or two names are such as "train" and "test".
+        DataError: two names are spellings of one name, or split names such as "train" and "test".
     """
     for kind, names in (("classes", records.class_names), ("sites", records.site_names)):
         spellings: dict[str, str] = {}
@@ -152,8 +150,8 @@ def check_names(records: Records) -> None:
             other = spellings.setdefault(folded_name(name), name)
             if other != name:
                 raise DataError(
-                    f"two {kind} have the similar names {other!r} and {name!r}. Rename the folder or "
-                    "label of one of them"
+                    f"the {kind} {other!r} and {name!r} are spellings of one name. Rename one of "
+                    "them"
                 ).with_code("data.names")
             tokens = set(words_of(name)) - _WORDS_OF_SPLITS
             if tokens and tokens <= SPLITS.keys():
@@ -162,29 +160,28 @@ def check_names(records: Records) -> None:
 
 
 def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") -> None:
-    """Checks that all records are of one split.
+    """Checks that all records belong to one split.
 
     Args:
-        names: the names that the data have for their splits.
+        names: the split names in the data.
         place: where the names are, such as " in manifest.csv".
         kind: what the names are.
 
     Raises:
-        DataError: there are several names, and a run would train on the test records.
+        DataError: several splits exist, so a run would train on the test records.
     """
     splits = in_order(names)
     if len(splits) > 1:
         raise DataError(
-            f"the {kind} {one_line(', '.join(splits))}{place} are parts of a data set, and a run "
-            "would train on all of them. Pass the training records alone as data.folder, and the "
-            "test records as data.test_folder"
+            f"a run would train on all of the {kind} {one_line(', '.join(splits))}{place}. Pass "
+            "only the training records as data.folder, and the test records as data.test_folder"
         ).with_code("data.splits")
 
 
 def note_shared_users(train: Records, test: Records, note: Note) -> None:
-    """Warns the user if people may have both training and test records.
+    """Warns if people may have both training and test records.
 
-    Two lists may use the same name for different people, such as the numbers 0, 1, ….
+    Two lists may also use the same names, such as 0, 1, …, for different people.
 
     Args:
         train, test: the training and test records.
@@ -194,23 +191,24 @@ def note_shared_users(train: Records, test: Records, note: Note) -> None:
     in_both = people & set(train.users)
     if in_both:
         note(
-            f"warning: {len(in_both)} of {len(people)} users in the test images have the name of a "
-            "user in the training images. If they are the same people, the accuracy for new users "
-            "may be lower"
+            f"warning: {len(in_both)} of {len(people)} user names in the test images also occur in "
+            "the training images. If they are the same people, the accuracy for new users may be "
+            "lower"
         )
 
 
 def by_site(
     records: Records, declared: Sequence[str] | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
-    """Groups the records by site. Returns the positions of each site's records, and the sites' names.
+    """Groups records by site.
 
-    `site_names` makes the names valid as names of ledgers. The result is (None, None) if the records
-    have no sites. `declared` are the names in the declaration, or None without one.
+    Returns the record indices and site names. `site_names` makes the names valid as ledger names.
+    Without sites, the result is (None, None). `declared` are the declaration's site names, or None
+    without a declaration.
     """
     names = records.site_names
     if declared is not None and names:
-        names = tuple(declared)  # none if all images are declared to be one owner's
+        names = tuple(declared)  # empty if the declaration names one owner
     if not names:
         return None, None
     positions = tuple(np.flatnonzero(records.sites == name) for name in names)
@@ -218,11 +216,11 @@ def by_site(
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Converts the names of sites to valid names of clients and ledgers.
+    """Converts site names to valid client and ledger names.
 
-    Each character that is not allowed becomes `_`, and a hash of the original name is appended to
-    each changed name. The result for a site does not depend on the other sites, unless two names
-    differ only in case or in characters that are not allowed.
+    Forbidden characters become `_`, and a hash of the original name is appended to changed names. A
+    site's result does not depend on other sites, unless two names differ only in case or in
+    forbidden characters.
 
     >>> site_names(["Nord", "Süd"])
     ('Nord', 'S_d-be833b')

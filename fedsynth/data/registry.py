@@ -1,10 +1,8 @@
-"""The data sets that fedsynth knows by name. This module does not import torch, because the
-command line's `--help` needs it.
+"""The data sets known by name. The module does not import torch, so that `--help` is fast.
 
-Every value in the `DatasetSpec` of a published data set is a published constant from datasets.toml.
-No value is computed from the examples, so runs with differential privacy may use all values. For
-example, they divide by the size of the training split, and normalise with the mean and the standard
-deviation.
+Every value in a published data set's `DatasetSpec` is a published constant from datasets.toml. No
+value is computed from the examples, so runs with differential privacy may use all of them. For
+example, they divide by the training set's size, and normalise by mean and standard deviation.
 """
 
 from __future__ import annotations
@@ -24,13 +22,13 @@ from pydantic import ConfigDict, TypeAdapter
 from fedsynth.errors import SettingError, faults_as, short_repr, unknown_name
 
 MAX_NAME = 200
-MAX_BOUND = 1e30  # of the values of floating-point data, so that float32 does not overflow
-# The tasks of data sets: the label of an image is a class, or a mask with a class for each pixel.
+MAX_BOUND = 1e30  # of floating-point values, so that float32 does not overflow
+# The tasks: an image's label is a class, or a mask with a class for each pixel.
 CLASSIFICATION, SEGMENTATION = "classification", "segmentation"
 MAX_MASK_CLASSES = 255  # masks are stored as bytes
-MAX_VOCABULARY = 2**24  # float32, the type of a network's inputs, represents such tokens exactly
-# Default mean and standard deviation of pixels in [0, 1]. They are constants because a mean
-# that is computed from the images would reveal exact information about them.
+MAX_VOCABULARY = 2**24  # float32, the network input type, represents all such tokens exactly
+# Default pixel mean and standard deviation, for pixels in [0, 1]. Constants, because a mean
+# computed from the images would reveal exact information about them.
 MEAN, STD = 0.5, 0.25
 
 _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
@@ -38,40 +36,39 @@ _WHOLE_NUMBER = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The shape, sizes and constants of a data set.
+    """A data set's shape, sizes and constants.
 
     To use custom images, pass their specification to `from_arrays`.
 
     Args:
         name: the name in reports and file names.
-        channels: the number of channels C of an image [C, H, W].
-        height: the height H of an image in pixels.
-        width: the width W of an image in pixels.
+        channels: the number of channels C in an image [C, H, W].
+        height: the image height H in pixels.
+        width: the image width W in pixels.
         classes: the number of classes.
-        train_size: the published number of training examples, which is never read from the data.
-        test_size: the published number of test examples, which is never read from the data.
+        train_size: the published number of training examples, never read from the data.
+        test_size: the published number of test examples, never read from the data.
         mean: the mean of each channel, for pixels in [0, 1].
         std: the standard deviation of each channel, for pixels in [0, 1].
-        class_names: the name of each class.
+        class_names: the class names.
         source: the origin of the data.
-        domains: the names of the domains that examples come from, if the data set has domains.
-        groups: the published number of writers or devices, or 0 if it is unknown. The nominal
-            number of examples of a writer is computed from it.
+        domains: the domain names, if the data set has domains.
+        groups: the published number of writers or devices, or 0 if unknown. It determines a
+            writer's nominal number of examples.
         bounds: the smallest and the largest value of floating-point data, such as embeddings or
-            time series. fedsynth stores them as float32, scaled to [0, 1] by these bounds. They are
-            public, so they must not be computed from the data. Images of bytes have none.
-        encoder: a text that describes the encoder whose vectors the data are, with a hash of its
-            weights. Empty for data that were not encoded.
-        encoded_shape: the shape (C, H, W) of the images that were encoded.
-        window: the centre and the width of the range of levels that is shown from black to white,
-            for image files with more than 8 bits. None takes the window in each file.
-        slice: the slice of a volume, or the frame of a file with several frames, counted from 0.
-            −1 takes the middle one.
-        task: "classification", or "segmentation" if the label of an image is a mask [H, W], whose
-            values are classes.
-        vocabulary: the number of different tokens, if records are sequences of tokens such as
-            characters or words, and 0 otherwise. The shape is (1, 1, T), where T is the length of a
-            sequence. A network's inputs are the tokens themselves, from 0 to `vocabulary` - 1.
+            time series. fedsynth stores them as float32, scaled to [0, 1] by these bounds. Bounds
+            are public, so they must not be computed from the data. Byte images have none.
+        encoder: a description of the encoder that computed the data, with a hash of its weights.
+            Empty for other data.
+        encoded_shape: the shape (C, H, W) of the encoder's input images.
+        window: the centre and width of the level range shown from black to white, for image files
+            with more than 8 bits. None takes the window in each file.
+        slice: the index of the slice in a volume or the frame in a file, from 0. −1 takes the
+            middle one.
+        task: "classification", or "segmentation" if labels are masks [H, W] of classes.
+        vocabulary: the number of different tokens (characters or words) in token sequences, and 0
+            for other data. The shape is (1, 1, T) for sequences of length T. Network inputs are the
+            tokens themselves, from 0 to `vocabulary` - 1.
 
     Raises:
         SettingError: a size is not positive, the window has no width, constants or names do not
@@ -147,7 +144,7 @@ class DatasetSpec:
         if not 0 <= self.vocabulary <= MAX_VOCABULARY:
             self._refuse("vocabulary", f"must be in [0, {MAX_VOCABULARY}]", self.vocabulary)
         if self.vocabulary and (self.bounds or self.has_masks or self.image_shape[:2] != (1, 1)):
-            rule = "needs a shape (1, 1, T) without bounds or masks"
+            rule = "requires the shape (1, 1, T) without bounds or masks"
             self._refuse("vocabulary", rule, self.vocabulary)
         if len(self.class_names) != self.classes:
             rule = f"must have one name for each of {self.classes} classes"
@@ -161,8 +158,8 @@ class DatasetSpec:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values, with lists in place of tuples.
 
-        Bounds, the encoder, the window, the slice and the vocabulary are left out if the data have
-        none, and the task if it is classification.
+        Bounds, encoder, window, slice and vocabulary are left out if unset, and the task if it is
+        classification.
         """
         values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         for name in ("bounds", "encoder", "encoded_shape", "window", "slice", "task"):
@@ -179,7 +176,7 @@ class DatasetSpec:
 
     @property
     def has_masks(self) -> bool:
-        """True if the label of an image is a mask with a class for each pixel."""
+        """True if labels are masks with a class for each pixel."""
         return self.task == SEGMENTATION
 
     @property
@@ -189,21 +186,21 @@ class DatasetSpec:
 
     @property
     def can_be_drawn(self) -> bool:
-        """True if the data are grey or colour images, and not vectors or other arrays."""
+        """True for grey or colour images, False for vectors or other arrays."""
         return self.channels in (1, 3) and min(self.height, self.width) > 1
 
     @property
     def examples(self) -> str:
-        """The word for the data in texts: "images", or "examples" for vectors and other arrays."""
+        """The word for the data: "images", or "examples" for vectors and other arrays."""
         return "images" if self.can_be_drawn else "examples"
 
 
 def custom_spec(
     name: str, image_shape: tuple[int, int, int], class_names: Iterable[str], **facts: Any
 ) -> DatasetSpec:
-    """Creates the specification of images that are not a published data set.
+    """Creates a specification for custom images.
 
-    `facts` are further fields of `DatasetSpec`. The mean and the standard deviation have defaults.
+    `facts` are further fields of `DatasetSpec`. Mean and standard deviation have defaults.
     """
     channels, height, width = image_shape
     names = tuple(class_names)
@@ -218,7 +215,7 @@ def custom_spec(
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorts names and removes repetitions. If all names are numbers, they are sorted as numbers."""
+    """Sorts names, numerically if all are numbers, and removes repetitions."""
     distinct = sorted(set(names))
     if all(map(_WHOLE_NUMBER.fullmatch, distinct)):
         distinct.sort(key=int)
@@ -226,9 +223,9 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def as_spec(images: DatasetSpec | tuple[int, int, int]) -> DatasetSpec:
-    """Converts an image shape (C, H, W) to a specification. Returns a specification unchanged.
+    """Converts an image shape (C, H, W) to a specification.
 
-    With the specification of a shape, the inputs of networks are pixels in [0, 1] without
+    Returns a specification unchanged. For a shape, network inputs are pixels in [0, 1] without
     normalisation.
 
     >>> as_spec((1, 28, 28)).image_shape
@@ -244,19 +241,19 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
     """Builds a specification from JSON or TOML values.
 
     Raises:
-        TypeError, ValueError, SettingError: the values are not a valid specification.
+        TypeError, ValueError, SettingError: the specification is invalid.
     """
     with faults_as(ValueError, "the specification of a data set is invalid"):
         return TypeAdapter(DatasetSpec).validate_json(json.dumps(stated), strict=True)
 
 
 class Download(NamedTuple):
-    """The origin of the files of a published data set.
+    """The origin of a published data set's files.
 
     Attributes:
-        instructions: a text that states where the files come from, and where to put them.
-        torchvision: the name of torchvision's class that downloads the files, or an empty text.
-        variants: the arguments of each call of this class.
+        instructions: a text on where to get the files, and where to put them.
+        torchvision: the torchvision class that downloads the files, or an empty string.
+        variants: the arguments for each call of the torchvision class.
     """
 
     instructions: str
@@ -268,7 +265,7 @@ DOWNLOADS: dict[str, Download] = {}
 
 
 def _published_specs() -> list[DatasetSpec]:
-    """Returns the specifications of datasets.toml."""
+    """Reads the specifications in datasets.toml."""
     text = (files("fedsynth.data") / "datasets.toml").read_text(encoding="utf-8")
     specs = []
     for values in tomllib.loads(text)["dataset"]:
@@ -285,16 +282,16 @@ def _published_specs() -> list[DatasetSpec]:
     return specs
 
 
-# α and β of synthetic(α,β): only numbers that `{:g}` reproduces exactly, so that a run's config
+# α and β in synthetic(α,β): only numbers that `{:g}` reproduces exactly, so that a run's config
 # names its data set exactly.
 _NUMBER = r"([0-9]{1,2}(?:\.[0-9]{1,4})?)"
 _SYNTHETIC = re.compile(rf"synthetic\( *(?:iid|{_NUMBER} *, *{_NUMBER}) *\)")
 
 
 def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] | None:
-    """Reads the parameters (α, β) from the name of a synthetic data set, such as `synthetic(1,1)`.
+    """Parses (α, β) from a synthetic data set's name, such as `synthetic(1,1)`.
 
-    Returns (None, None) for `synthetic(iid)`, and None for the name of any other data set.
+    Returns (None, None) for `synthetic(iid)`, and None for other data sets.
     """
     match = _SYNTHETIC.fullmatch(name)
     if match is None:
@@ -305,10 +302,9 @@ def synthetic_parameters(name: str) -> tuple[float, float] | tuple[None, None] |
 
 
 def _synthetic_spec(alpha: float | None, beta: float | None) -> DatasetSpec:
-    """Returns the specification of a synthetic data set of FedProx, which `fedsynth.data.load`
-    generates.
+    """Returns a FedProx synthetic data set's specification.
 
-    The sizes of the devices are the same in all these data sets.
+    `fedsynth.data.load` generates the data. Device sizes are the same for all α and β.
     """
     iid = _PUBLISHED["synthetic(iid)"]
     if alpha is None or beta is None:
@@ -334,7 +330,7 @@ _SHARED_IMAGES = (
     {"cinic10", "tiny-imagenet"},
 )
 _SYNTHETIC_SPECS = (_synthetic_spec(alpha, alpha) for alpha in (0.0, 0.5, 1.0))
-# The specifications by name. It has only the paper's synthetic(α,β); `dataset_spec` accepts all
+# The specifications by name, with only the paper's synthetic(α,β). `dataset_spec` accepts all
 # numbers from 0 to 99.9999.
 DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
     _PUBLISHED | {spec.name: spec for spec in _SYNTHETIC_SPECS}
@@ -342,7 +338,7 @@ DATASETS: Mapping[str, DatasetSpec] = MappingProxyType(
 
 
 def is_known(name: str) -> bool:
-    """Returns True if `name` is the name of a published data set."""
+    """Returns True if `name` names a published data set."""
     return name in DATASETS or synthetic_parameters(name) is not None
 
 
@@ -356,17 +352,17 @@ def share_images(name: str, other: str) -> bool:
 
 
 def is_published(spec: DatasetSpec) -> bool:
-    """Returns True if `spec` belongs to a published data set, whose records are public.
+    """Returns True for published data sets, whose records are public.
 
-    This includes the vectors of an encoder for the images of a published data set.
+    An encoder's vectors for published images are published, too.
     """
     return is_known(spec.name) and published_spec(spec) == spec
 
 
 def published_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Returns the published specification with the name of `spec`.
+    """Returns the published specification with `spec`'s name.
 
-    If the data were encoded, the result has the fields of `spec` that the encoder determines.
+    For encoded data, fields determined by the encoder are taken from `spec`.
 
     Raises:
         UnknownNameError: no data set has this name.
@@ -378,9 +374,9 @@ def published_spec(spec: DatasetSpec) -> DatasetSpec:
 
 
 def dataset_spec(name: str) -> DatasetSpec:
-    """Returns the specification of the data set with this name.
+    """Returns the specification of a named data set.
 
-    The name is one of `DATASETS`, or `synthetic(α,β)` with numbers of up to four decimals.
+    The name is one of `DATASETS`, or `synthetic(α,β)` with up to four decimals.
 
     Raises:
         UnknownNameError: no data set has this name. The message suggests similar names.

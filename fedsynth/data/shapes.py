@@ -1,6 +1,6 @@
-"""Generates `shapes`: ellipses and their masks, from four sites whose scanners differ in style.
+"""Generates `shapes`: ellipses with masks, from four sites with different scanner styles.
 
-The data set is public and fixed. It shows and tests segmentation in seconds, and needs no files.
+The data set is public and fixed. It demonstrates and tests segmentation in seconds without files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import numpy_generator
 
 SEED = 0
-# The brightness, the contrast, the noise and the slope of brightness of each site's images.
+# Each site's brightness, contrast, noise and brightness slope.
 STYLES = (
     (0.3, 0.4, 0.05, 0.0),
     (0.6, 0.25, 0.05, 0.2),
@@ -23,8 +23,7 @@ STYLES = (
 
 
 def make_shapes(spec: DatasetSpec) -> tuple[Split, Split]:
-    """Generates the training and the test split. The domains are the sites, which have equal
-    sizes."""
+    """Generates the training and test splits. The domains are sites of equal size."""
     splits = []
     for purpose, size in (("shapes", spec.train_size), ("test shapes", spec.test_size)):
         images, masks = [], []
@@ -50,7 +49,7 @@ def _ellipses(rng: np.random.Generator, count: int, height: int, width: int) -> 
 def _scanned(
     is_inside: Floats, style: tuple[float, float, float, float], rng: np.random.Generator
 ) -> Floats:
-    """Returns the images that a site's scanner takes, which also show structures outside."""
+    """Simulates a site's scanner. The images also show structures outside of the masks."""
     brightness, contrast, noise, slope = style
     count, height, width = is_inside.shape
     waves = rng.uniform(0, 2 * np.pi, (count, 1, 1)) + np.arange(width) / rng.uniform(

@@ -1,7 +1,6 @@
-"""Reads and writes synthetic sets in the folders that `fedsynth synthesize` and `fedsynth export`
-create.
+"""Reads and writes the synthetic sets of `fedsynth synthesize` and `fedsynth export`.
 
-The folder of an exported set has these files:
+An exported set's folder contains the following files:
 
 README.md                   a description, and how to train on the set
 images/NN-CLASS/NNNN.png    each image, for viewing: pixels are clipped to black and white
@@ -45,10 +44,9 @@ FORMAT = "fedsynth synthetic set 1"
 UNITS = "float32; 0 is black, 1 is white; values outside are not cut off"
 NORMALISED = "float32, normalised: (x - mean) / std of x whose black is 0 and white 1"
 BYTES = "uint8; 0 is black, 255 is white"
-# The largest absolute value of a pixel, both raw and normalised. Larger values do not belong to
-# images, and would overflow in training.
+# The largest absolute pixel value, raw or normalised. Larger values would overflow in training.
 MAX_VALUE = 1e6
-# How far the sum of an image's soft labels may differ from 1, because they may be rounded.
+# The tolerance for the sum of an image's soft labels, which may be rounded.
 SUM_TOLERANCE = 0.01
 
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -60,18 +58,18 @@ _TENSORS = {"images", "labels", "soft_labels", "client"}
 
 @dataclass(frozen=True, eq=False)
 class SharedSet:
-    """A set of synthetic images with labels.
+    """Synthetic images with labels.
 
     Attributes:
         images: float32 [N, C, H, W], where 0 is black and 1 is white. For data with bounds, 0 and 1
-            are the bounds. Learned images may have
-            values outside [0, 1]. They are not clipped, because models train better without it.
+            are the bounds. Learned images may have values outside [0, 1]. Values are not clipped,
+            because models then train better.
         labels: int64 [N], the class of each image.
-        soft_labels: float32 [N, classes], the class probabilities of each image, or None.
-        clients: int64 [N], the client that made each image, or None if one owner made all images.
+        soft_labels: float32 [N, classes], the images' class probabilities, or None.
+        clients: int64 [N], the clients that made the images, or None if one owner made all images.
         spec: the specification of the images. `train_size` is the number of synthetic images.
-        epsilon, delta: the guarantee for each example (or user) of the private data. Both are None
-            if there is no guarantee.
+        epsilon, delta: the guarantee for each private example (or user). Both are None without a
+            guarantee.
 
     >>> import tempfile
     >>> from fedsynth import load_synthetic, owner_settings, synthesize
@@ -102,7 +100,7 @@ class SharedSet:
     def values(self) -> Tensor:
         """Returns the values in their original units, float32 [N, C, H, W].
 
-        These are the images if the data have no bounds.
+        Without bounds, the values are the images.
         """
         low, high = self.spec.bounds or (0.0, 1.0)
         return low + (high - low) * self.images
@@ -115,11 +113,11 @@ class SharedSet:
 
 
 def load_synthetic(folder: str | Path) -> SharedSet:
-    """Loads the synthetic set in an exported folder, and checks the hashes of all files.
+    """Loads the synthetic set in an exported folder, and checks all file hashes.
 
     Raises:
-        DataFilesMissingError: the folder, or a file that SHA256SUMS lists, does not exist.
-        DataFilesCorruptError: a file was changed, SHA256SUMS does not list it, or the tensors are
+        DataFilesMissingError: the folder, or a file listed in SHA256SUMS, does not exist.
+        DataFilesCorruptError: a file was changed or is missing from SHA256SUMS, or the tensors are
             damaged.
 
     >>> load_synthetic("/no/such/folder")
@@ -129,14 +127,15 @@ def load_synthetic(folder: str | Path) -> SharedSet:
     root = expand_home(folder)
     if not (root / SUMS).is_file():
         raise DataFilesMissingError(
-            f"{one_line(root)} is not a synthetic set, because the file {SUMS} is missing"
+            f"{one_line(root)} is not a synthetic set: the file {SUMS} is missing. Name an "
+            "exported folder"
         ).with_code("files.synthetic_set")
     check_hashes(root)
     return read_set(root / TENSORS)
 
 
 def read_set(file: Path) -> SharedSet:
-    """Reads a synthetic set from a file that `write_set` wrote.
+    """Reads a synthetic set from a file written by `write_set`.
 
     Raises:
         DataFilesCorruptError: the file cannot be read or is damaged.
@@ -158,12 +157,11 @@ def write_set(
     soft_labels: Tensor | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes the tensors and metadata of a synthetic set to a file. `shared_set` builds the set
-    from them.
+    """Writes a synthetic set's tensors and metadata, from which `shared_set` builds the set.
 
     Args:
         file: the safetensors file.
-        images: the images [N, C, H, W], with values as `pixels` describes them.
+        images: the images [N, C, H, W], with values described by `pixels`.
         labels: int64 [N], the class of each image.
         spec: the specification of the images.
         pixels: the meaning of pixel values: `UNITS`, `NORMALISED` or `BYTES`.
@@ -183,7 +181,7 @@ def write_set(
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
-    """Returns the metadata about the images that is written into the file of a synthetic set."""
+    """Returns the image metadata for a synthetic set's file."""
     facts = {"format": FORMAT, "pixels": pixels, "data_set": spec.name, "encoder": spec.encoder}
     for name in sorted(_FACTS - {"encoder"}):
         facts[name] = json.dumps(getattr(spec, name))
@@ -191,7 +189,7 @@ def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
 
 
 class _Metadata(BaseModel):
-    """The metadata in the file of a synthetic set."""
+    """The metadata in a synthetic set's file."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -212,10 +210,10 @@ class _Metadata(BaseModel):
 
 
 def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SharedSet:
-    """Builds a synthetic set from the tensors and metadata of a file.
+    """Builds a synthetic set from a file's tensors and metadata.
 
     Raises:
-        ValueError: a tensor or a key of the metadata is missing, inconsistent or invalid.
+        ValueError: a tensor or metadata key is missing, inconsistent or invalid.
     """
     with faults_as(ValueError, "the metadata is invalid"):
         facts = _Metadata.model_validate(metadata)
@@ -223,7 +221,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
         images = tensors["images"]
         labels = tensors["labels"]
         if images.dim() != 4 or not images.numel():
-            raise ValueError("the file has no images [N, C, H, W]")
+            raise ValueError("the file contains no images [N, C, H, W]")
         count, channels, height, width = images.shape
         spec = custom_spec(
             facts.data_set,
@@ -237,7 +235,7 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     except FedsynthError as error:
         raise ValueError(f"the metadata is invalid: {one_line(error)}") from None
     if (facts.epsilon is None) != (facts.delta is None):
-        raise ValueError("the metadata must state both ε and δ, or neither")
+        raise ValueError("the metadata contains only one of ε and δ")
     _check_labels(tensors, count, spec.classes)
     synthetic = SharedSet(
         _in_pixel_units(images, facts.pixels, spec),
@@ -250,12 +248,12 @@ def shared_set(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Sh
     )
     for values in (synthetic.images, synthetic.normalised()):
         if not (values.abs() <= MAX_VALUE).all():  # also true for NaN
-            raise ValueError(f"the pixels must be finite and within ±{MAX_VALUE:g}")
+            raise ValueError(f"some pixels are not finite, or outside ±{MAX_VALUE:g}")
     return synthetic
 
 
 def _in_pixel_units(images_NCHW: Tensor, pixels: str, spec: DatasetSpec) -> Tensor:
-    """Returns images float32 [N, C, H, W] in which black is 0 and white is 1."""
+    """Converts images to float32 [N, C, H, W] with 0 for black and 1 for white."""
     is_bytes = images_NCHW.dtype == torch.uint8
     if is_bytes != (pixels == BYTES) or not (is_bytes or images_NCHW.is_floating_point()):
         raise ValueError(f"the images must be {pixels}, got {images_NCHW.dtype}")
@@ -268,42 +266,42 @@ def _in_pixel_units(images_NCHW: Tensor, pixels: str, spec: DatasetSpec) -> Tens
 
 
 def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> None:
-    """Checks the labels, soft labels and clients of the images.
+    """Checks the images' labels, soft labels and clients.
 
     Raises:
         ValueError: the labels, soft labels or clients are missing, inconsistent or invalid.
     """
     undefined = sorted(set(tensors) - _TENSORS)
     if undefined:
-        raise ValueError(f"the tensor {one_line(undefined[0], 80)!r} is not allowed")
+        raise ValueError(f"the tensor {one_line(undefined[0], 80)!r} is unknown")
     labels = tensors["labels"]
     for name, numbers in (("labels", labels), ("client", tensors.get("client", labels))):
         if numbers.shape != (count,) or numbers.dtype != torch.int64:
-            raise ValueError(f"the tensor {name} must have one int64 for each image")
+            raise ValueError(f"the tensor {name} must contain one int64 for each image")
     if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ValueError(f"the labels must be in [0, {classes})")
+        raise ValueError(f"some labels are outside [0, {classes})")
     soft = tensors.get("soft_labels")
     if soft is None:
         return
     if soft.shape != (count, classes) or not soft.is_floating_point():
-        raise ValueError("the soft labels must have one probability for each class and image")
+        raise ValueError("the soft labels must contain a probability for each (image, class) pair")
     shares = soft.float()
     if not (shares >= 0).all() or not ((shares.sum(1) - 1).abs() <= SUM_TOLERANCE).all():
-        raise ValueError("the soft labels of each image must be at least 0 and sum to 1")
+        raise ValueError("some soft labels are negative, or do not sum to 1")
 
 
 # ---------------------------------------------------------------------------------------- hashes
 
 
 def write_hashes(root: Path) -> None:
-    """Writes the file SHA256SUMS, which lists the hashes of all other files in a folder."""
+    """Writes a folder's SHA256SUMS, with the hashes of all other files."""
     with (root / SUMS).open("w", encoding="utf-8") as file:
         for name in plain_files(root, leave_out=(SUMS,)):
             file.write(f"{file_hash(root / name)}  {name}\n")
 
 
 def check_hashes(root: Path) -> None:
-    """Compares the files of a folder with its SHA256SUMS.
+    """Compares a folder's files with its SHA256SUMS.
 
     Raises:
         DataFilesMissingError, DataFilesCorruptError: in the same cases as `load_synthetic`.
@@ -313,19 +311,23 @@ def check_hashes(root: Path) -> None:
         for line in read_text(root / SUMS, MAX_LIST_BYTES).splitlines():
             match = _SUM.fullmatch(line)
             if match is None:
-                raise DataFilesCorruptError(f"{root / SUMS} has a bad line: {one_line(line)!r}")
+                raise DataFilesCorruptError(
+                    f"{root / SUMS} contains the invalid line {one_line(line)!r}"
+                )
             listed[match[2]] = match[1]
         present = plain_files(root, leave_out=(SUMS,))
         missing = sorted(listed.keys() - set(present))
         if missing:
             path = one_line(root / missing[0])
             raise DataFilesMissingError(
-                f"the file {path} is missing, although {SUMS} lists this file"
+                f"the file {path}, which {SUMS} lists, is missing. Export the set again"
             )
         for name in present:
             path = one_line(root / name)
             if name not in listed:
-                raise DataFilesCorruptError(f"the file {path} is not listed in {SUMS}")
+                raise DataFilesCorruptError(
+                    f"the file {path} is not listed in {SUMS}. Remove the file"
+                )
             if file_hash(root / name) != listed[name]:
                 raise DataFilesCorruptError(f"the file {path} was changed after the export")
     except (OSError, UnicodeDecodeError) as error:

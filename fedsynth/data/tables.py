@@ -1,13 +1,12 @@
-"""Reads records from array files (.npz, .npy, .safetensors), tables (.parquet, .csv) and data sets
-of the Hugging Face hub.
+"""Reads records from array files (.npz, .npy, .safetensors), tables (.parquet, .csv) and the
+Hugging Face hub.
 
-A file has named columns: the arrays of an array file, or the columns of a table. Their usual names
-are known, such as `x` and `y`, or MedMNIST's `train_images` and `test_labels`. A file .npy is read
-together with the files next to it that have the same prefix: `scans_x.npy` with `scans_y.npy`.
+A file's columns are arrays or table columns. Usual names are recognised, such as `x` and `y`, or
+MedMNIST's `train_images` and `test_labels`. A .npy file is read together with its neighbours of the
+same prefix: `scans_x.npy` with `scans_y.npy`.
 
-Files are untrusted input. Arrays of Python objects (pickles) are refused, sizes are checked before
-memory is allocated, and a damaged file raises a one-line error. No code of a file or of a hub is
-executed.
+Files are untrusted input. Pickled Python objects are refused, sizes are checked before memory is
+allocated, and a damaged file raises a one-line error. No code from files or the hub is executed.
 """
 
 from __future__ import annotations
@@ -53,26 +52,26 @@ from fedsynth.errors import (
 )
 from fedsynth.files import decode_json, open_regular, read_regular
 
-# The columns of a file by name. Each function reads one column, [N, …].
+# A file's columns by name. Each function reads one column, [N, …].
 Readers = dict[str, Callable[[], Array]]
 
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
-_NO_RECORDS = "it has no records"
+_NO_RECORDS = "it contains no records"
 _PLAIN = Decoding()
-# The size limit of an array in memory.
+# The size limit for an array in memory.
 MAX_ARRAY_BYTES = 2**34
-# The size limit of decompressed data that are larger than their file.
+# The size limit for decompressed data that are larger than their file.
 MAX_EXPANDED_BYTES = 2**31
 
 _SPLIT_NAMES = "|".join(SPLITS)
 _SPLIT = re.compile(rf"({_SPLIT_NAMES})[_./-](.+)|(.+)[_./-]({_SPLIT_NAMES})", re.IGNORECASE)
 _FEATURES = ("x", "images", "image", "features", "embeddings", "embedding", "data")
-# The headings of columns with a meaning, each with the name of its role.
+# The headings with a role, by role name.
 _ROLES = {name: role for name, role in HEADINGS.items() if role != "path"}
 _ROLES |= {"labels": "label", "y": "label", "target": "label", "targets": "label"}
 _ROLES |= {"group": "user", "groups": "user"}
-# The names of columns that number the rows or name them, as pandas and R write them.
+# The names of row index or row name columns, as written by pandas and R.
 _IDENTIFIER = re.compile(
     r"(?i:|index|level_[0-9]+|__index_level_[0-9]+__|unnamed: ?[0-9]+|rownames?"
     r"|row[\W_]?nr|mrn|pid|eid|(.*[\W_])?(id|ids|idx|uid|uuid))|.*[a-z]ID"
@@ -83,16 +82,16 @@ _NUMBER_WITH_UNIT = re.compile(r"[<>~]?[+-]?[0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?[\s%
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a file, such as its training records.
+    """One part of a file, such as the training records.
 
     Attributes:
-        place: the name of the file, for messages.
-        readers: the columns of the part.
-        numbers: the columns of numbers in a table that are its features, unless the user chooses
-            others. None for an array file, whose features are one array.
-        stated: the names of the values 0, 1, … of a column, if the file states them.
-        faults: for columns of a CSV file, functions that return why they may be damaged columns of
-            numbers, or an empty text.
+        place: the file name for messages.
+        readers: the part's columns.
+        numbers: a table's numeric columns, which are its default features. None for an array file,
+            whose features are one array.
+        stated: the names of a column's values 0, 1, …, if stated in the file.
+        faults: for CSV columns, functions that explain why a column may be a damaged numeric
+            column, or return an empty string.
     """
 
     place: str
@@ -102,11 +101,11 @@ class Part:
     faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
 
     def feature_names(self, chosen: str) -> list[str]:
-        """Returns the names of the columns with the features.
+        """Returns the names of the feature columns.
 
         Args:
-            chosen: the names that the user chose, separated by commas. If it is empty, an array with
-                a usual name is used, or all columns of numbers in a table.
+            chosen: the user's column names, separated by commas. If empty, an array with a usual
+                name is used, or all numeric columns of a table.
 
         Raises:
             DataError: a chosen column does not exist.
@@ -120,11 +119,11 @@ class Part:
         return list(filter(None, map(folded.get, _FEATURES)))[:1]
 
     def column(self, role: str, chosen: str) -> str:
-        """Returns the name of the column with the labels, users or sites, or an empty text.
+        """Returns the name of the label, user or site column, or an empty string.
 
         Args:
             role: "label", "user" or "site".
-            chosen: the name that the user chose. If it is empty, a usual name is used.
+            chosen: the user's column name. If empty, a usual name is used.
 
         Raises:
             DataError: the chosen column does not exist, or several columns have usual names.
@@ -134,18 +133,18 @@ class Part:
         usual = [name for name in self.readers if column_of(name, _ROLES) == role]
         if len(usual) > 1:
             raise DataError(
-                f"{self.place} has several columns that may be the {role}: "
+                f"{self.place} contains several possible {role} columns: "
                 f"{one_line(', '.join(usual))}. Choose one with --{role}-column"
             ).with_code("data.several_columns")
         return "".join(usual)
 
     def _existing(self, name: str, option: str) -> str:
-        """Returns the name of a column. The names of arrays may be those of another split."""
+        """Returns a column's name. Array names may include another split's name."""
         if name not in self.readers and self.numbers is None:
             name = _split_of(name)[1]
         if name not in self.readers:
             raise DataError(
-                f"the column {one_line(name)!r} is missing from {self.place}, which has "
+                f"the column {one_line(name)!r} is missing from {self.place}, which contains "
                 f"{self.listed(name)}. Name another column with --{option}"
             ).with_code("data.column")
         return name
@@ -153,7 +152,7 @@ class Part:
     def listed(self, column: str) -> str:
         """Lists the columns for an error message.
 
-        The first have names like `column`. The last are numbered, such as e0, e1, ….
+        Names similar to `column` come first, and numbered ones such as e0, e1, … last.
         """
         similar = get_close_matches(column, self.readers, cutoff=0.5)
         rest = sorted(self.readers, key=lambda name: name[-1:].isdigit())
@@ -163,23 +162,23 @@ class Part:
         """Reads one column.
 
         Raises:
-            DataFilesCorruptError: the column is damaged, or does not consist of numbers or text.
+            DataFilesCorruptError: the column is damaged, or contains neither numbers nor text.
         """
         with file_errors(f"{one_line(name)!r} in {self.place}"):
             array = self.readers[name]()
             if array.dtype.kind not in "biufUO":
-                raise ValueError(f"it must have numbers or text, not the type {array.dtype}")
+                raise ValueError(f"its values must be numbers or text, got the type {array.dtype}")
             if not array.ndim:
-                raise ValueError("it must have a value for each record, got a single value")
+                raise ValueError("it must contain a value for each record, got a single value")
             if not len(array):
                 raise ValueError(_NO_RECORDS)
             return array
 
 
 def is_record_file(path: str | Path) -> bool:
-    """Returns True if a path names an array file, a table or a data set of the hub, and not images.
+    """Returns True for an array file, a table or a hub data set, False for images.
 
-    A CSV file with a column of paths is a list of image files, and not a table.
+    A CSV file with a path column is a list of image files, not a table.
     """
     if str(path).startswith(HUB):
         return True
@@ -197,12 +196,12 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def parts_of(place: str, revision: str = "", decoding: Decoding = _PLAIN) -> dict[str, Part]:
-    """Finds the parts of a file: "train" and, if the file has them, "val" and "test".
+    """Finds a file's parts: "train" and, if present, "val" and "test".
 
     Args:
-        place: the path of a file, or `hf:` with the path of a folder or the name of a data set.
-        revision: the revision of a data set of the hub (see `downloaded`).
-        decoding: how the values in a column of image files become pixels.
+        place: a file path, or `hf:` with a folder path or data set name.
+        revision: the revision of a hub data set (see `downloaded`).
+        decoding: the conversion of image file values to pixels.
 
     Raises:
         DataFilesMissingError: the file does not exist.
@@ -232,12 +231,12 @@ def parts_of(place: str, revision: str = "", decoding: Decoding = _PLAIN) -> dic
 
 
 def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None]) -> Records:
-    """Reads the records of a part.
+    """Reads a part's records.
 
     Args:
         part: the part.
-        columns: the chosen names of the columns "feature", "label", "user" and "site".
-        note: a function that receives a line about the columns of a table that are used.
+        columns: the user's names for the columns "feature", "label", "user" and "site".
+        note: a function that receives a line about the used table columns.
 
     Raises:
         DataFilesCorruptError: a column is damaged.
@@ -246,8 +245,8 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
     roles = {role: part.column(role, columns[role]) for role in ("label", "site", "user")}
     if not roles["label"]:
         raise DataError(
-            f"{part.place} has no column of labels, but {part.listed('label')}. Name it with "
-            "--label-column"
+            f"{part.place} contains no label column with a usual name, only "
+            f"{part.listed('label')}. Name the column with --label-column"
         ).with_code("data.label_column")
     values = _features(part, columns["feature"], roles, note)
     for name in sorted(part.readers.keys() - set(roles.values())):
@@ -265,7 +264,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
 def _features(
     part: Part, chosen: str, roles: Mapping[str, str], note: Callable[[str], None]
 ) -> Array:
-    """Reads the features: one array, or columns of numbers side by side."""
+    """Reads the features: one array, or numeric columns side by side."""
     used = set(roles.values())
     names = [name for name in part.feature_names(chosen) if chosen or name not in used]
     unused = sorted(part.readers.keys() - used.union(names))
@@ -273,13 +272,13 @@ def _features(
         if not _has_meaning(name) and (fault := part.faults.get(name, str)()):
             raise DataError(
                 f"the column {one_line(name)!r} of {part.place} {fault}. Correct or remove it, or "
-                "name the features with --feature-columns"
+                "name the feature columns with --feature-columns"
             ).with_code("data.column_values")
     columns = {name: part.read(name) for name in names}
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
-            f"{part.place} needs features that are numbers. Name one of its columns "
-            f"({part.listed('features')}) with --feature-columns"
+            f"{part.place} contains no numeric features with a usual name. Name some of its "
+            f"columns ({part.listed('features')}) with --feature-columns"
         ).with_code("data.features")
     if part.numbers is not None:
         uses = {f"features in {part.place}": ", ".join(columns), **roles}
@@ -299,14 +298,14 @@ def _features(
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
-    """Reads the label, site or user of each record. Without a column, they are empty texts."""
+    """Reads the records' labels, sites or users. Without a column, they are empty strings."""
     if not name:
         return np.full(count, "", object)
     what = f"{one_line(name)!r} in {part.place}"
     facts = _names_in(part.read(name), what, part.stated.get(name, ()))
     if len(facts) != count:
         raise DataError(
-            f"{what} must have a value for each of the {count} records, got {len(facts)}"
+            f"{what} must contain {count} values, one for each record, got {len(facts)}"
         ).with_code("data.record_count")
     return facts
 
@@ -314,36 +313,38 @@ def _facts(part: Part, name: str, count: int) -> Names:
 def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
     """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1".
 
-    If the file states names, whole numbers are positions in them.
+    With names stated in the file, whole numbers are indices of names.
     """
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1:
-        raise DataError(f"{what} must have one value for each record, got {list(array.shape)}")
+        raise DataError(
+            f"{what} must contain one value for each record, got the shape {list(array.shape)}"
+        )
     if array.dtype.kind == "f":
         if not (np.isfinite(array) & (array == np.rint(array))).all():
-            raise DataError(f"{what} must have a whole number or text in every row")
+            raise DataError(f"{what} must contain whole numbers or text, got fractions or NaN")
         array = array.astype(np.int64)
     if stated and array.dtype.kind in "iu":
         wrong = array[(array < 0) | (array >= len(stated))]
         if len(wrong):
             raise DataError(
-                f"{what} must have the numbers from 0 to {len(stated) - 1} of the names that the "
-                f"file states, got {wrong[0]}. Remove rows without a name"
+                f"{what} must contain numbers from 0 to {len(stated) - 1}, the indices of the "
+                f"stated names, got {wrong[0]}. Remove rows without a name"
             ).with_code("data.label_numbers")
         return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
-        raise DataError(f"{what} must have a number or text in every row, not several values")
+        raise DataError(f"{what} must contain one number or text per row, got several values")
     distinct, positions = np.unique(array, return_inverse=True)
     names = np.array([same_name(str(value)) for value in distinct], object)
     if "" in names:
-        raise DataError(f"{what} is empty in some rows. Fill in or remove these rows")
+        raise DataError(f"{what} contains empty cells. Fill them in, or remove their rows")
     return np.asarray(names[positions], object)
 
 
 @contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Replaces the errors of a damaged file by one-line errors that name the file.
+    """Converts a damaged file's errors to one-line errors that name the file.
 
     Args:
         what: the name of the file or column.
@@ -363,7 +364,7 @@ def file_errors(what: str) -> Iterator[None]:
 
 
 def _split_of(name: str) -> tuple[str, str]:
-    """Returns the split and the plain name of an array such as `train_images` or `x_test`."""
+    """Splits an array name such as `train_images` or `x_test` into split and plain name."""
     match = _SPLIT.fullmatch(name)
     if match is None:
         return TRAIN, name
@@ -376,22 +377,22 @@ def _split_of(name: str) -> tuple[str, str]:
 def _read_npy(file: IO[bytes], length: int) -> Array:
     """Reads an array in NumPy's format from a file of `length` bytes.
 
-    The size that its header states is checked before memory is allocated.
+    The header's size is checked before memory is allocated.
     """
     headers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
     shape, by_columns, dtype = headers[npy_format.read_magic(file)](file)
     if dtype.hasobject:
-        raise ValueError("it has Python objects, which may execute code. Save numbers or text")
+        raise ValueError("it contains Python objects, which may execute code. Save numbers or text")
     size = math.prod(shape) * dtype.itemsize
     if not 0 <= size == length - file.tell() <= MAX_ARRAY_BYTES:
-        raise ValueError(f"it must have the {size:,} bytes of data that its header states")
+        raise ValueError(f"its data must take the {size:,} bytes declared in its header")
     return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _check_expanded(size: int, path: Path) -> None:
     limit = max(path.stat().st_size, MAX_EXPANDED_BYTES)
     if size > limit:
-        raise ValueError(f"it may expand to at most {limit:,} bytes. Split or decompress the file")
+        raise ValueError(f"it expands to more than {limit:,} bytes. Split or decompress the file")
 
 
 def _npz_readers(path: Path) -> Readers:
@@ -411,7 +412,7 @@ def _read_array(path: Path, member: str = "") -> Array:
 
 
 def _npy_readers(path: Path) -> Readers:
-    """Returns the readers of a file, under the name "x", and of those next to it with its prefix."""
+    """Returns the readers of a file, named "x", and of its neighbours with the same prefix."""
     prefix = path.stem[: path.stem.rfind("_") + 1]
     if path.stem.removeprefix(prefix).casefold() not in _FEATURES:
         prefix = ""
@@ -426,7 +427,7 @@ def _tensor_readers(path: Path) -> Readers:
     readers: Readers = {}
     for name, tensor in read_tensors(path)[0].items():
         readers[name] = tensor.numpy
-        if tensor.dtype == torch.bfloat16:  # which NumPy lacks
+        if tensor.dtype == torch.bfloat16:  # which NumPy does not support
             readers[name] = tensor.float().numpy
     return readers
 
@@ -435,7 +436,7 @@ def _tensor_readers(path: Path) -> Readers:
 
 
 def _optional(module: str, extra: str) -> Any:
-    """Imports a module of an optional package.
+    """Imports a module from an optional package.
 
     Raises:
         DataError: the package is missing. The message names the extra that installs it.
@@ -444,7 +445,8 @@ def _optional(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         raise DataError(
-            f"this data needs {module.partition('.')[0]}: pip install 'fedsynth[{extra}]'"
+            f"the package {module.partition('.')[0]} is missing. Run pip install "
+            f"'fedsynth[{extra}]'"
         ).with_code("data.package") from None
 
 
@@ -454,10 +456,10 @@ def _parquet_schema(path: Path) -> Any:
 
 
 def _read_parquet(paths: list[Path], names: list[str]) -> Any:
-    """Reads columns of Parquet files.
+    """Reads columns from Parquet files.
 
-    Repeated text is stored once, because a small file may repeat a large text many times. The sizes
-    that the files declare are checked before memory is allocated, and the real sizes meanwhile.
+    Repeated text is stored once, because a small file may repeat a large text many times. Declared
+    sizes are checked before memory is allocated, and real sizes while reading.
     """
     parquet = _optional("pyarrow.parquet", "tables")
     batches = []
@@ -494,20 +496,18 @@ def _read_csv(path: Path) -> Any:
 
 
 def _fault_of_numbers(column: Any) -> str:
-    """Returns why a column seems to be a damaged column of numbers, or an empty text."""
+    """Explains why a column may be a damaged numeric column, or returns an empty string."""
     if not _optional("pyarrow", "tables").types.is_string(column.type):
         return ""
     cells = column.drop_null().to_pylist()
     texts = [cell for cell in cells if not _NUMBER.fullmatch(cell)] or cells
     if 2 * sum(map(bool, map(_NUMBER_WITH_UNIT.fullmatch, cells))) <= len(cells):
         return ""
-    return f"seems to have numbers, but also {one_line(texts[0])!r}"
+    return f"contains numbers, but also {one_line(texts[0])!r}"
 
 
 def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Returns the names that the package `datasets` states for the positions in columns of classes,
-    and the columns of images.
-    """
+    """Returns the class names that the package `datasets` stores by column, and the image columns."""
     stated, images = {}, []
     try:
         content = decode_json((schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -518,7 +518,7 @@ def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]
             elif kind == "Image":
                 images.append(name)
     except (AttributeError, LookupError, TypeError, ValueError):
-        raise ValueError("the types of its columns are damaged. Write the file again") from None
+        raise ValueError("its column types are damaged. Write the file again") from None
     return stated, images
 
 
@@ -529,7 +529,7 @@ def _table_part(
     stated, images = _stated_features(schema)
     kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
     checks = [types.is_integer, types.is_floating, types.is_boolean, types.is_decimal]
-    checks.append(types.is_null)  # a column without values may be a damaged feature
+    checks.append(types.is_null)  # an empty column may be a damaged feature
     numbers = [name for name, kind in kinds.items() if any(check(kind) for check in checks)]
     readers: Readers = {
         name: partial(_column, partial(read, [name]), name) for name in schema.names
@@ -546,29 +546,31 @@ def _table_part(
 
 
 def _has_meaning(name: str) -> bool:
-    """Returns True if a column of numbers is no feature by its name, such as `patient_id`."""
+    """Returns True for numeric columns whose names rule out features, such as `patient_id`."""
     return bool(column_of(name, _ROLES) or _IDENTIFIER.fullmatch(name))
 
 
 def _item_type(kind: Any) -> Any:
-    """Returns the type of the items of nested lists, or the type itself."""
+    """Returns the item type in nested lists, or the type itself."""
     while hasattr(kind, "value_type") or hasattr(kind, "storage_type"):
         kind = getattr(kind, "storage_type", None) or kind.value_type
     return kind
 
 
 def _column(read: Callable[[], Any], name: str) -> Array:
-    """Reads a column as an array [N], or [N, D, …] if the cells are lists of the same lengths."""
+    """Reads a column as an array [N], or [N, D, …] for cells with lists of equal lengths."""
     pyarrow, compute = _optional("pyarrow", "tables"), _optional("pyarrow.compute", "tables")
     cells = read()[name]
     shape = [len(cells)]
     while True:
-        if hasattr(cells.type, "storage_type"):  # of the types that `datasets` defines
+        if hasattr(cells.type, "storage_type"):  # a type defined by `datasets`
             cells = cells.cast(cells.type.storage_type)
         if cells.null_count == len(cells) > 0:
-            raise ValueError("it has no value. Fill it in or remove it")
+            raise ValueError("all of its cells are empty. Fill in or remove the column")
         if cells.null_count:
-            raise ValueError(f"it has {cells.null_count} empty cells. Fill in or remove these rows")
+            raise ValueError(
+                f"{cells.null_count} of its cells are empty. Fill them in, or remove their rows"
+            )
         if not (pyarrow.types.is_nested(cells.type) and hasattr(cells.type, "value_type")):
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
@@ -583,17 +585,17 @@ def _column(read: Callable[[], Any], name: str) -> Array:
 
 
 def downloaded(place: str, revision: str) -> tuple[str, str]:
-    """Downloads a data set of the hub, but only its Parquet and safetensors files.
+    """Downloads a hub data set's Parquet and safetensors files.
 
-    The files go to the cache of the package huggingface_hub. A local folder, or the path of a file,
-    is returned unchanged.
+    The files are stored in the cache of huggingface_hub. A local folder or file path is returned
+    unchanged.
 
     Args:
-        place: `hf:NAME`, `hf:NAME/FOLDER`, `hf:FOLDER` or the path of a file.
+        place: `hf:NAME`, `hf:NAME/FOLDER`, `hf:FOLDER` or a file path.
         revision: the branch, tag or commit. An empty string is the newest commit.
 
     Returns:
-        The place of the files, and the commit that was downloaded. A local folder has no commit.
+        The files' place, and the downloaded commit (empty for a local folder).
 
     Raises:
         DataFilesMissingError: the data set cannot be downloaded.
@@ -615,7 +617,7 @@ def downloaded(place: str, revision: str) -> tuple[str, str]:
 
 
 def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
-    """Finds the parts of a data set in a folder of Parquet files, or of one safetensors file."""
+    """Finds a data set's parts in a folder with Parquet files or one safetensors file."""
     files: dict[str, list[Path]] = {}
     places = set()
     for path in sorted(folder.rglob("*.parquet")):
@@ -624,8 +626,9 @@ def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
         places.add(place)
     if len(places) > 1:
         raise DataError(
-            f"{one_line(folder)} has several data sets, in {one_line(', '.join(sorted(places)))}. "
-            f"Name one of them, such as {HUB}NAME/{one_line(min(places - {'.'}))}"
+            f"{one_line(folder)} contains several data sets, in "
+            f"{one_line(', '.join(sorted(places)))}. Name one of them, such as "
+            f"{HUB}NAME/{one_line(min(places - {'.'}))}"
         ).with_code("data.several_sets")
     if not files:
         return parts_of(str(next(folder.rglob("*.safetensors"), folder / "train.parquet")))
@@ -639,16 +642,14 @@ def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
     for path, part in zip(paths, parts, strict=True):
         if part.stated != parts[0].stated:
             raise DataError(
-                f"{one_line(paths[0])} and {one_line(path)} state different names of classes. Write "
+                f"the class names in {one_line(paths[0])} and {one_line(path)} do not match. Write "
                 "both files from one data set"
             ).with_code("data.class_names")
     return parts[0]
 
 
 def _split_of_path(path: Path) -> tuple[str, str]:
-    """Returns the split that the name of a file or of one of its folders states, and the folder of
-    the data set.
-    """
+    """Returns the split in a file or folder name, and the data set's folder."""
     for place in (path, *path.parents):
         for word in words_of(place.name):
             if word in SPLITS:
@@ -657,7 +658,7 @@ def _split_of_path(path: Path) -> tuple[str, str]:
 
 
 def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
-    """Decodes a column of image files that have one size: uint8 [N, C, H, W]."""
+    """Decodes a column of equally sized image files: uint8 [N, C, H, W]."""
     with tempfile.TemporaryDirectory() as folder:
         paths = []
         for number, cell in enumerate(read()[name]):
@@ -666,7 +667,7 @@ def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
                 place = stored.get("path")
                 has = "no image" if place is None else f"only the path {one_line(place)}, no image"
                 raise ValueError(
-                    f"row {number + 1} has {has}. Remove the row, or store the image's bytes in it"
+                    f"row {number + 1} contains {has}. Remove the row, or store the image's bytes"
                 )
             path = Path(folder, str(number))
             path.write_bytes(stored["bytes"])
@@ -674,10 +675,12 @@ def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
         headers, faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}
         if len(sizes) > 1:
-            raise ValueError(f"its images must have one size, got {len(sizes)} sizes")
+            raise ValueError(f"its images must all have the same size, got {len(sizes)} sizes")
         if not faults:
             channels = 1 if all(header.grey for header in headers) else 3
             pixels, faults, _ = read_pixels(paths, channels, *sizes.pop(), decoding)
     for row, fault in faults.items():
-        raise ValueError(f"row {row + 1} has no valid image: {fault}. Remove or replace the row")
+        raise ValueError(
+            f"row {row + 1} contains no valid image: {fault}. Remove or replace the row"
+        )
     return pixels

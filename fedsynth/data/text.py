@@ -1,27 +1,26 @@
-"""Reads text that LEAF divides among its authors: Shakespeare's plays and tweets of Sent140.
+"""Reads LEAF's texts, divided among their authors: Shakespeare's plays and Sent140's tweets.
 
 The files are those of LEAF (Caldas et al., 2018, arXiv 1812.01097), with a user for each role of a
 play or each author of tweets: {"users": [user], "num_samples": [n], "user_data": {user: {"x": […],
-"y": […]}}}. The data folder contains them as `shakespeare/train/*.json` and
-`shakespeare/test/*.json`, or undivided as `shakespeare/all_data*.json`, and those of Sent140 in the
-folder `sent140`. Undivided records are divided as LEAF and FedProx do: of each user, 80 % drawn at
-random are for training. LEAF drops users with one record. Here this record is for training.
+"y": […]}}}. The data folder contains `shakespeare/train/*.json` and `shakespeare/test/*.json`, or
+undivided records in `shakespeare/all_data*.json`, and the same for `sent140`. Undivided records are
+split as in LEAF and FedProx: a random 80 % of each user's records are for training. LEAF drops
+users with one record. Here, their record is for training.
 
-Shakespeare (next character): x is 80 characters, and y is the next one. Tokens are the positions in
+Shakespeare (next character): x is 80 characters, and y is the next one. Tokens are indices in
 LEAF's list of 80 characters.
 
 Sent140 (sentiment): x is [ID, date, query, user, text] of a tweet. y is 0 or "0" if it is negative,
 and 1 or "4" if it is positive. As in LEAF, the first 25 words and punctuation marks of a text are
-used as they are written, and shorter texts are filled up with an unknown word at their end.
+used unchanged. Shorter texts are padded with an unknown word.
 
-- `sent140`: a word's token is 1 plus a hash of the word modulo 9,999, because a list of the words
-  that occur would reveal words of single authors. Token 0 fills up texts. A network learns the
-  vectors of the tokens.
+- `sent140`: a word's token is 1 plus a hash of the word modulo 9,999, because a list of occurring
+  words would reveal single authors' words. Token 0 is padding. A network learns the token vectors.
 - `sent140-glove`: words are replaced by GloVe's fixed vectors, which the user downloads as
-  `sent140/glove.6B.300d.txt` (https://nlp.stanford.edu/projects/glove/). A record is the time
-  series [300, 1, 25], 30 kB, of the vectors. Unknown words are zero.
+  `sent140/glove.6B.300d.txt` (https://nlp.stanford.edu/projects/glove/). A record is a time series
+  [300, 1, 25] of vectors, which takes 30 kB. Unknown words are zero.
 
-`plays` is a small data set of the same form as Shakespeare, made of passages in the package: the 80
+`plays` is a small data set in Shakespeare's format, made from passages in the package: the 80
 characters before every fourth character of a passage.
 """
 
@@ -46,7 +45,7 @@ from fedsynth.errors import DataFilesCorruptError, faults_as, one_line
 from fedsynth.files import open_regular, read_regular
 from fedsynth.seeding import numpy_generator
 
-# The data sets whose files LEAF writes for the users that it draws.
+# The data sets that LEAF writes for a sample of users.
 LEAF = ("femnist", "shakespeare", "sent140", "sent140-glove")
 TRAINING_SHARE = 0.8
 
@@ -88,12 +87,12 @@ class _TweetFile(BaseModel):
 
 
 def read_shakespeare(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads the training and test splits of Shakespeare, whose groups are the roles.
+    """Reads Shakespeare's training and test splits. The groups are the roles.
 
     Raises:
         OSError: a file is missing or cannot be read.
-        DataFilesCorruptError: a file does not have LEAF's form. The message names the file, the user
-            and the record.
+        DataFilesCorruptError: a file does not have LEAF's format. The message names the file, the
+            user and the record.
     """
 
     def read(path: Path) -> Users:
@@ -103,22 +102,22 @@ def read_shakespeare(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_sent140(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads the training and test splits of Sent140 as hashed words. The groups are the authors.
+    """Reads Sent140's training and test splits as hashed words. The groups are the authors.
 
     Raises:
-        OSError, DataFilesCorruptError: as `read_shakespeare`.
+        OSError, DataFilesCorruptError: as for `read_shakespeare`.
     """
     buckets = spec.vocabulary - 1
     return _read_tweets(root, lambda word: 1 + zlib.crc32(word.encode()) % buckets)
 
 
 def read_sent140_glove(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads the training and test splits of Sent140 as GloVe's vectors. The groups are the authors.
+    """Reads Sent140's training and test splits as GloVe's vectors. The groups are the authors.
 
     Raises:
-        OSError, DataFilesCorruptError: as `read_shakespeare`, also for the file of vectors.
+        OSError, DataFilesCorruptError: as for `read_shakespeare`, also for the vector file.
     """
-    rows: dict[str, int] = {}  # the row of each word in the table of vectors
+    rows: dict[str, int] = {}  # the words' rows in the vector table
     splits = _read_tweets(root, lambda word: rows.setdefault(word, len(rows) + 1))
     low, high = spec.bounds or (0.0, 1.0)
     vectors = read_vectors(root / "sent140" / GLOVE, rows, spec.channels)
@@ -132,17 +131,17 @@ def read_sent140_glove(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_plays() -> tuple[Split, Split]:
-    """Reads the training and test splits of `plays`, whose groups are the roles."""
+    """Reads the training and test splits of `plays`. The groups are the roles."""
     content = leaf_form(PLAYS.read_text(encoding="utf-8"), PLAYS_STEP)
     return splits_of(*_divided(_passages(_PassageFile.model_validate(content).user_data)))
 
 
 def leaf_form(passages: str, step: int = 1) -> dict[str, Any]:
-    """Converts passages to the content of a file in LEAF's form.
+    """Converts passages to LEAF's file format.
 
     Args:
-        passages: lines of a role's name, a tab and the role's text.
-        step: the number of characters from one record to the next, which is 1 in LEAF.
+        passages: lines with a role's name, a tab and the role's text.
+        step: the number of characters between records, which is 1 in LEAF.
 
     >>> leaf_form("ROMEO\\t" + 80 * "a" + "bc")["user_data"]["ROMEO"]["y"]
     ['b', 'c']
@@ -170,14 +169,14 @@ def _parsed(path: Path, form: type[Any]) -> Any:
 
 
 def _read(folder: Path, read: Callable[[Path], Users]) -> tuple[Split, Split]:
-    """Reads the files of LEAF in a folder, and divides those that are undivided."""
+    """Reads LEAF's files in a folder, and splits undivided records."""
     if (folder / "train").is_dir():
         return splits_of(*(read_users(folder / name, read) for name in ("train", "test")))
     return splits_of(*_divided(read_users(folder, read, "all_data*.json")))
 
 
 def _divided(users: Users) -> tuple[Users, Users]:
-    """Draws the training and the test records of each user."""
+    """Splits each user's records at random into training and test records."""
     train: Users = {}
     test: Users = {}
     for name, (x, y) in users.items():
@@ -197,13 +196,13 @@ def _passages(user_data: Mapping[str, _Passages]) -> Users:
 
 
 def _positions(text: str) -> Bytes:
-    """Returns the position of each character in `LETTERS`, which are in ascending order."""
+    """Returns each character's index in `LETTERS`, which is sorted."""
     codes, letters = (np.frombuffer(s.encode("ascii"), np.uint8) for s in (text, LETTERS))
     return np.searchsorted(letters, codes).astype(np.uint8)
 
 
 def _read_tweets(root: Path, number_of: Callable[[str], int]) -> tuple[Split, Split]:
-    """Reads Sent140, with the function that returns the token of a word."""
+    """Reads Sent140, with a function that maps words to tokens."""
 
     def read(path: Path) -> Users:
         users: Users = {}
@@ -220,9 +219,9 @@ def _read_tweets(root: Path, number_of: Callable[[str], int]) -> tuple[Split, Sp
 
 
 def read_vectors(path: Path, rows: Mapping[str, int], size: int) -> Floats:
-    """Reads the vectors of the words in `rows` from a file of GloVe, float64 [len(rows) + 1, size].
+    """Reads the vectors for the words in `rows` from a GloVe file, float64 [len(rows) + 1, size].
 
-    Row 0 and the rows of words that are not in the file are zero.
+    Row 0, and the rows of words missing from the file, are zero.
     """
     table = np.zeros((len(rows) + 1, size))
     with BufferedReader(open_regular(path, max_bytes=MAX_GLOVE_BYTES)) as file:
@@ -236,7 +235,7 @@ def read_vectors(path: Path, rows: Mapping[str, int], size: int) -> Floats:
                 table[rows[word]] = np.nan
             if not np.isfinite(table[rows[word]]).all():
                 raise DataFilesCorruptError(
-                    f"line {number} of {path} must be a word and {size} numbers. Download the file "
+                    f"line {number} of {path} is not a word with {size} numbers. Download the file "
                     "again"
                 ).with_code("data.vectors")
     return table

@@ -1,7 +1,7 @@
-"""Feature maps, which are fixed functions from the pixels of an image to a vector.
+"""Feature maps: fixed functions from an image's pixels to a vector.
 
 A feature map does not depend on private data, and all its constants are public. `feature_map.py`
-defines the class of a map, and `registry.py` lists the maps by name.
+defines `FeatureMap`, and `registry.py` lists the maps by name.
 """
 
 from __future__ import annotations

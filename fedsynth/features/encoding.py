@@ -1,13 +1,13 @@
-"""Replaces the images of a run by the vectors of an encoder, before the run.
+"""Replaces a run's images by encoder vectors before the run.
 
-An encoder is a feature map: a pretrained network of timm or torchvision, a function in a user's
-file, or a built-in map. Each image becomes one vector, which depends only on this image. Data sets
-that differ in one image, or in the images of one user, therefore become data sets that differ in
-one vector, or in the vectors of this user, and every guarantee for the vectors is a guarantee for
-the images. This assumes that the encoder was fixed before the private data were read.
+An encoder is a feature map: a pretrained network from timm or torchvision, a function in a user's
+file, or a built-in map. The encoder must be fixed before private data are read. Each image becomes
+one vector, which depends only on the image itself. Data sets that differ in one image (or one
+user's images) become data sets that differ in one vector (or one user's vectors). Every guarantee
+for the vectors therefore holds for the images.
 
-Vectors are clipped to norm 1. Their bounds, −1 and 1, are public and need no data. A vector that is
-not finite becomes 0, because an error would reveal the image.
+Vectors are clipped to norm 1. Their bounds, −1 and 1, are public and need no data. Non-finite
+vectors become 0, because an error would reveal the image.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, depend
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 from fedsynth.seeding import torch_generator
 
-# The fixed number of images that are encoded at a time, so that the choice of kernels does not
-# depend on the number of records.
+# The fixed encoding batch size, so that kernels do not depend on the number of records.
 PASS = 64
 
 MAX_PUBLIC_IMAGES = 2000
-# The height and width of the random images with which a pretrained network is tested.
+# The height and width of random images for testing pretrained networks.
 TEST_SIDE = 64
-# The largest norm of a vector in a cache. Vectors are clipped to norm 1, up to rounding errors.
+# The largest vector norm in a cache. Vectors are clipped to norm 1, up to rounding errors.
 MAX_NORM = 1 + 1e-5
 
 CACHED = "vectors-{}.safetensors"
@@ -56,19 +55,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class EncoderSettings:
-    """The settings of the encoder that replaces the images of a run by vectors.
+    """The settings for the encoder that replaces a run's images by vectors.
 
     Args:
         encoder: the encoder whose vectors replace the images before the run: timm:NAME or
             torchvision:NAME for a pretrained network, FILE.py:NAME for your own feature map, or the
             name of a feature map.
-        encoder_weights: a safetensors file, or a file saved by torch, with the weights of the
-            encoder (default: the library downloads them).
+        encoder_weights: a safetensors file, or a file saved by torch, with the encoder's weights
+            (default: the library downloads them).
         public_images: a folder of public images whose mean vector is subtracted from all vectors of
             a pretrained network.
-        encoder_cache: a folder for the vectors of the encoder, or of the run's feature map if there
-            is no encoder. A later run on the same images need not compute them. Only you can read
-            the folder. `fedsynth data clear-cache` empties it.
+        encoder_cache: a folder for the vectors of the encoder or, without one, the run's feature
+            map. Later runs on the same images reuse the vectors. Only you can read the folder.
+            `fedsynth data clear-cache` empties it.
 
     Raises:
         SettingError, UnknownNameError: the encoder is unknown, or a setting applies only to
@@ -94,30 +93,30 @@ class EncoderSettings:
             return
         for name in ("encoder_weights", "public_images"):
             if getattr(self, name):
-                reason = "applies only to an encoder timm:NAME or torchvision:NAME"
+                reason = "has no effect without an encoder timm:NAME or torchvision:NAME. Remove it"
                 raise SettingError("data", name, reason)
         if self.encoder and self.encoder not in registry.feature_names():
             registry.refuse_unknown_map(self.encoder, "data", key="encoder")
 
     @property
     def is_pretrained(self) -> bool:
-        """True if the encoder is a network of timm or torchvision."""
+        """True for timm and torchvision encoders."""
         return pretrained.names_a_library(self.encoder)
 
 
 def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> FeatureMap:
-    """Returns the feature map of an encoder for images of the given specification or shape.
+    """Returns an encoder's feature map for images with a given specification or shape.
 
-    The name of a pretrained network gets the first digits of its weights' hash. Public images are
-    decoded with the window and slice of the specification.
+    A pretrained network's name is extended by the first digits of its weights' hash. Public images
+    are decoded with the specification's window and slice.
 
     Raises:
-        SettingError: the encoder cannot be used for these images, its weights are missing, or they
-            are not those that the settings name.
+        SettingError: the encoder cannot be used for the images, its weights are missing, or the
+            weights do not match the settings.
     """
     spec = as_spec(images)
     if spec.vocabulary:
-        raise _refused(f"must be left out, because the records of {spec.name} are tokens")
+        raise _refused(f"cannot encode {spec.name}, whose records are tokens. Remove the setting")
     if settings.is_pretrained:
         return _pretrained_map(settings, spec.image_shape, Decoding(spec.window, spec.slice))
     try:
@@ -128,10 +127,10 @@ def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> Featu
 
 @lru_cache(maxsize=8)
 def _pretrained_map(settings: EncoderSettings, shape: Shape, decoding: Decoding) -> FeatureMap:
-    """Returns the feature map of a pretrained network for images of the given shape."""
+    """Returns a pretrained network's feature map for images of a given shape."""
     name, _, stated_hash = settings.encoder.partition("@")
     if shape[0] not in (1, 3):
-        reason = f"needs images of 1 or 3 channels, but the data have the shape {list(shape)}"
+        reason = f"needs images with 1 or 3 channels, got the shape {list(shape)}"
         raise _refused(reason)
     weights = settings.encoder_weights or pretrained.PRETRAINED
     with torch.inference_mode(False):  # the cached network may be used outside inference mode
@@ -148,19 +147,20 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape, decoding: Decoding)
         label += f"-{pixels_hash[:6]}"
     if stated_hash and label != settings.encoder:
         raise _refused(
-            f"must be {settings.encoder}, but with these weights and public images it is {label}"
+            f"must be {settings.encoder}, but the weights and public images give {label}. Name the "
+            "same files as before"
         )
     features = normalised_map(label, shape, loaded.embed_pixels, images)
     return replace(features, source=f"{features.source}. Preparation: {preparation}")
 
 
 def _dependence(loaded: pretrained.PretrainedNetwork) -> str:
-    """Tests if a network's vector for an image depends on other images.
+    """Tests whether an image's vector depends on other images.
 
     Small images are used if the network accepts them, because the test is slow.
 
     Returns:
-        A description of the fault, or an empty string if the vector depends only on its image.
+        A description of the fault, or an empty string.
     """
 
     def of_images(x: Tensor, y: Tensor) -> Tensor:
@@ -179,14 +179,14 @@ def _refused(reason: str) -> SettingError:
 
 
 def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
-    """Reads the images in a folder and its subfolders, uint8 [N, C, H, W], at most 2,000 by name.
+    """Reads up to 2,000 images, by name, in a folder and its subfolders: uint8 [N, C, H, W].
 
     Raises:
-        DataError: the folder has fewer than two images, or one of them cannot be read.
+        DataError: the folder contains fewer than two images, or an unreadable one.
     """
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in EXTENSIONS]
     if len(files) < 2:
-        raise DataError(f"{one_line(folder)} must contain at least two public images")
+        raise DataError(f"{one_line(folder)} contains fewer than two images. Add public images")
     images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, decoding)
     for position, fault in faults.items():
         raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
@@ -194,9 +194,9 @@ def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
 
 
 def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
-    """Returns the specification of the vectors that an encoder computes from images.
+    """Returns the specification of an encoder's vectors for given images.
 
-    The norm of a vector is about 1. The normalisation scales its values to a magnitude of about 1.
+    Vector norms are about 1. Normalisation scales the values to a magnitude of about 1.
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> encoded_spec(dataset_spec("digits"), registry.feature_map("pixels", (1, 8, 8))).image_shape
@@ -217,10 +217,10 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
 
 
 def image_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Returns a specification of the images from which vectors were encoded.
+    """Returns a specification of the images behind encoded vectors.
 
-    The normalisation constants of these images are not known. Those of images in a folder are used.
-    If the data were not encoded, their specification is returned unchanged.
+    The images' normalisation constants are unknown, so the constants for images in folders are
+    used. For other data, the specification is returned unchanged.
     """
     shape = spec.encoded_shape
     if shape is None:
@@ -247,7 +247,7 @@ def encode(
     progress: Progress = lambda completed, total: None,
     note: Note = lambda text: None,
 ) -> ImageData:
-    """Replaces the images of a data set by vectors, whose values are scaled from [−1, 1] to [0, 1].
+    """Replaces a data set's images by vectors, with values scaled from [−1, 1] to [0, 1].
 
     Labels, domains and groups stay the same.
 
@@ -257,13 +257,14 @@ def encode(
             norm 1.
         device: the device that computes the vectors.
         cache: a folder for the vectors, or an empty string.
-        progress: a function that receives the number of finished and of all batches.
-        note: a function that receives the reason if the map raises on an image, whose vector is 0.
+        progress: a function that receives the numbers of finished batches and all batches.
+        note: a function that receives the reason if the map fails on an image. The vector is then
+            0.
 
     Raises:
-        OutputError: the folder of the cache is readable by others, or cannot be written.
+        OutputError: the cache folder is readable by others, or cannot be written.
 
-    >>> from fedsynth import load_dataset
+        >>> from fedsynth import load_dataset
     >>> train, _ = load_dataset("digits")
     >>> map = registry.feature_map("pixels", (1, 8, 8))
     >>> vectors = encode(train.subset([0, 1]), map, torch.device("cpu"))
@@ -284,7 +285,7 @@ def encode(
 def _vectors(
     data: ImageData, features: FeatureMap, device: torch.device, progress: Progress, note: Note
 ) -> Tensor:
-    """Computes the vectors float32 [N, d], clipped to norm 1. A vector that is not finite is 0."""
+    """Computes vectors, float32 [N, d], clipped to norm 1. Non-finite vectors become 0."""
     vectors = torch.zeros(len(data), features.dimension)
     with torch.no_grad():
         isolated = registry.is_own_features(features.name) and _is_moved(features, device)
@@ -303,9 +304,9 @@ def _vectors(
 
 
 def _is_moved(features: FeatureMap, device: torch.device) -> bool:
-    """Tries a custom map on full passes of random images.
+    """Tries a custom map on full batches of random images.
 
-    Returns True if the last bits of a vector change with the other images of a pass.
+    Returns True if a vector's last bits change with other images in the batch.
 
     Raises:
         SettingError: a vector depends on other images, on random numbers or on state.
@@ -331,10 +332,10 @@ def cached(
     compute: Callable[[], Tensor],
     max_norm: float = math.inf,
 ) -> Tensor:
-    """Reads the vectors of a data set from a folder, or computes and stores them.
+    """Reads a data set's vectors from a folder, or computes and stores them.
 
-    A file is replaced if it is damaged or has another shape, or if a vector is longer than
-    `max_norm`, which is infinite for vectors that are not scaled.
+    A file is replaced if it is damaged, has another shape, or contains a vector longer than
+    `max_norm`, which is infinite for unscaled vectors.
 
     Raises:
         OutputError: the folder is readable by others, or cannot be written.
@@ -355,9 +356,9 @@ def cached(
 
 
 def _key(data: ImageData, features: FeatureMap, max_norm: float) -> str:
-    """Returns a hash of the encoder, its preparation of images, and all images of a data set.
+    """Hashes the encoder, its image preparation, and all images in a data set.
 
-    The encoder's vectors of public images stand for weights that a user's file loads.
+    The encoder's vectors for public images stand for any weights that a user's file loads.
     """
     shape = features.image_shape
     digest = hashlib.sha256(f"{features.name}\n{features.source}\n{shape}\n{max_norm}".encode())
@@ -383,13 +384,13 @@ def _require_private(folder: Path) -> None:
         return
     if state.st_mode & 0o077 or state.st_uid != os.getuid():
         raise OutputError(
-            f"the cache {one_line(folder)} must be a folder that only you can open, because vectors "
-            "are as private as images. Run chmod 700, or name a new folder"
+            f"the cache folder {one_line(folder)} is open to other users, but vectors are as "
+            "private as images. Run chmod 700, or name a new folder"
         ).with_code("files.permissions")
 
 
 def clear_cache(folder: str | Path) -> int:
-    """Deletes the vectors in the folder of a cache, and returns the number of files.
+    """Deletes the vectors in a cache folder, and returns the number of files.
 
     Other files in the folder are not changed.
 

@@ -1,8 +1,8 @@
-"""Defines `FeatureMap`, a fixed function from the pixels of one image to a vector.
+"""Defines `FeatureMap`, a fixed function from one image's pixels to a vector.
 
-A private release clips these vectors. A map therefore has public constants that state how long its
-vectors are. The constants are fixed before any private data are read. They follow from a proof or
-from random images of a fixed seed (`random_images.py`), and never from the clients' data.
+Private releases clip vectors, so a map has public constants for typical vector norms. The constants
+are fixed before any private data are read. They follow from a proof or from random images with a
+fixed seed (`random_images.py`), never from the clients' data.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Shape = tuple[int, int, int]  # the shape of an image: (channels, height, width)
 
 @dataclass(frozen=True, eq=False)
 class FeatureMap:
-    """A feature map φ, which is a fixed function from the pixels of an image to a vector.
+    """A feature map φ: a fixed function from an image's pixels to a vector.
 
-    The vector of an image depends only on this image and not on others in the batch.
+    An image's vector depends only on the image itself, not on others in the batch.
 
     Args:
         name: the map's name in settings and reports.
         image_shape: the shape (C, H, W) of the input images.
         dimension: the dimension d of the vectors.
-        norm_bound: a public bound in the units of the features. φ is clipped to this L2 norm before
-            sums are released. fedstats computes the centre of the features from such a sum.
-        radius: R, a public constant in the same units: the approximate distance of an image's
-            vector from the mean m of all vectors. fedstats clips (φ − m)/R to norm 1.
-        source: a text for the report that states the origin of the two constants.
+        norm_bound: a public bound in feature units. φ is clipped to this L2 norm before sums are
+            released. fedstats computes the features' centre from a released sum.
+        radius: R, a public constant in feature units: a vector's approximate distance from the mean
+            m of all vectors. fedstats clips (φ − m)/R to norm 1.
+        source: the origin of both constants, for the report.
         function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. It must be differentiable
             if images are synthesised from statistics.
-        blocks: the sizes (channels, cells) of the matrices that make up a vector when they are
-            concatenated. Covariances between channels and between cells can be computed from these
-            matrices. The tuple is empty if the vectors do not consist of matrices.
+        blocks: the sizes (channels, cells) of the matrices that are concatenated to a vector.
+            Covariances between channels and between cells are computed from the matrices. Empty for
+            vectors without matrix structure.
 
     Raises:
         SettingError: the dimension is below 1, a constant is not positive and finite, or the blocks
@@ -77,23 +77,25 @@ class FeatureMap:
         return SettingError(None, key, f"of the feature map {self.name!r} {reason}")
 
     def __call__(self, pixels_NCHW: Tensor) -> Tensor:
-        """Returns the vectors [N, d] of the images, float32.
+        """Computes the images' vectors, float32 [N, d].
 
         Args:
             pixels_NCHW: images, either uint8 or floating point in [0, 1].
 
         Raises:
-            SettingError: the images do not have the map's image shape, or the map's function does
-                not return vectors of the declared dimension.
+            SettingError: the image shape does not match the map's, or the map's function does not
+                return vectors of the declared dimension.
         """
         shape = tuple(pixels_NCHW.shape[1:])
         if shape != self.image_shape:
-            raise self._wrong("image_shape", f"is {self.image_shape}, but the images have {shape}")
+            raise self._wrong(
+                "image_shape", f"is {self.image_shape}, but the images have the shape {shape}"
+            )
         x = pixels_NCHW.float()
         if pixels_NCHW.dtype == torch.uint8:
             x = x / 255
         features: object = self.function(x)
-        expected = (x.shape[0], self.dimension)  # `len` would fix the number of images in ONNX
+        expected = (x.shape[0], self.dimension)  # `len` would fix the batch size in ONNX
         returned = type(features).__name__
         if isinstance(features, Tensor):
             if features.shape == expected:
@@ -105,6 +107,6 @@ class FeatureMap:
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:
         """Returns the map itself.
 
-        A map is immutable, and vectors are cached by map object.
+        Maps are immutable, and vectors are cached by map object.
         """
         return self

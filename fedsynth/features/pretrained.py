@@ -1,9 +1,9 @@
-"""Loads pretrained networks of timm and torchvision.
+"""Loads pretrained networks from timm and torchvision.
 
 A network is named `timm:NAME` or `torchvision:NAME`. Its last linear layer is removed, so that it
-returns an embedding. The weights are downloaded by the library, or read from a file. Files of
-weights are untrusted: they are safetensors, or are read by torch with `weights_only=True`, so no
-code in them is executed.
+returns an embedding. The library downloads the weights, or they are read from a file. Weight files
+are untrusted. They are safetensors, or torch reads them with `weights_only=True`, so no code in a
+file is executed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedsynth.files import expand_home, read_regular
 from fedsynth.own_code import HASH_DIGITS
 
 LIBRARIES = ("timm", "torchvision")
-# The value of a setting of weights with which the library downloads them.
+# The setting value that lets the library download the weights.
 PRETRAINED = "pretrained"
 
 MAX_WEIGHTS_BYTES = 2**33
@@ -45,16 +45,16 @@ def names_a_library(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PretrainedNetwork:
-    """A network from images to embeddings, with the preparation of images that it expects.
+    """A network from images to embeddings, with its expected image preparation.
 
     Attributes:
         network: maps normalised colour images [N, 3, H, W] to embeddings [N, d].
         dimension: d.
-        size: the height and width of the images for which the weights were trained.
-        fixed_size: whether the network accepts only images of this size.
+        size: the height and width of the training images.
+        fixed_size: whether the network accepts only images of `size`.
         mean: the mean of each channel, for pixels in [0, 1].
         std: the standard deviation of each channel.
-        mode: the interpolation with which images are resized, "bicubic" or "bilinear".
+        mode: the interpolation for resizing, "bicubic" or "bilinear".
         sha256: a hash of the weights.
     """
 
@@ -69,7 +69,7 @@ class PretrainedNetwork:
 
     @property
     def preparation(self) -> str:
-        """A text for reports that describes how images are prepared."""
+        """A description of the image preparation for reports."""
         height, width = self.size
         return (
             f"images resized to {height}×{width} ({self.mode}), mean {list(self.mean)}, standard "
@@ -84,7 +84,7 @@ class PretrainedNetwork:
         return F.interpolate(x, self.size, mode=self.mode, antialias=True, align_corners=False)
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
-        """Computes the embeddings [N, d] of images with pixels in [0, 1]."""
+        """Computes the embeddings [N, d] for pixels in [0, 1]."""
         x = self.resized(pixels_NCHW).clamp(0, 1)
         mean = x.new_tensor(self.mean).view(1, -1, 1, 1)
         std = x.new_tensor(self.std).view(1, -1, 1, 1)
@@ -92,21 +92,21 @@ class PretrainedNetwork:
 
 
 def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -> PretrainedNetwork:
-    """Loads a network of timm or torchvision without its last layer.
+    """Loads a timm or torchvision network without its last layer.
 
     Args:
         name: `timm:NAME` or `torchvision:NAME`.
-        weights: "pretrained" for the weights that the library downloads, a file of weights, or an
-            empty string for random weights from torch's global generator.
-        place: the section and key of the setting that names the network, for errors.
+        weights: "pretrained" for the library's download, a weight file, or an empty string for
+            random weights from torch's global generator.
+        place: the setting's section and key, for errors.
 
     Raises:
-        SettingError: the library is missing or does not know the network, the weights cannot be
-            downloaded or read, or they belong to another network.
+        SettingError: the library or network does not exist, or the weights cannot be downloaded or
+            read, or do not match the network.
     """
     library, _, model = name.partition(":")
     if not _NAME.fullmatch(model):
-        raise _refused(place, name, f"must be {library}: and the name of a network")
+        raise _refused(place, name, f"must be {library}: followed by a network's name")
     load = {"timm": _timm, "torchvision": _torchvision}[library]
     try:
         network, expected = load(name, model, weights == PRETRAINED, place)
@@ -114,8 +114,8 @@ def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -
         options = {"data": "--encoder-weights ", "model": "--set model.weights="}
         option = options.get(place[0] or "", "--weights ")
         reason = (
-            "has no weights on this machine, and they cannot be downloaded. Download them elsewhere "
-            f"and name the file with {option}FILE.safetensors ({one_line(error, 100)})"
+            f"has no weights on this machine, and the download failed: {one_line(error, 100)}. "
+            f"Download them elsewhere and name the file with {option}FILE.safetensors"
         )
         raise _refused(place, name, reason) from None
     if weights not in ("", PRETRAINED):
@@ -145,9 +145,9 @@ def _timm(
     try:
         import timm
     except ImportError:
-        raise _refused(place, name, "needs timm: pip install 'fedsynth[encoders]'") from None
+        raise _refused(place, name, "requires timm. Run pip install 'fedsynth[encoders]'") from None
     if not timm.is_model(model.partition(".")[0]):
-        raise _refused(place, name, "is not a network of timm. timm.list_models() lists them")
+        raise _refused(place, name, "is unknown to timm. Choose a network from timm.list_models()")
     network = timm.create_model(model, pretrained=download, num_classes=0)
     config: dict[str, Any] = timm.data.resolve_model_data_config(network)
     trained: Any = getattr(network, "pretrained_cfg", {})
@@ -161,12 +161,16 @@ def _torchvision(
     from torchvision import models
 
     if model not in models.list_models(module=models):
-        raise _refused(place, name, "is not a classifier of torchvision.models")
+        raise _refused(place, name, "is not a classifier in torchvision.models")
     default = models.get_model_weights(model).DEFAULT
     network = models.get_model(model, weights=default if download else None)
     linear = [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not linear:
-        raise _refused(place, name, "has no linear layer, so its embedding is not known")
+        raise _refused(
+            place,
+            name,
+            "has no linear layer, so its embedding is undefined. Choose another network",
+        )
     network.set_submodule(linear[-1], nn.Identity())
     expected = default.transforms()
     return network, {
@@ -179,7 +183,7 @@ def _torchvision(
 
 
 def _fill(network: nn.Module, name: str, file: str) -> None:
-    """Copies the weights in a file to a network. Weights of layers that it lacks are ignored.
+    """Copies a file's weights to a network. Weights for missing layers are ignored.
 
     Raises:
         SettingError: the file cannot be read, or belongs to another network.
@@ -187,9 +191,9 @@ def _fill(network: nn.Module, name: str, file: str) -> None:
     try:
         missing = network.load_state_dict(read_weights(file), strict=False).missing_keys
     except RuntimeError as error:
-        raise _wrong_weights(f"{file} is not a file of {name}: {one_line(error)}") from None
+        raise _wrong_weights(f"{file} does not match {name}: {one_line(error)}") from None
     if missing:
-        reason = f"{file} has no {one_line(missing[0], 80)}, so it is not a file of {name}"
+        reason = f"{file} does not match {name}: the tensor {one_line(missing[0], 80)} is missing"
         raise _wrong_weights(reason)
 
 
@@ -197,7 +201,7 @@ def read_weights(file: str) -> dict[str, Tensor]:
     """Reads a network's weights from a safetensors file, or from a file that torch saved.
 
     Raises:
-        SettingError: the file cannot be read, or does not contain a dictionary of finite tensors.
+        SettingError: the file is unreadable, or is not a dictionary of finite tensors.
     """
     path = expand_home(file)
     try:
@@ -209,18 +213,18 @@ def read_weights(file: str) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise _wrong_weights(f"{file} cannot be read: {one_line(error)}") from None
     except Exception as error:  # of damaged files, torch raises errors of many classes
-        reason = f"{file} is damaged, or contains more than tensors: {one_line(error)}"
+        reason = f"{file} is damaged, or contains other objects than tensors: {one_line(error)}"
         raise _wrong_weights(reason) from None
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
-        raise _wrong_weights(f"{file} must contain a state_dict, which has only tensors")
+        raise _wrong_weights(f"{file} is not a state_dict of tensors. Save network.state_dict()")
     for key, tensor in state.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise _wrong_weights(f"{file} has values in {one_line(key, 80)} that are not finite")
+            raise _wrong_weights(f"{file} contains NaN or infinite values in {one_line(key, 80)}")
     return state
 
 
 def _hash_of(state: Mapping[str, Tensor]) -> str:
-    """Returns the SHA-256 hash of the names, shapes and values of a network's weights."""
+    """Computes the SHA-256 of a network's weights (names, shapes and values)."""
     digest = hashlib.sha256()
     for key, tensor in state.items():
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -229,7 +233,7 @@ def _hash_of(state: Mapping[str, Tensor]) -> str:
 
 
 def label_of(name: str, sha256: str) -> str:
-    """Returns a network's name followed by `@` and the first digits of its weights' hash."""
+    """Appends `@` and the first digits of the weights' hash to a network's name."""
     return f"{name}@{sha256[:HASH_DIGITS]}"
 
 
@@ -238,4 +242,4 @@ def _refused(place: tuple[str | None, str], name: str, reason: str) -> SettingEr
 
 
 def _wrong_weights(reason: str) -> SettingError:
-    return SettingError(None, "the file of weights", reason).with_code("files.weights")
+    return SettingError(None, "the weight file", reason).with_code("files.weights")

@@ -1,8 +1,7 @@
-"""Computes the constants and the whitening of a feature map from random images, so that no data are
-read.
+"""Computes a feature map's constants and whitening from random images, without reading data.
 
-The images come from `random_images` with a fixed seed, so everything that is computed from them is
-public. The constants are rounded so that all machines compute the same values.
+The images come from `random_images` with a fixed seed, so everything computed from them is public.
+Constants are rounded so that all machines agree.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from fedsynth.privacy.row_products import two_sided
 from fedsynth.seeding import torch_generator
 
 IMAGES = 600
-# The number of images of uniform noise that test a map without measured constants.
+# The number of uniform noise images for testing maps without measured constants.
 TEST_IMAGES = 8
 
 SEED = 0
-DIGITS = 3  # the number of significant digits of a constant
+DIGITS = 3  # significant digits of a constant
 SOURCE = f"medians over {IMAGES} images of random processes, seed {SEED} (no data)"
 
 
@@ -39,7 +38,7 @@ def _images(shape: Shape) -> Tensor:
 def public_vectors(
     function: Callable[[Tensor], Tensor], shape: Shape, images: Tensor | None = None
 ) -> Tensor:
-    """Computes the vectors [N, d] of public images with a function from pixels to vectors.
+    """Computes the public images' vectors [N, d] with a function from pixels to vectors.
 
     Args:
         function: pixels -> vectors [N, d].
@@ -55,11 +54,10 @@ def public_vectors(
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
-    """Returns two constants of a feature map: the median norm of vectors, and their median distance
-    from the mean.
+    """Returns two constants for a feature map: median norm and median distance from the mean.
 
-    A clip at the median changes half of the vectors, but changes their mean only little. The noise
-    is then scaled to the norm of a typical image.
+    Clipping at the median changes half of the vectors, but their mean only little. Noise is then
+    scaled to a typical image's norm.
     """
     norm = float(torch.linalg.vector_norm(vectors_Nd, dim=1).median())
     about = vectors_Nd - vectors_Nd.mean(dim=0)
@@ -75,19 +73,18 @@ def map_of_vectors(
     scale: float = 1.0,
     origin: str = SOURCE,
 ) -> FeatureMap:
-    """Makes a feature map from a function and from the function's vectors of the public random
-    images.
+    """Makes a feature map from a function and its vectors for the public random images.
 
-    The dimension and the constants of the map are computed from these vectors.
+    The map's dimension and constants are computed from the vectors.
 
     Args:
         name: the map's name in settings and reports.
         shape: the shape (C, H, W) of the input images.
         function: the function from pixels to vectors.
-        vectors_Nd: the function's vectors of the random images (`public_vectors`).
+        vectors_Nd: the function's vectors for the random images (`public_vectors`).
         blocks: see `FeatureMap`.
         scale: a factor for both constants.
-        origin: a text that states from which images the constants were measured.
+        origin: the images from which the constants were measured, as text.
     """
     norm, radius = constants(vectors_Nd)
     source = origin if scale == 1 else f"{scale} of {origin}"
@@ -109,24 +106,23 @@ def measured_map(
     function: Callable[[Tensor], Tensor],
     images: Tensor | None = None,
 ) -> FeatureMap:
-    """Makes a feature map from a function, such as an encoder that was trained on public images.
+    """Makes a feature map from a function, such as an encoder trained on public images.
 
-    The dimension and the constants of the map are measured on public images, so no private data are
-    read. Vectors longer than the median norm of these images are clipped. If the public images look
-    unlike the data, most vectors may be clipped: `normalised_map` needs no such constant.
+    The map's dimension and constants are measured on public images, so no private data are read.
+    Vectors longer than the public images' median norm are clipped. If the public images look unlike
+    the data, most vectors may be clipped: `normalised_map` needs no such constant.
 
     Args:
         name: the map's name in settings and reports.
         image_shape: the shape (C, H, W) of the input images.
         function: float32 pixels in [0, 1] [N, C, H, W] -> vectors [N, d]. Each vector must depend
-            on one image only. An example is an encoder in evaluation mode that was not trained on
-            the private data.
-        images: public images [N, C, H, W], uint8 or floating point in [0, 1]. None uses images of
-            random processes (`random_images` with a fixed seed).
+            on one image only. An example is an encoder in evaluation mode, trained without the
+            private data.
+        images: public images [N, C, H, W], uint8 or floating point in [0, 1]. None uses
+            `random_images` with a fixed seed.
 
     Raises:
-        SettingError: the function does not return finite vectors, or returns the same vector for
-            half of the images.
+        SettingError: the function's vectors are not finite, or the same for half of the images.
 
     >>> halves = measured_map("halves", (1, 16, 16), lambda x: x.reshape(len(x), 2, -1).mean(2))
     >>> halves.dimension, halves.norm_bound > 0, halves.radius > 0
@@ -145,12 +141,11 @@ def normalised_map(
     function: Callable[[Tensor], Tensor],
     images: Tensor | None = None,
 ) -> FeatureMap:
-    """Makes a feature map whose vectors have norm 1, so that clipping to 1 never changes them.
+    """Makes a feature map with vectors of norm 1, which clipping to 1 never changes.
 
-    If there are public images, their mean vector is subtracted first. Each vector is then divided
-    by its norm, so the bound is exact for all images, whatever the public images are.
-
-    The arguments and errors are those of `measured_map`, but `images` has no default images.
+    Given public images, their mean vector is subtracted first. Each vector is then divided by its
+    norm, so the bound is exact for any public images. The arguments and errors are those of
+    `measured_map`, but `images` has no default.
 
     >>> halves = normalised_map("halves", (1, 16, 16), lambda x: x.reshape(len(x), 2, -1).mean(2))
     >>> torch.allclose(halves(torch.rand(3, 1, 16, 16)).norm(dim=1), torch.ones(3))
@@ -176,7 +171,7 @@ def normalised_map(
 def checked_vectors(
     name: str, shape: Shape, function: Callable[[Tensor], Tensor], images: Tensor | None
 ) -> Tensor:
-    """Computes the vectors [N, d] of public images, and checks that a map can be made from them.
+    """Computes the public images' vectors [N, d], and checks that they suit a map.
 
     The arguments and errors are those of `measured_map`.
     """
@@ -185,7 +180,7 @@ def checked_vectors(
     if vectors.dim() != 2 or not bool(torch.isfinite(vectors).all()):
         reason = f"must return finite vectors [N, d], but returned {list(vectors.shape)}"
     elif not constants(vectors)[1] > 0:
-        reason = "must not return the same vector for half of the public images"
+        reason = "returns the same vector for half of the public images"
     if reason:
         raise SettingError(None, "function", f"of the feature map {name!r} {reason}")
     return vectors
@@ -202,13 +197,13 @@ def rounded(value: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Whitening:
-    """A function that computes the vector of an image and whitens this vector.
+    """Whitens the vectors that a function computes from images.
 
-    A vector φ of the given function is centred to φ − m and multiplied by the inverse root of a
-    covariance between channels and the inverse root of a covariance between cells.
+    A vector φ is centred to φ − m, and multiplied by the inverse roots of a channel covariance and
+    a cell covariance.
 
-    A private sum clips each vector's norm and scales its noise to that norm. Without whitening,
-    directions that all images have strongly in common would make up most of the norm.
+    A private sum clips each vector's norm and scales its noise to the clip. Without whitening,
+    strong directions shared by all images would dominate the norm.
 
     Args:
         function: pixels -> vectors [N, channels · cells]. All cells of a channel are adjacent.
@@ -232,16 +227,16 @@ class Whitening:
         floor: float,
         num_channels: int | None = None,
     ) -> Whitening:
-        """Computes the whitening from vectors of public images.
+        """Computes the whitening from public images' vectors.
 
         Args:
             function: the function from pixels to vectors, see the class.
-            vectors_Nd: the function's vectors of public images.
-            cells: the number of cells of each channel.
-            floor: a number that is added to the eigenvalues, relative to the largest eigenvalue, so
-                that nearly constant directions stay small.
-            num_channels: the number of channel directions to keep, namely those in which the images
-                differ most. If None, all are kept in the original basis.
+            vectors_Nd: the function's vectors for public images.
+            cells: the number of cells per channel.
+            floor: a number added to the eigenvalues, relative to the largest one, so that nearly
+                constant directions stay small.
+            num_channels: the number of channel directions to keep, by decreasing variance. None
+                keeps all directions in the original basis.
         """
         mean = vectors_Nd.mean(dim=0)
         about = (vectors_Nd - mean).double().unflatten(1, (-1, cells))
@@ -256,15 +251,15 @@ class Whitening:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The number of channel directions and the number of cells."""
+        """The numbers of channel directions and cells."""
         return len(self.channels), len(self.cells)
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the whitened vectors [N, d] of the images."""
+        """Computes the images' whitened vectors [N, d]."""
         return self.applied(self.function(x_NCHW))
 
     def applied(self, vectors_Nd: Tensor) -> Tensor:
-        """Whitens the given vectors [N, d], which are vectors that `function` returned."""
+        """Whitens vectors [N, d] returned by `function`."""
         device = vectors_Nd.device
         about = vectors_Nd - self.mean.to(device)
         cells = self.cells.to(device)

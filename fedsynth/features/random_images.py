@@ -1,10 +1,9 @@
-"""Draws images from random processes. Such images are public, because they need no data set.
+"""Draws public images from random processes, without any data set.
 
-A seed is the only input of these images. Everything computed from them, such as a feature map's
-centre, a norm bound or an encoder's weights, is therefore a public constant. There are three
-processes, after Baradad et al. 2021, "Learning to See by Looking at Noise" (arXiv 2106.05963).
-DP-RandP (Tang et al. 2023, arXiv 2306.06076) learns the prior of a private classifier from the same
-processes.
+A seed is the only input. Everything computed from the images, such as a feature map's centre, a
+norm bound or an encoder's weights, is therefore a public constant. The three processes follow
+Baradad et al. 2021, "Learning to See by Looking at Noise" (arXiv 2106.05963). DP-RandP (Tang et al.
+2023, arXiv 2306.06076) learns a private classifier's prior from the same processes.
 
 - "dead-leaves" draws shapes of power-law sizes that cover each other, in front of a spectral
   background.
@@ -25,29 +24,26 @@ from torch.nn import functional as F
 
 from fedsynth.features.feature_map import Shape
 
-# The number of images that are generated together. It bounds memory and also affects the images
-# that a seed gives.
+# The generation batch size, which bounds memory and affects the images for a seed.
 AT_ONCE = 256
 
-LEAVES = 48  # the number of shapes in front of the background, which is enough to cover most of it
-# The relative spread of a shape's colour around its grey value. It is small because natural images
-# are mostly grey.
+LEAVES = 48  # the number of shapes, enough to cover most of the background
+# The relative spread of a shape's colour around grey. Natural images are mostly grey.
 CHROMA = 0.35
 
 WIDTH = 16  # the number of channels of the random generators
 
 
 def random_images(count: int, image_shape: Shape, generator: torch.Generator) -> Tensor:
-    """Draws images of the three random processes, in equal shares.
+    """Draws images from the three random processes, in equal shares.
 
     The result is float32 [count, C, H, W] in [0, 1], on the random generator's device.
 
     Args:
         count: the number of images.
-        image_shape: the shape (C, H, W). With one channel, the images are the grey values of colour
-            images.
-        generator: the random generator of all draws. The same state gives the same images on the
-            same type of device.
+        image_shape: the shape (C, H, W). One channel gives the grey values of colour images.
+        generator: the random generator for all draws. The same state gives the same images on
+            devices of the same type.
 
     >>> import torch
     >>> images = random_images(4, (3, 32, 32), torch.Generator().manual_seed(0))
@@ -69,7 +65,7 @@ def random_images(count: int, image_shape: Shape, generator: torch.Generator) ->
     images = torch.cat(parts)
     if channels == 1:
         return images.mean(dim=1, keepdim=True)
-    # more bands than colours repeat the colours in turn
+    # further bands repeat the colours in turn
     return images[:, torch.arange(channels, device=images.device) % 3]
 
 
@@ -81,8 +77,7 @@ def spectral_noise(count: int, height: int, width: int, generator: torch.Generat
 
     The images have the shape [N, 3, H, W] and values in [0, 1].
 
-    Each image has its own α, which is uniform in [1.5, 3.5]. The two axes of each image are also
-    scaled differently, by a random factor.
+    Each image has its own α, uniform in [1.5, 3.5], and a random factor between its axes' scales.
     """
     fields = _fields(count, 3, height, width, generator)
     return _levels(_mixed_colours(fields, generator), generator)
@@ -110,10 +105,10 @@ def _fields(
 
 
 def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
-    """Makes the three colour channels of each image from three independent channels of noise.
+    """Mixes three independent noise channels into each image's colour channels.
 
-    The first channel of noise changes all colours equally. The second and the third channel change
-    the colours in random directions, and more weakly.
+    The first noise channel changes all colours equally. The second and third change colours in
+    random directions, and more weakly.
     """
     weights = torch.randn(len(fields), 3, 3, generator=generator, device=fields.device)
     weights = CHROMA * weights
@@ -166,7 +161,7 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 
 
 def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
-    """Transforms uniform random numbers into random radii r, whose density is proportional to r⁻³.
+    """Transforms uniform random numbers into radii r with a density proportional to r⁻³.
 
     The radii are between `smallest` and `largest`.
     """
@@ -184,7 +179,7 @@ def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
-    """Returns a boolean tensor that is true for each point inside a shape of unit size.
+    """Returns a boolean tensor that is true inside a shape of unit size.
 
     `kind` in [0, 1] selects the shape: below 1/3 an ellipse, below 2/3 a rectangle, otherwise a
     triangle.
@@ -207,14 +202,13 @@ def _colours(count: int, generator: torch.Generator) -> Tensor:
 
 
 def random_generators(count: int, height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draws images that convolutional generators with random weights produce.
+    """Draws images from convolutional generators with random weights.
 
     The images have the shape [N, 3, H, W] and values in [0, 1].
 
     Each generator starts from a 4×4 map of noise. Each layer doubles the resolution and convolves
-    with weights that are drawn for the image. Then it adds noise of random strength and applies a
-    leaky ReLU. The weights of the first layer are oriented waves. A random 1×1 layer computes the
-    colours.
+    with the image's own random weights. Then it adds noise of random strength and applies a leaky
+    ReLU. The first layer's weights are oriented waves. A random 1×1 layer computes the colours.
     """
     device = generator.device
     x = torch.randn(count, WIDTH, 4, 4, generator=generator, device=device)
@@ -239,16 +233,14 @@ def random_generators(count: int, height: int, width: int, generator: torch.Gene
 
 
 def _standardised(x: Tensor) -> Tensor:
-    """Standardises each channel of each image to mean 0 and standard deviation 1."""
+    """Standardises each (image, channel) pair to mean 0 and standard deviation 1."""
     mean = x.mean(dim=(2, 3), keepdim=True)
     deviation = (x - mean).square().mean(dim=(2, 3), keepdim=True).sqrt()
     return (x - mean) / deviation.clamp_min(1e-5)
 
 
 def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
-    """Convolves each image with weights [O, C, k, k] of its own. The image is reflected at the
-    borders.
-    """
+    """Convolves each image with its own weights [O, C, k, k]. Borders are reflected."""
     count, channels = x_NCHW.shape[:2]
     half = weights.shape[-1] // 2
     padded = F.pad(x_NCHW, (half, half, half, half), mode="reflect")
@@ -258,10 +250,10 @@ def _convolved_each(x_NCHW: Tensor, weights: Tensor) -> Tensor:
 
 
 def _oriented(count: int, generator: torch.Generator) -> Tensor:
-    """Draws convolution filters with the shape of waves, whose frequency and phase are random.
+    """Draws wave-shaped convolution filters with random frequency and phase.
 
-    The filters of N images have the shape [N, WIDTH, WIDTH, 5, 5]. The waves for one image have two
-    random directions.
+    The shape is [N, WIDTH, WIDTH, 5, 5] for N images. Each image's waves have two random
+    directions.
     """
     device = generator.device
     draw = torch.rand(3, count, WIDTH, WIDTH, 1, 1, generator=generator, device=device)

@@ -2,13 +2,13 @@
 
 This is the single-layer learning of Coates, Ng & Lee 2011, "An Analysis of Single-Layer Networks in
 Unsupervised Feature Learning". Patches of 6×6 pixels are normalised, whitened, and multiplied by K
-unit vectors. The part of each product above a threshold is averaged in 3×3 overlapping cells,
+unit vectors. The excess of each product over a threshold is averaged in 3×3 overlapping cells,
 separately for positive and negative products.
 
-The dictionary was learned by spherical k-means (`benchmarks/random_process.py`) from images of
-`random_images.py`. The dictionary follows from a seed and a procedure, so it is as public as the
-architecture of a network. docs/features.md has the gain of these features over scattering, and a
-comparison with a network that was trained on the same images.
+The dictionary was learned by spherical k-means (`benchmarks/random_process.py`) from
+`random_images.py`. It follows from a seed and a procedure, so it is as public as a network's
+architecture. docs/features.md compares the features with scattering, and with a network trained on
+the same images.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fedsynth.features.public_statistics import Whitening, constants, map_of_vec
 from fedsynth.features.scattering import FLOOR, scattering, scattering_features, sizes
 from fedsynth.privacy.row_products import two_sided
 
-# The file that `python benchmarks/random_process.py` writes.
+# The file written by `python benchmarks/random_process.py`.
 WEIGHTS = Path(__file__).with_name("random_process.safetensors")
 
 PATCH = 6  # the side of a patch in pixels
-# A number that is added to a patch's variance, so that nearly flat patches stay small. It is 10
-# squared grey values, as in the paper.
+# A number added to patch variances, so that nearly flat patches stay small. As in the paper, it is
+# 10 squared grey values.
 CONTRAST = 10 / 255**2
 
 THRESHOLD = 0.25
 CELLS = 3
-# The number of images that a CPU processes at a time. It is a power of two, so that all pieces of
-# a private client's pass have the same length.
+# The CPU batch size. A power of two, so that all pieces of a private client's pass have the same
+# length.
 AT_ONCE = 16
 # The smallest image side in pixels. Smaller images have too few patches for 3×3 cells.
 MIN_SIDE = 12
@@ -49,24 +49,23 @@ MIN_SIDE = 12
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """A set of vectors with which the patches of an image are compared, to compute features of the
-    image.
+    """The vectors with which image patches are compared.
 
     Args:
         mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.
-        atoms: the product of the whitening matrix and the K unit vectors, [P, K]. The features of a
-            patch p are computed from (p − mean) @ atoms.
+        atoms: the whitening matrix times the K unit vectors, [P, K]. A patch p's features are
+            computed from (p − mean) @ atoms.
     """
 
     mean: Tensor
     atoms: Tensor
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the vectors [N, 2K·CELLS²] of colour or grey images with pixels in [0, 1].
+        """Computes vectors [N, 2K·CELLS²] from colour or grey images with pixels in [0, 1].
 
-        All patches are compared with the dictionary by one convolution. Each patch's mean and
-        contrast are taken into account afterwards. This is possible because (p − μ_p)/s_p is linear
-        in p for fixed μ_p and s_p. Few images at a time stay in a CPU's cache.
+        One convolution compares all patches with the dictionary. Each patch's mean and contrast are
+        applied afterwards, because (p − μ_p)/s_p is linear in p for fixed μ_p and s_p. Few images
+        at a time stay in a CPU's cache.
         """
         at_once = len(x_NCHW) if x_NCHW.device.type != "cpu" else AT_ONCE
         return torch.cat(list(map(self._compared, x_NCHW.split(max(1, at_once)))))
@@ -94,7 +93,7 @@ class Dictionary:
 
 @lru_cache(maxsize=8)
 def window_sums(side: int) -> Tensor:
-    """Returns the matrix [side − PATCH + 1, side] that sums each PATCH adjacent values."""
+    """Returns the matrix [side − PATCH + 1, side] that sums PATCH adjacent values."""
     return torch.eye(side).unfold(0, PATCH, 1).sum(dim=2)
 
 
@@ -114,14 +113,13 @@ def cell_means(height: int, width: int) -> Tensor:
 
 @lru_cache(maxsize=1)
 def shipped() -> Dictionary:
-    """Loads the dictionary of patches that is contained in the package."""
+    """Loads the package's patch dictionary."""
     tensors = load_file(WEIGHTS)
     return Dictionary(tensors["mean"], tensors["atoms"])
 
 
 def random_process(shape: Shape) -> FeatureMap:
-    """Returns the feature map that compares image patches with a dictionary learned from random
-    images.
+    """Returns the feature map of image patches, with a dictionary learned from random images.
 
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
@@ -131,8 +129,8 @@ def random_process(shape: Shape) -> FeatureMap:
     """
     if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         reason = (
-            f"cannot be based on random processes for images of shape {shape}. These features "
-            f"need grey or colour images of at least {MIN_SIDE}×{MIN_SIDE} pixels"
+            f"cannot use random processes for images of shape {shape}. Images must be grey or "
+            f"colour, with at least {MIN_SIDE}×{MIN_SIDE} pixels"
         )
         raise SettingError("method", "features", reason)
     dictionary = shipped()
@@ -142,9 +140,9 @@ def random_process(shape: Shape) -> FeatureMap:
 
 
 def scattering_and_random_process(shape: Shape) -> FeatureMap:
-    """Returns the feature map that concatenates the features of `scattering` and `random_process`.
+    """Returns the feature map that concatenates `scattering` and `random_process`.
 
-    Each of these two parts is divided by its public radius, so that neither part dominates.
+    Both parts are divided by their public radius, so that neither part dominates.
 
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
@@ -161,25 +159,22 @@ def scattering_and_random_process(shape: Shape) -> FeatureMap:
     return map_of_vectors("scattering+random-process", shape, function, vectors, blocks)
 
 
-# The scale of the dictionary's features relative to the scattering features. It was chosen on
-# held-out CIFAR-10 training images.
+# The scale of dictionary features relative to scattering features, chosen on held-out CIFAR-10
+# training images.
 DICTIONARY = 0.7
-# The fraction of channel directions that are kept. These are the directions in which public images
-# differ most. The fraction was chosen on the same images. With half of the coordinates, accuracy is
-# the same.
+# The fraction of channel directions to keep, by decreasing variance of public images. It was chosen
+# on the same images. With half of the coordinates, accuracy is the same.
 CHANNEL_SHARE = 0.5
-# A factor for the norm bound and the radius, which are otherwise medians over public random
-# images. It was chosen on the same images. Photographs vary less in each direction than random
-# processes do.
+# A factor for norm bound and radius, which are otherwise medians over public random images. It was
+# chosen on the same images. Photographs vary less in each direction than random processes.
 SMALLER = 0.7
 
 
 def whitened_pair(shape: Shape) -> FeatureMap:
-    """Returns the feature map that concatenates whitened features of `scattering` and
-    `random_process`.
+    """Returns the feature map that concatenates whitened `scattering` and `random_process`.
 
-    Each of these two parts is divided by its public radius. The features of `random_process` are
-    also multiplied by `DICTIONARY`. The vectors have 1233 coordinates for 28×28 grey images.
+    Both parts are divided by their public radius, and the second is multiplied by `DICTIONARY`. The
+    vectors have 1233 coordinates for 28×28 grey images.
 
     Raises:
         SettingError: the images are neither grey nor colour, or smaller than 12×12 pixels.
@@ -190,8 +185,8 @@ def whitened_pair(shape: Shape) -> FeatureMap:
 def mirrored_pair(shape: Shape) -> FeatureMap:
     """Returns the feature map that gives an image and its mirror image the same vector.
 
-    The vector is the mean of the features of `whitened_pair` for the image and for the image
-    mirrored left to right. The vectors have 1962 coordinates for 32×32 colour images.
+    The vector is the mean of the `whitened_pair` vectors for the image and its left-right mirror
+    image. The vectors have 1962 coordinates for 32×32 colour images.
 
     Raises:
         SettingError: as for `whitened_pair`.
@@ -215,7 +210,7 @@ def _pair(name: str, shape: Shape, *, mirrored: bool = False) -> FeatureMap:
 def _side_by_side(
     functions: tuple[Callable[[Tensor], Tensor], ...], factors: tuple[float, ...], x_NCHW: Tensor
 ) -> Tensor:
-    """Multiplies the result of each function by its factor, and concatenates the vectors."""
+    """Multiplies each function's result by its factor, and concatenates the vectors."""
     vectors = []
     for function, factor in zip(functions, factors, strict=True):
         vectors.append(function(x_NCHW) * factor)
@@ -229,10 +224,10 @@ def _mean_of_mirrored(function: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> T
 def _whitened(
     function: Callable[[Tensor], Tensor], shape: Shape, cells: int
 ) -> tuple[Whitening, float]:
-    """Returns the whitened version of a function from pixels to vectors, and the public radius of
-    its vectors.
+    """Whitens a function from pixels to vectors.
 
-    Only the directions are kept in which public images differ most.
+    Returns it with its vectors' public radius. Only the directions with the largest variance over
+    public images are kept.
     """
     vectors = public_vectors(function, shape)
     num_channels = math.ceil(CHANNEL_SHARE * vectors.shape[1] / cells)

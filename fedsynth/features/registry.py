@@ -1,9 +1,8 @@
-"""Finds feature maps by their names, and registers the feature maps of users.
+"""Finds feature maps by name, and registers custom feature maps.
 
-A user registers a function that builds a `FeatureMap` for a given image shape. An example is a map
-that computes the embedding of a hospital's encoder. Settings name a custom map in the same way as a
-built-in map. Every party of a run has to register the same map. The map is public, as an
-architecture is.
+A user registers a function that builds a `FeatureMap` for a given image shape, such as the
+embedding of a hospital's encoder. Settings name custom and built-in maps in the same way. Every
+party in a run has to register the same map. The map is public, like an architecture.
 """
 
 from __future__ import annotations
@@ -33,11 +32,10 @@ from fedsynth.privacy.batch_independence import ADVICE, StepInputs, dependence_o
 
 
 def pixels(shape: Shape) -> FeatureMap:
-    """Returns the simplest feature map: its vector contains the pixels of the image minus mid-grey.
+    """Returns the simplest feature map: the image's pixels minus mid-grey.
 
     The norm is at most √d/2, because each coordinate is in [−½, ½]. The distance from the mean is
-    about 0.3·√d for images with strong contrast. It can be larger, because a coordinate's deviation
-    is at most ½.
+    about 0.3·√d for images with strong contrast, and up to ½·√d.
 
     >>> pixels((1, 8, 8)).norm_bound
     4.0
@@ -55,16 +53,15 @@ def pixels(shape: Shape) -> FeatureMap:
 
 
 def about_grey(x_NCHW: Tensor) -> Tensor:
-    """Returns the pixels of images minus mid-grey, as vectors [N, C·H·W] with values in [−½, ½]."""
+    """Returns pixels minus mid-grey, as vectors [N, C·H·W] with values in [−½, ½]."""
     return x_NCHW.flatten(1) - 0.5
 
 
 def unit_norm(shape: Shape) -> FeatureMap:
-    """Returns the feature map of vectors: the vector minus the middle of its bounds, divided by its
-    norm.
+    """Returns the feature map for vectors: centred between the bounds, and divided by the norm.
 
-    Embeddings are usually compared by their direction, so the map suits the outputs of an encoder.
-    The norm of the features is at most 1, so clipping to 1 never changes them.
+    Embeddings are usually compared by direction, so the map suits encoder outputs. The norm is at
+    most 1, so clipping to 1 never changes the features.
 
     >>> unit_norm((1, 1, 2))(torch.tensor([[[[0.5 + 0.3, 0.5 - 0.4]]]])).tolist()
     [[0.6000000238418579, -0.800000011920929]]
@@ -80,7 +77,7 @@ def unit_norm(shape: Shape) -> FeatureMap:
     )
 
 
-# A function that builds the map for images of shape (channels, height, width).
+# A function that builds a map for an image shape (channels, height, width).
 Builder = Callable[[Shape], FeatureMap]
 
 _BUILT_IN: dict[str, Builder] = {
@@ -97,7 +94,7 @@ _CUSTOM: dict[str, Builder] = {}
 
 
 def feature_names() -> tuple[str, ...]:
-    """Returns the names of all feature maps, both built-in and registered ones.
+    """Returns the names of all built-in and registered feature maps.
 
     >>> "pixels" in feature_names()
     True
@@ -106,7 +103,7 @@ def feature_names() -> tuple[str, ...]:
 
 
 def features_for(shape: Shape) -> str:
-    """Returns the name of the feature map that is the default for images of the given shape.
+    """Returns the default feature map's name for a given image shape.
 
     The defaults were chosen on held-out training images.
 
@@ -126,16 +123,16 @@ def features_for(shape: Shape) -> str:
 
 
 def is_own_features(name: str) -> bool:
-    """Returns True if the user has registered a feature map under this name."""
+    """Returns True if `name` is a registered custom feature map."""
     return name in _CUSTOM
 
 
 def feature_map(name: str, shape: Shape) -> FeatureMap:
-    """Returns the feature map with the given name, for images of the given shape.
+    """Returns the named feature map for a given image shape.
 
     Raises:
         UnknownNameError: no map has this name. The error lists similar names.
-        SettingError: the map does not support images of this shape, or a custom map mixes examples.
+        SettingError: the map does not support the image shape, or a custom map mixes examples.
 
     >>> feature_map("pixels", (1, 28, 28)).dimension
     784
@@ -146,7 +143,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 @cache
 def _build(name: str, shape: Shape) -> FeatureMap:
-    """Builds a map once for each name and shape, because feature vectors are cached by map object."""
+    """Builds a map once per (name, shape) pair, because vectors are cached by map object."""
     if name in _CUSTOM:
         return _build_custom(name, shape)
     if name not in _BUILT_IN:
@@ -157,14 +154,14 @@ def _build(name: str, shape: Shape) -> FeatureMap:
 def refuse_unknown_map(
     name: str, section: str, *other_names: str, key: str = "features"
 ) -> NoReturn:
-    """Raises the error for an unknown name of a feature map.
+    """Raises the error for an unknown feature map.
 
-    If the name is custom code, the error states how to load it.
+    For custom code, the error states how to load it.
 
     Args:
         name: the value of the setting.
         section, key: the setting, see `SettingError`.
-        other_names: the values that are allowed in addition to the names of maps.
+        other_names: further allowed values besides map names.
     """
     if not names_code(name):
         names = (*other_names, *feature_names())
@@ -174,10 +171,10 @@ def refuse_unknown_map(
 
 @dataclass(eq=False)
 class _CheckedFunction:
-    """The function of a custom feature map, which is checked before its first use on each device.
+    """A custom feature map's function, checked before its first use on each device.
 
-    The check uses public images. It makes sure that the vector of an image depends only on this
-    image and not on others in the batch.
+    The check uses public images. It makes sure that an image's vector depends only on the image
+    itself, not on others in the batch.
     """
 
     name: str
@@ -201,14 +198,13 @@ class _CheckedFunction:
 
 
 def _build_custom(name: str, shape: Shape) -> FeatureMap:
-    """Builds a custom feature map with the function that the user registered.
+    """Builds a custom feature map with the user's registered function.
 
-    The image shape of the map and its vectors for sample images are checked before any ledger is
-    charged. An error is raised if the vector of one image depends on other images.
+    The map's image shape and sample vectors are checked before any ledger is charged. An error is
+    raised if one image's vector depends on other images.
 
     Raises:
-        SettingError: the registered function fails, or does not return a map for images of this
-            shape.
+        SettingError: the registered function fails, or does not return a map for the shape.
     """
     try:
         built: object = _CUSTOM[name](shape)
@@ -216,20 +212,22 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
         raise
     except Exception as error:
         cause = f"{type(error).__name__}: {one_line(error)}"
-        reason = f"the registered function fails for images of shape {shape} with {cause}"
+        reason = f"the registered function failed for the image shape {shape} with {cause}"
         raise _refused(name, reason) from error
     if not isinstance(built, FeatureMap):
         reason = f"the registered function returns {type(built).__name__}, but must return a "
         raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
     if built.image_shape != shape:
-        reason = f"the map is for images of shape {built.image_shape}, but the data set has images"
+        reason = (
+            f"the map is for images of shape {built.image_shape}, but the data set contains images"
+        )
         raise _refused(name, f"{reason} of shape {shape}")
     function = _CheckedFunction(name, built.function)
     try:
         built(torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape))  # checks its output
         function.check(torch.device("cpu"), shape)
     except (RuntimeError, AssertionError, NotImplementedError):
-        pass  # it may need another device: it is checked there before its first use
+        pass  # the map may need another device, where it is checked before its first use
     return replace(built, name=name, function=function)
 
 
@@ -238,13 +236,13 @@ def _refused(name: str, reason: str) -> SettingError:
 
 
 def register_file(setting: str, section: str = "method", key: str = "features") -> str:
-    """Registers a feature map that a Python file defines.
+    """Registers a feature map from a Python file.
 
-    Returns the name of the map for settings, `FILE.py:NAME@HASH`.
+    Returns the map's name for settings, `FILE.py:NAME@HASH`.
 
     Args:
-        setting: the file and the name of the function that builds the map, `FILE.py:NAME`. The file
-            is executed.
+        setting: the file and its function that builds the map, `FILE.py:NAME`. The file is
+            executed.
         section, key: the setting with this value, for error messages.
 
     Raises:
@@ -256,20 +254,18 @@ def register_file(setting: str, section: str = "method", key: str = "features") 
 
 
 def register_features(name: str, build: Builder) -> None:
-    """Registers a custom feature map under a name, so that settings can name the map in this
-    process.
+    """Registers a custom feature map, which settings in the same process can then name.
 
-    If a custom map has this name already, the new map replaces it. The map that `build` returns is
-    checked when a run first needs the map, and then gets the registered name.
+    An earlier custom map of the same name is replaced. The map returned by `build` is checked and
+    renamed when a run first needs it.
 
     Args:
-        name: the map's name in settings and reports. It must differ from the names of the built-in
-            maps.
+        name: the map's name in settings and reports, which no built-in map may have.
         build: returns the map for an image shape. The map's function and constants must not depend
             on private data.
 
     Raises:
-        SettingError: a built-in map has this name.
+        SettingError: a built-in map has the name.
 
     >>> register_features("mean-grey", lambda shape: FeatureMap(
     ...     "mean-grey", shape, 1, 1.0, 0.5, "pixels are in [0, 1]",
@@ -278,7 +274,10 @@ def register_features(name: str, build: Builder) -> None:
     1
     """
     if name in _BUILT_IN:
-        reason = f"of a custom feature map cannot be {name!r}, because a built-in map has this name"
+        reason = (
+            f"of a custom feature map cannot be {name!r}, which is a built-in map. Choose another "
+            "name"
+        )
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = build
     _build.cache_clear()

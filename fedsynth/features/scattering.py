@@ -1,9 +1,9 @@
-"""Fixed feature maps from the scattering transform, and from downscaled images.
+"""Fixed feature maps: scattering transforms and downscaled images.
 
 The scattering transform of order 2 (Bruna & Mallat 2013) is a cascade of Morlet wavelets and
 moduli, averaged over 2^J pixels. It has scales j < J and L orientations. The channels are x⋆φ,
-|x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂. These are 1 + JL + L²J(J−1)/2 channels for each input
-channel, or 81 for J = 2 and L = 8. Filters are applied in Fourier space, where subsampling is a sum
+|x⋆ψ₁|⋆φ and ||x⋆ψ₁|⋆ψ₂|⋆φ with j₁ < j₂. Each input channel gives 1 + JL + L²J(J−1)/2 channels,
+which is 81 for J = 2 and L = 8. Filters are applied in Fourier space, where subsampling is a sum
 over aliases. The transform is differentiable and runs in batches on any device. Its values agree
 with `Scattering2D` of kymatio 0.3 (tests/features/test_feature_map.py).
 
@@ -12,10 +12,10 @@ the channels of each image are normalised in 27 groups, and overlapping windows 
 a 3×3 grid.
 
 The second map (`low_pass`) gives vectors of norm 1, whose class sums and Gram matrix are released.
-The pixels of an image are averaged in cells to a vector v. The vector is divided by its norm and
+An image's pixels are averaged in cells to a vector v. The vector is divided by its norm and
 extended by a constant: u = (√(1 − c²)·v/‖v‖, c). Every example therefore has norm 1, whatever its
-brightness, so the bound of 1 needs no data and no further proof. The class sums of u also contain
-the number of examples of each class.
+brightness, so the bound of 1 needs no data and no further proof. The class sums over u also contain
+the class counts.
 """
 
 from __future__ import annotations
@@ -34,18 +34,17 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import Whitening, map_of_vectors, public_vectors
 
-# The constant c at the end of each vector u, which counts examples. Its square is a tenth of the
-# vector's squared norm.
+# The last coordinate c of each vector u, which counts examples. c² is a tenth of ‖u‖².
 CONSTANT = math.sqrt(0.1)
-# The maximum number of cells in each direction, for grey and for colour images. It is small
-# because the noise of a sum grows with the square root of the number of coordinates.
+# The maximum number of cells in each direction, for grey and colour images. It is small because a
+# sum's noise grows with the square root of the dimension.
 GREY_SIDE, COLOUR_SIDE = 14, 8
 
 DARKEST = 1e-6
 
 
 def cells_of(shape: Shape) -> tuple[int, int, int]:
-    """Returns the size (channels, rows, columns) to which images of this shape are downscaled.
+    """Returns the downscaled size (channels, rows, columns) for an image shape.
 
     >>> cells_of((1, 28, 28)), cells_of((3, 32, 32))
     ((1, 14, 14), (3, 8, 8))
@@ -57,9 +56,9 @@ def cells_of(shape: Shape) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=8)
 def low_pass(shape: Shape) -> FeatureMap:
-    """Returns the feature map that downscales an image and scales the result to a vector of norm 1.
+    """Returns the feature map that downscales an image, and scales the result to norm 1.
 
-    The vector is u in the description of this module.
+    The vector is u in the module docstring.
 
     >>> u = low_pass((1, 28, 28))(torch.rand(2, 1, 28, 28))
     >>> u.shape, torch.allclose(u.norm(dim=1), torch.ones(2))
@@ -87,30 +86,26 @@ def low_pass(shape: Shape) -> FeatureMap:
 Real = npt.NDArray[np.float64]
 Complex = npt.NDArray[np.complex128]
 
-J, L = 2, 8  # the number of octaves J and the number of orientations L of the scattering transform
+J, L = 2, 8  # octaves J and orientations L of the scattering transform
 GROUPS = 27
-GRID = 3  # the number of cells in each direction to which a channel is pooled
-# The smallest image side in pixels. The transform of a smaller image has fewer than two
-# positions.
+GRID = 3  # cells per direction after pooling a channel
+# The smallest image side in pixels. The transform of a smaller image has fewer than two cells.
 MIN_SIDE = 8
-# A number that is added to the variance of a group of channels, so that the features of a constant
-# image are 0.
+# A number added to channel-group variances, so that a constant image's features are 0.
 EPSILON = 1e-5
-# The conversion of (R, G, B) to YUV according to BT.601. The rows are Y, U and V.
+# The BT.601 conversion from (R, G, B) to YUV. The rows are Y, U and V.
 YUV = ((0.299, 0.587, 0.114), (-0.14713, -0.28886, 0.436), (0.615, -0.51499, -0.10001))
-# The number that whitening adds to the eigenvalues, relative to the largest eigenvalue. It was
-# chosen on EMNIST letters.
+# The number added to the eigenvalues in whitening, relative to the largest one. It was chosen on
+# EMNIST letters.
 FLOOR = 0.003
-# The number of image channels that a CPU processes at a time. It is small so that their spectra
-# stay in the CPU's cache.
+# The number of image channels in a CPU batch. It is small so that spectra stay in the CPU's cache.
 PLANES = 16
-# The shifts, in image sizes, of the copies of a filter that are summed to make the filter
-# periodic.
+# The shifts, in image sizes, between the copies that are summed to make a filter periodic.
 PERIODS = (-2, -1, 0, 1, 2)
 
 
 def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: float) -> Complex:
-    """Returns a Gabor filter, which is a wave in a Gaussian window. The filter is periodic.
+    """Returns a periodic Gabor filter: a wave in a Gaussian window.
 
     The result is the complex tensor exp(−uᵀCu/2σ² + iξ·u)·slant/(2πσ²) of shape [H, W].
 
@@ -119,7 +114,7 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
         sigma: the width of the Gaussian along the wave, in pixels.
         theta: the direction of the wave.
         xi: the frequency of the wave, in radians per pixel.
-        slant: the width of the Gaussian along the wave, divided by its width across the wave.
+        slant: the ratio of the Gaussian's widths along and across the wave.
     """
     turn = np.array([[math.cos(theta), -math.sin(theta)], [math.sin(theta), math.cos(theta)]])
     curve = turn @ np.diag([1.0, slant**2]) @ turn.T / (2 * sigma**2)
@@ -135,8 +130,7 @@ def gabor(size: tuple[int, int], sigma: float, theta: float, xi: float, slant: f
 
 
 def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
-    """Returns a Morlet wavelet, which is a Gabor filter from which a Gaussian is subtracted so that
-    its mean is zero.
+    """Returns a Morlet wavelet: a Gabor filter minus a Gaussian, with mean zero.
 
     The parameters are σ = 0.8·2^j and ξ = 3π/4·2^−j for the scale j. The result is complex and has
     the shape [H, W].
@@ -151,14 +145,14 @@ def morlet(size: tuple[int, int], scale: int, orientation: int) -> Complex:
 class Scattering(nn.Module):
     """The scattering transform for images of one size (H, W).
 
-    Padded images have a height of H' = ((H + 4) // 4 + 1)·4, and a width W' that is computed in the
-    same way. The reflected border is thus at least 4 pixels in total in each dimension.
+    Images are padded to the height H' = ((H + 4) // 4 + 1)·4 and, in the same way, the width W'.
+    The reflected border is thus at least 4 pixels in total in each dimension.
 
     The filters are float32 buffers. `rows` and `columns` are matrices that apply φ, and
     `half_rows` and `half_columns` apply φ at half the resolution (see `_smoothing`). `fine` is ψ at
     the first scale in Fourier space, [L, H', W', 2], with each value twice, for the real and the
-    imaginary part. `coarse` has the four quarters of ψ at the second scale, divided by 4, [4, L,
-    H'/2, W'/2, 2].
+    imaginary part. `coarse` contains the four quarters of ψ at the second scale, divided by 4, [4,
+    L, H'/2, W'/2, 2].
 
     Raises:
         SettingError: a side of the images is below 8 pixels.
@@ -211,11 +205,11 @@ class Scattering(nn.Module):
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
     def _at_half(self, spectrum: Tensor) -> Tensor:
-        """Filters signals by ψ at the second scale, keeps every second value in each direction, and
-        averages the moduli.
+        """Filters signals by ψ at the second scale, subsamples by 2 in each direction, and averages
+        the moduli.
 
-        In Fourier space, keeping every second value is the mean of the four quarters of a spectrum.
-        φ is a product of one-dimensional Gaussians, so each side is averaged by a matrix product.
+        In Fourier space, subsampling averages a spectrum's four quarters. φ is a product of
+        one-dimensional Gaussians, so each side is averaged by a matrix product.
         """
         total = reduce(torch.add, map(_filtered, _quarters(spectrum, -2), self.coarse))
         signal = torch.fft.ifft2(torch.view_as_complex(total))
@@ -223,9 +217,9 @@ class Scattering(nn.Module):
 
 
 def _modulus(signal: Tensor) -> Tensor:
-    """Computes |z| in its own order of operations, which is faster than `abs`.
+    """Computes |z| faster than `abs`.
 
-    Its derivative would be NaN at 0, so `abs` is used for derivatives.
+    With gradients, `abs` is used, because the derivative would be NaN at 0.
     """
     if signal.requires_grad:
         return signal.abs()
@@ -239,13 +233,13 @@ def _filtered(spectrum: Tensor, wave: Tensor) -> Tensor:
 
 
 def _quarters(spectrum: Tensor, dim: int) -> list[Tensor]:
-    """Returns the quarters of matrices, whose rows are dimension `dim`."""
+    """Returns the matrices' quarters. Rows are dimension `dim`."""
     upper, lower = spectrum.chunk(2, dim=dim)
     return [*upper.chunk(2, dim=dim + 1), *lower.chunk(2, dim=dim + 1)]
 
 
 def _waves(size: tuple[int, int], scale: int) -> Tensor:
-    """Returns ψ of all orientations in Fourier space, [L, H', W', 2], with each value twice."""
+    """Returns ψ for all orientations in Fourier space, [L, H', W', 2], with each value twice."""
     waves = [np.fft.fft2(morlet(size, scale, turn)).real for turn in range(L)]
     return torch.from_numpy(np.stack(waves)).float()[..., None].repeat(1, 1, 1, 2)
 
@@ -255,15 +249,13 @@ def _padded(side: int) -> int:
 
 
 def _smoothing(low_H: Real, side: int, step: int) -> Tensor:
-    """Returns the matrix [side/step, side] that averages a one-dimensional signal and keeps one of
-    `step` values.
+    """Returns the matrix [side/step, side] that averages and subsamples a one-dimensional signal.
 
     Args:
         low_H: the spectrum of a Gaussian at full resolution, [H'].
-        side: the number of values of the signal, H' or H'/2. At half the resolution, only the
-            frequencies below half of the highest frequency are kept. The spectrum is below 5 % at
-            the other frequencies.
-        step: the distance between two values that are kept.
+        side: the signal length, H' or H'/2. At half the resolution, only the lower half of the
+            frequencies is kept. The spectrum is below 5 % at the others.
+        step: the subsampling step.
     """
     low_side = np.concatenate([low_H[: side // 2], low_H[len(low_H) - side // 2 :]])
     circulant = np.fft.ifft(np.fft.fft(np.eye(side), axis=0) * low_side[:, None], axis=0).real
@@ -277,8 +269,7 @@ def _filters(size: tuple[int, int], device: torch.device) -> Scattering:
 
 
 def scattering_features(x_NCHW: Tensor) -> Tensor:
-    """Computes the scattering features of images: scattering coefficients that are normalised and
-    pooled.
+    """Computes images' scattering features: normalised and pooled scattering coefficients.
 
     The pixels are in [0, 1]. The result has the shape [N, 81·C·cells].
     """
@@ -301,10 +292,9 @@ def _pooled(x_NCHW: Tensor) -> Tensor:
 
 
 def _window(side: int) -> tuple[int, int]:
-    """Returns the size of the pooling windows in one direction, and the distance between two
-    windows.
+    """Returns the pooling windows' size and stride in one direction.
 
-    A side with at most three positions is not pooled.
+    A side with at most three cells is not pooled.
     """
     stride = max(1, side // GRID)
     return side - (min(GRID, side) - 1) * stride, stride
@@ -337,7 +327,6 @@ def whitened_scattering(shape: Shape) -> FeatureMap:
 
 
 def sizes(shape: Shape) -> tuple[int, int]:
-    """Returns the number of channels of the scattering features, and the number of cells per
-    channel."""
+    """Returns the numbers of channels and cells per channel in the scattering features."""
     rows, columns = _padded(shape[1]) // 2**J - 2, _padded(shape[2]) // 2**J - 2
     return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

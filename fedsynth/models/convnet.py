@@ -1,34 +1,33 @@
-"""The ConvNet that papers on dataset condensation use, with a fast gradient for images.
+"""The ConvNet of dataset condensation papers, with a fast gradient for images.
 
 It has `depth` blocks of a 3×3 convolution, a norm, ReLU and 2×2 average pooling, and then one
 linear layer. `embed` computes the papers' h_w, the output before the linear layer, and `classifier`
-maps this output to the logits z_w. With instance norm and width 128, the numbers of parameters are
-those of FedDM's Table 3: 317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. The
-first convolution pads images of 28×28 to 32×32, as in the condensation literature.
+maps h_w to the logits z_w. With instance norm and width 128, parameter counts match FedDM's Table
+3: 317,706 for MNIST, 320,010 for CIFAR-10 and 504,420 for CIFAR-100. The first convolution pads
+28×28 images to 32×32, as in the condensation literature.
 
-`block_chain_vjp` computes vector-Jacobian products (VJPs) of a ConvNet with instance norm and
-frozen weights, without autograd. Condensation needs the gradients of many scalars with respect to
-the same images, such as one for each private example. Autograd needs six passes over activations of
-full size in each block. The formula below, which combines all layers of a block, needs two.
+`block_chain_vjp` computes a frozen instance-norm ConvNet's vector-Jacobian products (VJPs) without
+autograd. Condensation needs many scalars' gradients with respect to the same images, such as one
+for each private example. In each block, autograd needs six passes over full-size activations. The
+formula below, which combines all layers in a block, needs two.
 
-Let x̂ be the normalised activation, γ and β the weight and bias of the norm, s one divided by the
-standard deviation, and m = [γx̂ + β > 0]·γs/4, a mask that combines ReLU, pooling and scaling. A
-vector g of the pooled size is mapped to
+Let x̂ be the normalised activation, γ and β the norm's weight and bias, and s the inverse standard
+deviation. The mask m = [γx̂ + β > 0]·γs/4 combines ReLU, pooling and scaling. A vector g of the
+pooled size is mapped to
 
     dy = m ⊙ up(g),        dx = dy − mean(dy) − x̂ ⊙ mean(dy ⊙ x̂),
 
-where the means are over the pixels of an image, for each channel. Both means are sums at the pooled
+where the means are over an image's pixels, for each channel. Both means are sums at the pooled
 size: mean(dy) = Σ g ⊙ a and mean(dy ⊙ x̂) = Σ g ⊙ b. Here a and b are the 2×2 sums of m and m ⊙ x̂,
 divided by the number of pixels.
 
-Activations are stored channels-last, because convolutions are fastest in this layout. The forward
-pass is never in bfloat16, because rounding would change the sign of some inputs of ReLU. This
-causes an error of 9 % of a gradient, compared with 0.6 % if only g is rounded. On a GPU,
-convolutions may use TF32.
+Activations are channels-last, the fastest layout for convolutions. The forward pass is never in
+bfloat16, because rounding would change the sign of some ReLU inputs. The resulting gradient error
+would be 9 %, compared with 0.6 % if only g is rounded. On a GPU, convolutions may use TF32.
 
 `_between` (in the forward pass) and `_back` compute what lies between two convolutions. Their speed
-is limited by memory. If torch.compile compiles them, they pass over memory a few times, and
-otherwise a dozen times or more.
+is limited by memory. Compiled by torch.compile, they pass over memory a few times, and otherwise a
+dozen times or more.
 """
 
 from __future__ import annotations
@@ -45,21 +44,18 @@ from fedsynth.errors import SettingError, unknown_value
 from fedsynth.models.layers import EmbeddingNetwork, group_norm
 from fedsynth.privacy.row_products import PaddedLinear, row_product
 
-# A function that maps V vectors g [V, N, …] at the output to V gradients with respect to the
-# images, float32 [V, N, C, H, W].
+# A function that maps V output vectors g [V, N, …] to V image gradients, float32 [V, N, C, H, W].
 VectorJacobian = Callable[[Tensor], Tensor]
 
-# The largest number of input channels for which the transposed convolution is computed as a matrix
-# product and a fold.
+# The largest number of input channels with a transposed convolution by matrix product and fold.
 FEW_CHANNELS = 4
 
 
 class _Saved(NamedTuple):
-    """The tensors of the forward pass that a block of the ConvNet needs for its backward pass
-    (VJP).
+    """The forward-pass tensors for a ConvNet block's backward pass (VJP).
 
-    `normalised` and `mask` have shape [N, h, 2, w, 2, C], and `a` and `b` have shape [N, h, w, C].
-    h and w are the height and width after pooling.
+    `normalised` and `mask` have the shape [N, h, 2, w, 2, C], and `a` and `b` [N, h, w, C]. The
+    size after pooling is h×w.
     """
 
     normalised: Tensor
@@ -69,8 +65,7 @@ class _Saved(NamedTuple):
 
 
 def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
-    """Sums the values of each channel over the pixels, and multiplies the sums by `factor`: [N, 1,
-    C].
+    """Sums each channel over the pixels, and multiplies by `factor`: [N, 1, C].
 
     The sum is a matrix product, which on a CPU is several times faster than `sum`.
     """
@@ -79,14 +74,14 @@ def _pixel_sums(x_NPC: Tensor, factor: float) -> Tensor:
 
 
 def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
-    """Sums the values in each 2×2 window, and multiplies the sums by `factor`: [N, h, w, C]."""
+    """Sums over 2×2 windows, and multiplies by `factor`: [N, h, w, C]."""
     x = x_NPC.view(len(x_NPC), h, 2, w, 2, -1)
     sums: Tensor = x[:, :, 0, :, 0] + x[:, :, 0, :, 1] + x[:, :, 1, :, 0] + x[:, :, 1, :, 1]
     return factor * sums
 
 
 def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Computes the gradient of a convolution with respect to its input, in channels-last layout."""
+    """Computes a convolution's input gradient, in channels-last layout."""
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:
@@ -101,9 +96,9 @@ def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
 def _between(
     y_NHWC: Tensor, weight: Tensor, bias: Tensor, eps: float, precision: torch.dtype
 ) -> tuple[Tensor, _Saved]:
-    """Applies the layers of a block that follow the convolution: instance norm, ReLU and pooling.
+    """Applies a block's layers after the convolution: instance norm, ReLU and pooling.
 
-    Returns the pooled activations [N, h, w, C], and the tensors that the VJP needs, in `precision`.
+    Returns the pooled activations [N, h, w, C], and the VJP's tensors in `precision`.
     """
     n, height, width, c = y_NHWC.shape
     h = height // 2
@@ -126,10 +121,10 @@ def _between(
 
 
 def _back(g_VNhwC: Tensor, saved: _Saved) -> Tensor:
-    """Propagates gradients back through the pooling, ReLU and instance norm of one block.
+    """Propagates gradients back through one block's pooling, ReLU and instance norm.
 
-    The gradients g [V, N, h, w, C] are with respect to the output of the pooling, and the result dx
-    [V, N, h, 2, w, 2, C] is with respect to the input of the norm.
+    g [V, N, h, w, C] are gradients for the pooling's output, and the result dx [V, N, h, 2, w, 2,
+    C] for the norm's input.
     """
     v, n, h, w, c = g_VNhwC.shape
     mean = _pixel_sums((g_VNhwC * saved.a).view(v * n, h * w, c), -1).view(v, n, 1, 1, 1, 1, c)
@@ -144,7 +139,7 @@ Back = Callable[[Tensor, _Saved], Tensor]
 
 @functools.cache
 def _parts(compiled: bool) -> tuple[Between, Back]:
-    """Returns the forward and the backward function of a stage, compiled if `compiled` is true."""
+    """Returns a stage's forward and backward functions, compiled if `compiled` is true."""
     if not compiled:
         return _between, _back
     return torch.compile(_between, dynamic=False), torch.compile(_back, dynamic=False)
@@ -157,22 +152,20 @@ def block_chain_vjp(
     *,
     compiled: bool = False,
 ) -> tuple[Tensor, VectorJacobian]:
-    """Computes the embeddings [N, D] of images, and a function that returns gradients of the
-    images.
+    """Computes image embeddings [N, D], and a function for their vector-Jacobian products.
 
-    The function computes the vector-Jacobian product of the embeddings.
+    The network is a chain of blocks with frozen weights.
 
-    The network is a chain of blocks with frozen weights. Heights and widths must be even in each
-    block. No autograd graph is built.
+    Heights and widths must be even in each block. No autograd graph is built.
 
     Args:
         x_NCHW: the normalised images.
-        layers: the convolution and the instance norm (an affine GroupNorm with one channel per
-            group) of each block.
-        precision: the precision of the VJP. Embeddings are always float32.
-        compiled: whether torch.compile compiles the operations between convolutions. It compiles
-            them again for each image size and number of images. After eight such cases in a
-            process, torch prints a warning and runs further cases uncompiled.
+        layers: each block's convolution and instance norm (an affine GroupNorm with one channel per
+            group).
+        precision: the VJP's precision. Embeddings are always float32.
+        compiled: whether torch.compile compiles the operations between convolutions, again for each
+            image size and batch size. After eight compilations in a process, torch prints a warning
+            and runs further cases uncompiled.
     """
     between, back = _parts(compiled)
     blocks = []
@@ -202,14 +195,12 @@ def block_chain_vjp(
 def channels_last(x_NCHW: Tensor) -> Tensor:
     """Converts a tensor on a CPU to channels-last layout. Returns a tensor on a GPU unchanged.
 
-    In this layout, max pooling on a CPU is vectorised over channels, and convolutions and batch
-    norms need not reorder their input (docs/speed.md has the times). Layers keep the layout of
-    their input. Group and instance norms are slower in this layout, so networks with these norms do
-    not use it.
+    On a CPU, max pooling is then vectorised over channels, and convolutions and batch norms need
+    not reorder their input (docs/speed.md has the times). Layers keep their input's layout.
+    Networks with group or instance norms do not use channels-last, which slows the norms down.
 
-    `Tensor.contiguous(memory_format=...)` cannot be used here, for two reasons. It fails inside
-    `vmap`, and it does not change the strides of images with one channel, on which the choice of
-    the convolution kernel depends.
+    `Tensor.contiguous(memory_format=...)` cannot be used here: it fails inside `vmap`, and does not
+    change one-channel strides, which determine the convolution kernel.
     """
     if x_NCHW.device.type != "cpu":
         return x_NCHW
@@ -218,8 +209,7 @@ def channels_last(x_NCHW: Tensor) -> Tensor:
     return rows.view(n, height, width, channels).permute(0, 3, 1, 2)
 
 
-# The number of channels that fill a bfloat16 vector of a CPU. With fewer channels, float32 is
-# faster.
+# The number of channels that fill a CPU's bfloat16 vector. With fewer channels, float32 is faster.
 WIDE = 32
 
 
@@ -227,10 +217,10 @@ class InstanceNorm(nn.GroupNorm):
     """Instance norm with affine weights, as a GroupNorm with one channel per group.
 
     A faster implementation is used for channels-last inputs on a CPU without gradients, such as the
-    real images in condensation. It computes the statistics by matrix products over the pixels,
-    because GroupNorm's kernel would take longer than the convolutions. Variances are computed from
-    centred values, so that bfloat16 inputs lose no precision by cancellation. Under torch.compile,
-    GroupNorm's kernel is used, because it is faster when it is fused with other operations.
+    real images in condensation. Matrix products over the pixels compute the statistics, because
+    GroupNorm's kernel would take longer than the convolutions. Variances are computed from centred
+    values, so that bfloat16 inputs lose no precision by cancellation. Under torch.compile,
+    GroupNorm's kernel is used, because fused with other operations it is faster.
     """
 
     def __init__(self, channels: int) -> None:
@@ -265,7 +255,7 @@ NORMS = tuple(_NORM_LAYERS)
 
 
 def make_norm(kind: str, channels: int) -> nn.Module:
-    """Creates a norm layer of a given kind, which is one of `NORMS`.
+    """Creates a norm layer by name. `kind` is one of `NORMS`.
 
     Raises:
         UnknownNameError: no norm has this name.
@@ -279,8 +269,7 @@ class ConvNet(EmbeddingNetwork):
     """The ConvNet, which maps normalised images [N, C, H, W] to logits [N, classes].
 
     Raises:
-        SettingError: the image is too small for `depth` blocks, because each block halves the
-            image.
+        SettingError: the image is too small for `depth` blocks, each of which halves the image.
         UnknownNameError: no norm has this name.
     """
 
@@ -299,7 +288,9 @@ class ConvNet(EmbeddingNetwork):
         height = height + 2 * (first_padding - 1)
         side = side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
-            reason = f"is too large for {height}×{side} images, because each block halves the image"
+            reason = (
+                f"is too large for {height}×{side} images, which each block halves. Lower the depth"
+            )
             raise SettingError("model", "depth", reason, value=depth)
         blocks: list[nn.Module] = []
         padding = first_padding
@@ -313,7 +304,7 @@ class ConvNet(EmbeddingNetwork):
             channels, padding = width, 1
         self.features = nn.Sequential(*blocks)
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(depth))
-        # scalars of an image after the first convolution
+        # values per image after the first convolution
         self.largest_activation = width * height * side
         self.halves_evenly = height % (1 << depth) == 0 and side % (1 << depth) == 0
         self.embedding_size = width * (height >> depth) * (side >> depth)
@@ -326,13 +317,12 @@ class ConvNet(EmbeddingNetwork):
     def embed_vjp(
         self, x_NCHW: Tensor, precision: torch.dtype = torch.float32, *, compiled: bool = False
     ) -> tuple[Tensor, VectorJacobian] | None:
-        """Computes the embeddings h_w(x), and a function for the vector-Jacobian product of the
-        embeddings.
+        """Computes the embeddings h_w(x), and a function for their vector-Jacobian products.
 
-        The method is several times faster than autograd, but computes no gradients of the weights.
-        It requires instance norm, float32 weights, and an image whose sides can be halved evenly in
-        each block. It returns None if the norm or the image size does not fit. The arguments are
-        those of `fedsynth.models.convnet.block_chain_vjp`.
+        The method is several times faster than autograd, but computes no weight gradients. It
+        requires instance norm, float32 weights, and image sides that are even in each block. It
+        returns None if the norm or the image size does not fit. The arguments are those of
+        `fedsynth.models.convnet.block_chain_vjp`.
         """
         if not self.halves_evenly or not isinstance(self.features[1], InstanceNorm):
             return None

@@ -1,7 +1,7 @@
-"""Stores the parameters of a network as one vector, and checks weights before they are used.
+"""Stores a network's parameters as one vector, and checks weights before use.
 
-With all parameters in one vector, perturbing, projecting and averaging a network are single
-operations. The checks refuse untrusted weights that do not fit, and weights that are not finite.
+Perturbing, projecting and averaging a network are then single operations. The checks refuse
+untrusted weights that do not fit or are not finite.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from fedsynth.errors import OutputError
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """Copies all parameters of a network into one new vector [P]."""
+    """Copies a network's parameters into a new vector [P]."""
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
-    """Joins named tensors into one vector [P], in the order of the model's parameters.
+    """Joins named tensors into one vector [P], in the model's parameter order.
 
-    Names that are not parameters of the model are ignored.
+    Other names are ignored.
     """
     return torch.cat([values[name].detach().reshape(-1) for name, _ in model.named_parameters()])
 
@@ -32,12 +32,12 @@ class FlatNetwork:
 
     Args:
         module: the network, which is changed.
-        requires_grad: whether the network is trained. If true, the gradients are views of `grad`.
-            If false, the weights are frozen, and the network is in evaluation mode.
+        requires_grad: whether the network is trained, with gradients as views of `grad`. Otherwise,
+            the weights are frozen, and the network is in evaluation mode.
 
     Attributes:
-        flat: the vector [P] of all parameters. Writing to it changes the network.
-        grad: the vector [P] of all gradients, which is empty if the weights are frozen.
+        flat: all parameters, [P]. Writing to `flat` changes the network.
+        grad: all gradients, [P], or an empty tensor for frozen weights.
     """
 
     def __init__(self, module: nn.Module, *, requires_grad: bool = False) -> None:
@@ -53,8 +53,7 @@ class FlatNetwork:
                 parameter.grad = part
 
     def use(self, flat: Tensor) -> None:
-        """Makes the parameters views of another vector [P]. Tensors that were taken from the
-        network keep their values."""
+        """Makes the parameters views of another vector [P]. Earlier views keep their values."""
         self.flat = flat
         for parameter, part in self._parts(flat):
             parameter.data = part
@@ -76,7 +75,7 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
         if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
             raise ValueError(f"the tensor {name} must be {current.dtype}, got {value.dtype}")
         if not torch.isfinite(value.to(current.dtype)).all():
-            raise ValueError(f"the tensor {name} must be finite")
+            raise ValueError(f"the tensor {name} contains NaN or infinite values")
     try:
         network.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -84,11 +83,13 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def require_finite(network: nn.Module) -> None:
-    """Raises an error if a weight is not finite.
+    """Checks that all weights are finite.
 
     Raises:
         OutputError: a weight is NaN or infinite, because training has diverged.
     """
     for name, value in network.state_dict().items():
         if not torch.isfinite(value).all():
-            raise OutputError(f"the training has diverged, because the tensor {name} is not finite")
+            raise OutputError(
+                f"training diverged: the tensor {name} is not finite. Lower the learning rate"
+            )

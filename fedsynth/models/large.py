@@ -7,7 +7,8 @@ Instance norm is not available, because it would map a single pixel to zero.
 
 AlexNet has batch norm, as FedBN (Li et al. 2021, arXiv 2102.07623) and FedFA+ train it on
 Office-Caltech-10 and DomainNet. It has five convolutions with torchvision's widths, and then two
-hidden layers of 1024 units. Batch norm follows each of these layers. There is no dropout.
+hidden layers of 1024 units. Batch norm follows each convolution and hidden layer. There is no
+dropout.
 
 GoogLeNet (Szegedy et al. 2015) has no auxiliary classifiers. It is based on torchvision and has its
 parameter names. There are two differences from torchvision, for differential privacy. The network
@@ -17,14 +18,14 @@ because DP-SGD's hooks keep their inputs.
 DenseNet-100 is DenseNet-BC for small images, with 100 layers and growth rate 12 (Huang et al. 2017,
 arXiv 1608.06993, Sec. 3). It has 0.8 million parameters, as in the paper's Table 2. FedFA+'s
 overview only names "Dense100". It augments five stages, which here are the three dense blocks and
-the two transitions. The overview also lists five stages for ResNet-50, which are the stem and the
-four groups of blocks. The network is torchvision's, but begins with the paper's 3×3 convolution.
+the two transitions. For ResNet-50, the overview's five stages are the stem and the four groups of
+blocks. The network is torchvision's, but begins with the paper's 3×3 convolution.
 
 Swin-T (Liu et al. 2021, arXiv 2103.14030) is based on torchvision and has its parameter names. With
 1,000 classes it has 28.3 million parameters, as in the paper's Table 1. There is no stochastic
 depth, because torchvision draws it from torch's global generator. Images keep their size, and
-feature maps smaller than a window are padded. DP-SGD refuses the network for its buffers of
-positions, and because attention uses the weights of linear layers without calling them.
+feature maps smaller than a window are padded. DP-SGD refuses the network for its position buffers,
+and because attention uses linear layers' weights without calling the layers.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from fedsynth.privacy.row_products import PaddedLinear
 
 
 class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's basic block of a ResNet, without the in-place addition."""
+    """torchvision's basic ResNet block, without in-place addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -56,7 +57,7 @@ class _Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
 
 
 class _Bottleneck(Bottleneck):  # type: ignore[misc]  # torchvision has no types
-    """torchvision's bottleneck block of a ResNet, without the in-place addition."""
+    """torchvision's bottleneck ResNet block, without in-place addition."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.relu(self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x))))))
@@ -70,7 +71,7 @@ def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _keep_inputs(network: nn.Module) -> None:
-    """Makes all ReLUs keep their inputs, which DP-SGD's hooks hold."""
+    """Makes all ReLUs keep their inputs, to which DP-SGD's hooks refer."""
     for layer in network.modules():
         if isinstance(layer, nn.ReLU):
             layer.inplace = False
@@ -92,7 +93,7 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         _keep_inputs(self)
         self.embedding_size: int = self.fc.in_features
-        # scalars of an image after the first convolution
+        # values per image after the first convolution
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
 
     @property
@@ -198,7 +199,7 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
             self.conv1.conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.dropout = nn.Identity()
         self.embedding_size = 1024
-        # scalars of an image after the first convolution
+        # values per image after the first convolution
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
 
     @property
@@ -251,7 +252,7 @@ class DenseNet100(DenseNet):  # type: ignore[misc]  # torchvision has no types
             delattr(self.features, name)
         _keep_inputs(self)
         self.embedding_size: int = self.classifier.in_features
-        # scalars of an image after the first dense block
+        # values per image after the first dense block
         self.largest_activation = (2 + layers) * growth * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
@@ -263,7 +264,7 @@ class DenseNet100(DenseNet):  # type: ignore[misc]  # torchvision has no types
 
 
 class _Stage(nn.Sequential):
-    """Blocks of a stage of Swin-T, which return [N, C, H, W] like the stages of other networks."""
+    """A Swin-T stage's blocks, which return [N, C, H, W] like other networks' stages."""
 
     def forward(self, x_NHWC: Tensor) -> Tensor:
         blocks: Tensor = super().forward(x_NHWC)  # type: ignore[no-untyped-call]
@@ -300,7 +301,7 @@ class SwinT(SwinTransformer):  # type: ignore[misc]  # torchvision has no types
             index = int(name.removeprefix("features."))
             self.features[index] = _Stage(*self.features[index])
         self.embedding_size: int = self.head.in_features
-        # scalars of an image in the hidden layer of the first stage
+        # values per image in the first stage's hidden layer
         self.largest_activation = 4 * features * (height // 4) * (width // 4)
 
     @property

@@ -1,18 +1,18 @@
-"""The base class of the package's networks, MOON's projection head, and norm layers.
+"""The base class for the package's networks, MOON's projection head, and norm layers.
 
-A network of the package consists of an embedding and a classifier. MOON's head can be added before
-the last layer of any network (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 and the public
-code). The head computes h ↦ W₂·relu(W₁h), where W₁ is a square matrix. The output of the head is
-the embedding. A new linear layer maps the embedding to the logits.
+The package's networks consist of an embedding and a classifier. MOON's head can be added before any
+network's last layer (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 and the public code). The
+head computes h ↦ W₂·relu(W₁h), where W₁ is a square matrix. The head's output is the embedding. A
+new linear layer maps the embedding to the logits.
 
-In condensation, one forward pass may contain the images of several clients. Distribution matching
-with batch norm uses the statistics of the current batch. This batch should contain only the real
-images of one client, or only its synthetic images. If a pass contains several clients,
-`GroupedBatchNorm` therefore normalises each image only by the statistics of its group of images.
-Real and synthetic images are never in one pass. Running statistics are neither used nor updated.
+In condensation, one forward pass may contain several clients' images. Distribution matching with
+batch norm uses the current batch's statistics, which should cover only one client's real images, or
+only its synthetic images. `GroupedBatchNorm` therefore normalises each image only by its own
+group's statistics. Real and synthetic images are never in one pass. Running statistics are neither
+used nor updated.
 
-`batch_statistics` computes the mean and variance of each channel, with gradients, in few passes
-over memory. `torch.var_mean` with autograd needs ten times as long on a CPU (docs/speed.md).
+`batch_statistics` computes channel means and variances, with gradients, in few passes over memory.
+`torch.var_mean` with autograd takes ten times as long on a CPU (docs/speed.md).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class EmbeddingNetwork(nn.Module):
     Attributes:
         classifier: the last linear layer.
         embedding_size: the number of values in an embedding.
-        largest_activation: the number of values in the largest activation of one image. It is used
-            to estimate memory.
+        largest_activation: the number of values in an image's largest activation, used to estimate
+            memory.
     """
 
     classifier: nn.Linear
@@ -54,14 +54,14 @@ class EmbeddingNetwork(nn.Module):
 
 
 def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) -> None:
-    """Raises an error if images are too small for an architecture.
+    """Checks that images are large enough for an architecture.
 
     Raises:
-        SettingError: a side of the images is smaller than `min_side`.
+        SettingError: an image side is smaller than `min_side`.
     """
     _, height, width = image_shape
     if min(height, width) < min_side:
-        reason = f"needs images of at least {min_side}×{min_side}, got {height}×{width}"
+        reason = f"requires images of at least {min_side}×{min_side}, got {height}×{width}"
         raise SettingError("model", "name", reason, value=name)
 
 
@@ -71,8 +71,8 @@ class Projected(EmbeddingNetwork):
     The network maps normalised images [N, C, H, W] to logits [N, classes].
 
     Args:
-        body: a network with `embed` and `classifier`. The classifier is removed from it.
-        size: the size of the new embedding, which is 256 in the paper.
+        body: a network with `embed` and `classifier`. The classifier is removed.
+        size: the size of the new embedding (256 in the paper).
         classes: the number of classes.
     """
 
@@ -98,10 +98,10 @@ class Projected(EmbeddingNetwork):
 
 
 class SharedStatistics(nn.Module):
-    """Tells the batch norms of a network which images form a group in the next forward pass.
+    """Assigns images to groups for a network's batch norms in the next forward pass.
 
-    Each `GroupedBatchNorm` normalises the images of a group by the group's own statistics. All
-    batch norms of a network use one object.
+    Each `GroupedBatchNorm` normalises a group's images by the group's own statistics. All batch
+    norms in a network share one object.
     """
 
     def __init__(self) -> None:
@@ -111,16 +111,16 @@ class SharedStatistics(nn.Module):
 
     @staticmethod
     def of(network: nn.Module) -> SharedStatistics:
-        """Returns the `SharedStatistics` object of a network, which all its batch norms use.
+        """Returns the `SharedStatistics` object shared by a network's batch norms.
 
         `with_grouped_statistics` must have made the network.
         """
         return next(layer for layer in network.modules() if isinstance(layer, SharedStatistics))
 
     def assign(self, group_N: Tensor, groups: int) -> None:
-        """Sets the group of each image in the next forward pass.
+        """Sets the images' groups in the next forward pass.
 
-        The groups are integers [N] in [0, groups).
+        Groups are integers [N] in [0, groups).
         """
         self.group_N = group_N
         members = (torch.arange(groups, device=group_N.device)[:, None] == group_N[None, :]).float()
@@ -128,7 +128,7 @@ class SharedStatistics(nn.Module):
 
 
 class GroupedBatchNorm(nn.Module):
-    """A batch norm that normalises each group of images by the statistics of this group only.
+    """A batch norm that normalises each group of images by the group's own statistics.
 
     The input is [N, C, H, W] or [N, C]. The affine parameters are shared with `layer`.
     """
@@ -151,20 +151,20 @@ class GroupedBatchNorm(nn.Module):
         return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
-        """Averages values over each group of images. Each image gets its group's mean, [N, C]."""
+        """Averages values by group. Each image gets its group's mean, [N, C]."""
         return (self.shared.weights_GN @ values_NC)[self.shared.group_N]
 
 
 def has_batch_norm(network: nn.Module) -> bool:
-    """Returns True if a network has a batch norm layer."""
+    """Returns True if a network contains batch norm."""
     return any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in network.modules())
 
 
 def with_grouped_statistics(network: nn.Module) -> nn.Module:
-    """Returns a copy of a network in which each batch norm is a `GroupedBatchNorm`.
+    """Copies a network, with a `GroupedBatchNorm` in place of each batch norm.
 
-    The order of the parameters stays the same. A network without batch norm is not copied, but
-    returned unchanged.
+    The parameter order stays the same. A network without batch norm is returned unchanged, without
+    a copy.
     """
     if not has_batch_norm(network):
         return network
@@ -178,10 +178,10 @@ def with_grouped_statistics(network: nn.Module) -> nn.Module:
 
 
 def batch_statistics(x_NC: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the mean [C] and the biased variance [C] of each channel, over all other axes.
+    """Computes each channel's mean [C] and biased variance [C] over all other axes.
 
-    The results are float32 for inputs in float32 or bfloat16, and float64 for inputs in float64.
-    They can be differentiated once, and not under `vmap`.
+    Results are float32 for float32 or bfloat16 inputs, and float64 for float64 inputs. They can be
+    differentiated once, and not under `vmap`.
 
     >>> mean, variance = batch_statistics(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
     >>> mean.tolist(), variance.tolist()
@@ -200,10 +200,9 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """Computes the gradient with respect to x, by ∂mean/∂x = 1/n and ∂variance/∂x = 2·(x −
-        mean)/n.
+        """Computes the gradient with respect to x: ∂mean/∂x = 1/n, ∂variance/∂x = 2·(x − mean)/n.
 
-        The sum of both terms is computed by the kernel of batch norm, called with a variance of 1.
+        Batch norm's kernel, called with a variance of 1, computes the sum of both terms.
         """
         x, mean = ctx.saved_tensors
         n = x.numel() // x.shape[1]
@@ -221,17 +220,17 @@ def group_norm(channels: int) -> nn.GroupNorm:
 def check_embedding(
     method: str, model: nn.Module, last: type[nn.Module] | UnionType = nn.Linear
 ) -> None:
-    """Checks that a network has the parts that a method on embeddings needs.
+    """Checks that a network has an embedding and a classifier.
 
-    The parts are a function `embed` and a layer `classifier` of the type `last`.
+    Required are a function `embed` and a layer `classifier` of the type `last`.
 
     Raises:
-        SettingError: the network lacks one of these parts.
+        SettingError: `embed` or `classifier` is missing.
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), last)):
         reason = (
-            f"must be a network with `embed` and a linear `classifier`, because {method} uses "
-            "embeddings. A custom model needs embed(x), which returns [N, embedding_size], and "
-            "classifier = nn.Linear(embedding_size, classes)"
+            f"must be a network with `embed` and a linear `classifier` for {method}. Define "
+            "embed(x), which returns [N, embedding_size], and classifier = "
+            "nn.Linear(embedding_size, classes)"
         )
         raise SettingError("model", "name", reason)

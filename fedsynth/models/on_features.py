@@ -1,24 +1,23 @@
-"""Models whose inputs are the features of a fixed feature map.
+"""Models on the features of a fixed feature map.
 
-`FeatureLinear` is the model that the method fedstats computes. `OnFeatures` is a network that other
-methods train.
+The method fedstats computes `FeatureLinear`. Other methods train `OnFeatures`.
 
 The embedding of `FeatureLinear` is z = clip₁(T(φ(x) − m)/R), where φ and R belong to a
 `FeatureMap`. The centre m is released by fedstats, and is 0 for other methods. T is the identity or
-a whitening transform, which multiplies each block of φ by a symmetric matrix for its channels and
-another one for its cells (positions in the image).
+a whitening transform, which multiplies each block of φ by a symmetric matrix for the channels and
+another for the cells (image positions).
 
-The inputs of `OnFeatures` are the vectors z = clip₁(φ(x)/R). The network is linear or has one
-hidden layer. The gradient of a linear model for one example is (p − y) ⊗ z. Tramèr and Boneh (2021,
-arXiv 2011.11660) train such a model by DP-SGD.
+`OnFeatures` takes vectors z = clip₁(φ(x)/R). The network is linear or has one hidden layer. One
+example's gradient in a linear model is (p − y) ⊗ z. Tramèr and Boneh (2021, arXiv 2011.11660) train
+such models by DP-SGD.
 
-The feature map is fixed before data are read. The vector of an image depends only on this image,
+The feature map is fixed before data are read. An image's vector depends only on the image itself,
 and its norm is at most 1.
 
-`regression_step` and `regression_gradients` compute the gradient of softmax regression in closed
-form, for one network or for many at once. A step of such a small network spends most of its time in
-Python and in kernel launches. The gradient of the mean cross-entropy is (p − y) ⊗ x, which two
-matrix products compute with fewer calls than automatic differentiation.
+`regression_step` and `regression_gradients` compute softmax regression's gradient in closed form,
+for one network or for many at once. Such small networks spend most of a step in Python and kernel
+launches. The mean cross-entropy's gradient is (p − y) ⊗ x, which two matrix products compute with
+fewer calls than automatic differentiation.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from fedsynth.models.layers import EmbeddingNetwork, check_embedding
 from fedsynth.models.small import Linear
 from fedsynth.privacy.row_products import LANES, PaddedLinear, two_sided
 
-# The matrices that whiten a block of features, for its channels and for its cells. The block is a
-# matrix Z [channels, cells], and whitening replaces Z by the matrix product channels·Z·cells.
+# The whitening matrices for a block's channels and cells. Whitening replaces the block Z [channels,
+# cells] by the matrix product channels·Z·cells.
 Root = tuple[Tensor, Tensor]
 
 
@@ -53,8 +52,8 @@ class FeatureLinear(EmbeddingNetwork):
 
     Args:
         feature_map: φ and its constants.
-        spec: the specification of the images. Their normalisation is undone before φ is applied.
-        whitens: whether the model has whitening matrices. They are initially the identity.
+        spec: the images' specification. Normalisation is undone before φ is applied.
+        whitens: whether the model has whitening matrices, which are initially the identity.
     """
 
     dense = False
@@ -81,7 +80,7 @@ class FeatureLinear(EmbeddingNetwork):
         return Embedding.of(dict(self.named_buffers()), self.feature_map)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Computes the embeddings z [N, d] of normalised images. Their norms are at most 1."""
+        """Computes the embeddings z [N, d] of normalised images, with norms of at most 1."""
         return self.embed_pixels(x_NCHW * self.std + self.mean)  # type: ignore[operator]
 
     def embed_pixels(self, pixels_NCHW: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ class FeatureLinear(EmbeddingNetwork):
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Returns the names of the whitening matrices in a model's state, two for each block.
+    """Returns the whitening matrices' names in a model's state, two for each block.
 
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
@@ -106,7 +105,7 @@ class Embedding:
     Args:
         centre: the centre m, [d].
         radius: the radius R of the features.
-        roots: the whitening matrices of each block, or an empty tuple without whitening.
+        roots: each block's whitening matrices, or an empty tuple without whitening.
     """
 
     centre: Tensor
@@ -115,7 +114,7 @@ class Embedding:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
-        """Creates the embedding from the centre and the whitening matrices of a model."""
+        """Creates the embedding from a model's centre and whitening matrices."""
         roots = []
         names = root_names(features.blocks)
         for channels, cells in zip(names[::2], names[1::2], strict=True):
@@ -127,9 +126,7 @@ class Embedding:
         return embedded(features_Nd, self.centre, self.radius, self.roots)
 
     def same(self, other: Embedding) -> bool:
-        """Returns True if this embedding and `other` have equal constants, and so are the same
-        function.
-        """
+        """Returns True if both embeddings have equal constants, and so are the same function."""
         if self.radius != other.radius or len(self.roots) != len(other.roots):
             return False
         return all(map(torch.equal, self._tensors(), other._tensors()))
@@ -141,14 +138,13 @@ class Embedding:
 def embedded(
     features_Nd: Tensor, centre_d: Tensor | float, radius: float, roots: Sequence[Root] = ()
 ) -> Tensor:
-    """Computes the embeddings z = clip₁(T(φ − m)/R) from features φ: [N, d], with norms of at most
-    1.
+    """Computes embeddings z = clip₁(T(φ − m)/R) from features φ: [N, d], of norm 1 or less.
 
     Args:
         features_Nd: the features φ.
         centre_d: the centre m.
         radius: the radius R of the features.
-        roots: the whitening matrices of each block. Without them, T is the identity.
+        roots: each block's whitening matrices. If empty, T is the identity.
 
     >>> embedded(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), torch.zeros(2), 1.0).norm(dim=1).tolist()
     [1.0, 0.5]
@@ -160,9 +156,9 @@ def embedded(
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
-    """Applies the whitening matrices to each row of features.
+    """Applies the whitening matrices to each feature row.
 
-    The result for a row does not depend on the other rows, to the last bit.
+    A row's result does not depend on other rows, to the last bit.
     """
     blocks = []
     start = 0
@@ -175,18 +171,18 @@ def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
 
 
 class OnFeatures(EmbeddingNetwork):
-    """A trainable network whose input is a fixed feature map of the images.
+    """A trainable network on the features of a fixed feature map.
 
     The network returns logits [N, classes].
 
-    The input is normalised images [N, C, H, W], or vectors z [N, d] that were computed before. The
-    feature map is not part of the network's state, so it is never sent.
+    The input is normalised images [N, C, H, W], or precomputed vectors z [N, d]. The feature map is
+    not part of the network's state, so it is never sent.
 
     Args:
         feature_map: φ and its constants.
         spec: the specification of the images.
-        hidden: the number of units in the hidden layer, or 0 for a linear model without a bias. The
-            number is rounded up to a multiple of 16. The layer's input is √d·z, because its initial
+        hidden: the number of hidden units, or 0 for a linear model without a bias. The number is
+            rounded up to a multiple of 16. The hidden layer's input is √d·z, because initial
             weights expect values of about 1.
     """
 
@@ -206,7 +202,7 @@ class OnFeatures(EmbeddingNetwork):
     def linear(self) -> bool:
         """True if the model is linear.
 
-        The embedding of a linear model is z, which training does not change.
+        Its embedding is then z, which training does not change.
         """
         return isinstance(self.hidden, nn.Identity)
 
@@ -233,10 +229,9 @@ class OnFeatures(EmbeddingNetwork):
 
 
 def input_size(network: nn.Module, spec: DatasetSpec) -> int:
-    """Returns the number of values that a network takes for one image.
+    """Returns a network's input size for one image.
 
-    The values are the coordinates of z for `OnFeatures`, and the pixels of the image for all other
-    networks.
+    For `OnFeatures`, it is the dimension of z, and for other networks the number of pixels.
     """
     if isinstance(network, OnFeatures):
         return network.feature_map.dimension
@@ -244,29 +239,29 @@ def input_size(network: nn.Module, spec: DatasetSpec) -> int:
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Checks that a method that learns an embedding has a model with a learned embedding.
+    """Checks that a method that learns an embedding has a model with a trainable one.
 
     Raises:
-        SettingError: the model lacks a part that `check_embedding` requires, or is a linear model
-            on features.
+        SettingError: as for `check_embedding`, or the model is a linear model on features.
     """
     check_embedding(method, model)
     if isinstance(model, OnFeatures) and model.linear:
-        reason = f"must be 'mlp' if model.features is set, because {method} learns an embedding"
+        reason = (
+            f"has no trainable embedding, which {method} learns. Set model.name=mlp, or unset "
+            "model.features"
+        )
         raise SettingError("model", "name", reason)
 
 
 def is_softmax_regression(network: nn.Module) -> bool:
-    """Returns True if a network is softmax regression: one linear layer on an embedding without
-    parameters.
-    """
+    """Returns True for softmax regression: one linear layer on a parameter-free embedding."""
     return type(network) is Linear or (type(network) is OnFeatures and network.linear)
 
 
 def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
-    """Computes the gradient of the mean cross-entropy of a linear classifier in closed form.
+    """Computes a linear classifier's mean cross-entropy gradient in closed form.
 
-    The gradient is written into `layer.weight.grad` and `layer.bias.grad` in place.
+    The gradient is written to `layer.weight.grad` and `layer.bias.grad` in place.
 
     >>> layer = nn.Linear(1, 2)
     >>> for p in layer.parameters():
@@ -292,17 +287,15 @@ def regression_step(layer: nn.Linear, x_BD: Tensor, labels_B: Tensor) -> None:
 def regression_gradients(
     flat_AP: Tensor, x_ABD: Tensor, labels_AB: Tensor, share_AB: Tensor, classes: int
 ) -> Tensor:
-    """Computes the gradients of many linear classifiers at once, in closed form.
+    """Computes many linear classifiers' weight gradients at once, in closed form.
 
-    The loss of each classifier is a weighted cross-entropy, and the gradient is with respect to its
-    weights.
+    Each classifier's loss is a weighted cross-entropy.
 
     Args:
-        flat_AP: for each learner, the weights [classes·D], followed by the bias [classes] if the
-            layer has one.
-        x_ABD: the inputs of the layer for each learner's batch.
+        flat_AP: each learner's weights [classes·D], followed by the bias [classes] if there is one.
+        x_ABD: the layer inputs for each learner's batch.
         labels_AB: the labels, int64.
-        share_AB: the weight of each example in the loss of its learner.
+        share_AB: the examples' weights in their learners' losses.
         classes: C.
 
     Returns:

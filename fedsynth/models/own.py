@@ -1,4 +1,4 @@
-"""Builds the models that users have written, and checks that runs can use them."""
+"""Builds users' models, and checks that runs can use them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from fedsynth.errors import FedsynthError, SettingError, one_line
 from fedsynth.features.feature_map import Shape
 
-# The settings of the section `model` that are passed to a builder that has parameters of these
-# names.
+# The settings in the section `model` that are passed to builders with parameters of the same names.
 OPTIONAL_ARGUMENTS = ("norm", "width", "depth")
 
 
 def own_name(model: nn.Module | Callable[..., nn.Module]) -> str:
     """Returns a name for a custom model.
 
-    The name of a class or function is its Python name. The name of a module is the name of its
-    class, followed by a hash of the module's structure and weights.
+    For a class or function, the result is the Python name. For a module, it is the class name,
+    followed by a hash of the module's structure and weights.
     """
     if not isinstance(model, nn.Module):
         return str(getattr(model, "__name__", type(model).__name__))
@@ -42,7 +41,7 @@ def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[
 
     The function has the parameters (image shape, classes, norm, width, depth). A module is copied
     with its weights. A class or function is called with the image shape, the number of classes, and
-    those settings of `OPTIONAL_ARGUMENTS` that it has as parameters.
+    its `OPTIONAL_ARGUMENTS` parameters.
     """
 
     def build(shape: Shape, classes: int, norm: str, width: int, depth: int) -> nn.Module:
@@ -62,7 +61,7 @@ def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[
 def optional_arguments(
     build: Callable[..., nn.Module], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Selects the settings in `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
+    """Selects the `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
     parameters = inspect.signature(build).parameters
     return {key: settings[key] for key in OPTIONAL_ARGUMENTS if key in parameters}
 
@@ -70,17 +69,16 @@ def optional_arguments(
 def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     """Checks that a network maps images of a given shape to logits [N, classes].
 
-    If the network has `embed` and `classifier`, its attribute `embedding_size` is set if it is
-    missing.
+    For a network with `embed` and `classifier`, a missing `embedding_size` is set.
 
     Raises:
-        SettingError: the network does not return such logits, or the output of `embed` does not fit
+        SettingError: the network does not return logits [N, classes], or `embed` does not fit
             `classifier`.
     """
     if not isinstance(network, nn.Module):
         raise _refused(name, f"must return a torch.nn.Module, got {type(network).__name__}")
     if next(network.parameters(), None) is None:
-        raise _refused(name, "must have at least one parameter")
+        raise _refused(name, "has no parameters to train")
     training = network.training
     features = None
     with _refusing(name, f"cannot take images of {_size(shape)}"), torch.no_grad():
@@ -91,24 +89,23 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     network.train(training)
     returned = list(getattr(logits, "shape", []))
     if returned != [2, classes]:
-        raise _refused(name, f"must return logits [N, {classes}], but returns {returned}")
+        raise _refused(name, f"must return logits [N, {classes}], got {returned}")
     last = getattr(network, "classifier", None)
     if isinstance(features, Tensor) and isinstance(last, nn.Linear):
         if features.shape != (2, last.in_features):
-            reason = f"must return [N, {last.in_features}] from `embed`, as `classifier` requires"
-            raise _refused(name, f"{reason}, but returns {list(features.shape)}")
+            reason = f"must return [N, {last.in_features}] from `embed`, the input of `classifier`"
+            raise _refused(name, f"{reason}, got {list(features.shape)}")
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
 
 
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
-    """Tests a network before a run: copies it, saves and loads it, and trains the copy.
+    """Tests copying, saving, loading and training a network before a run.
 
-    Without this test, an error in these operations could end the run in a later round, after
-    privacy budget was spent.
+    Otherwise, an error could end the run in a later round, after privacy budget was spent.
 
     Raises:
-        SettingError: one of these operations fails.
+        SettingError: a test fails.
     """
     with _refusing(name, "cannot be copied"):
         twin = copy.deepcopy(network)
@@ -123,10 +120,14 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
         logits.sum().backward()
     if logits.shape != (2, classes):
-        reason = f"must return logits [N, {classes}] in training, but returns {list(logits.shape)}"
+        reason = f"must return logits [N, {classes}] in training, got {list(logits.shape)}"
         raise _refused(name, reason)
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
-        raise _refused(name, "must not change the names or shapes in its state_dict in training")
+        raise _refused(
+            name,
+            "changes names or shapes in its state_dict during training. Create all tensors in "
+            "__init__",
+        )
 
 
 def check_state(name: str, state: Mapping[str, Any]) -> None:
@@ -138,16 +139,16 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
     owners: dict[int, str] = {}
     for key, value in state.items():
         if fault := _fault(value):
-            raise _refused(name, f"cannot be saved, because {key} in its state_dict {fault}")
+            raise _refused(name, f"cannot be saved: {key} in its state_dict {fault}")
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
-                reason = f"must not have tied weights. Make {key} and {owner} separate tensors"
+                reason = f"has tied weights. Make {key} and {owner} separate tensors"
                 raise _refused(name, reason)
 
 
 def _fault(value: Any) -> str:
-    """Describes why an entry of a network's state cannot be saved, or returns an empty string."""
+    """Explains why a state entry cannot be saved, or returns an empty string."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__} instead of a tensor"
     if nn.parameter.is_lazy(value) or value.device.type == "meta":
@@ -163,7 +164,7 @@ def _fault(value: Any) -> str:
 
 @contextmanager
 def _refusing(name: str, reason: str) -> Iterator[None]:
-    """Converts errors that the user's model raises in the `with` block to a SettingError."""
+    """Converts the user's model's errors in the `with` block to a SettingError."""
     try:
         yield
     except FedsynthError:

@@ -1,4 +1,4 @@
-"""Trains networks of timm and torchvision, with random or pretrained public weights."""
+"""Trains timm and torchvision networks, with random or pretrained public weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from fedsynth.privacy.row_products import PaddedLinear
 
 
 class LibraryNetwork(EmbeddingNetwork):
-    """A network of timm or torchvision with a new last layer.
+    """A timm or torchvision network with a new last layer.
 
-    The network maps normalised images [N, C, H, W] to logits [N, classes]. Grey images become colour
-    images. Images keep their size, unless the network accepts only one size.
+    The network maps normalised images [N, C, H, W] to logits [N, classes]. Grey images become
+    colour images. Images keep their size, unless the network accepts only one size.
 
     Args:
         name: timm:NAME or torchvision:NAME.
-        image_shape: the shape (C, H, W) of the images. C must be 1 or 3.
+        image_shape: the image shape (C, H, W). C must be 1 or 3.
         classes: the number of classes.
         norm: "own", or "group" to replace each batch norm by a group norm, as DP-SGD needs.
         weights: the setting `model.weights`.
 
     Raises:
-        SettingError: in the cases of `pretrained_network`, or the images have other channels.
+        SettingError: as for `pretrained_network`, or the images do not have 1 or 3 channels.
 
     >>> network = LibraryNetwork("torchvision:squeezenet1_0", (1, 32, 32), classes=2)
     Traceback (most recent call last):
@@ -41,14 +41,17 @@ class LibraryNetwork(EmbeddingNetwork):
         super().__init__()
         channels, height, width = image_shape
         if channels not in (1, 3):
-            reason = f"needs images of 1 or 3 channels, but the data have {channels}"
+            reason = f"requires images with 1 or 3 channels, got {channels}"
             raise SettingError("model", "name", reason, value=name)
         loaded = pretrained_network(name, weights, ("model", "name"))
         self.body = loaded.network
         if norm == "group":
             self.body = ModuleValidator.fix(loaded.network)
             if has_batch_norm(self.body):
-                reason = f"cannot be 'group' for {name}. Use a network with layer norm"
+                reason = (
+                    f"is 'group', but {name} contains batch norms that cannot be replaced. Use a "
+                    "network with layer norm"
+                )
                 raise SettingError("model", "norm", reason)
         self._prepare: Callable[[Tensor], Tensor] = _in_colour
         if loaded.fixed_size:

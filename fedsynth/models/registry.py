@@ -1,8 +1,7 @@
 """Registers network architectures by name, and initialises them reproducibly.
 
-An architecture is an `nn.Module` that maps normalised images [N, C, H, W] to logits. Methods that
-use embeddings need two members. `embed` computes the output before the last linear layer, and
-`classifier` is this layer.
+An architecture is an `nn.Module` that maps normalised images [N, C, H, W] to logits. Methods on
+embeddings need two members: `classifier` is the last linear layer, and `embed` computes its input.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ from fedsynth.validation import check_fields, in_range
 
 # The largest width of a layer, and the largest number of blocks.
 MAX_WIDTH = 2**16
-# The smallest side of images for which a ConvNet has three blocks by default, instead of two.
+# The smallest image side with three ConvNet blocks by default, instead of two.
 SMALL = 16
-# The largest number of parameters of a network. They take 4 GB, and training takes several times
-# as much memory.
+# The maximum number of parameters. They take 4 GB, and training takes several times as much.
 MAX_PARAMETERS = 2**30
-# The norms of a network of timm or torchvision: its own, or a group norm in place of batch norm.
+# The norms for timm and torchvision networks: their own, or group norm in place of batch norm.
 LIBRARY_NORMS = ("own", "group")
 # The networks that can use a feature map.
 ON_FEATURES = ("linear", "mlp")
@@ -48,7 +46,7 @@ ON_FEATURES = ("linear", "mlp")
 UNET = "unet"
 
 CNN_NORMS = ("batch", "group", "instance")
-_COUNTED = 1024  # parameters are counted before a network with a wider layer is made
+_COUNTED = 1024  # wider networks are made only after counting parameters
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,11 @@ class _Architecture:
     """A registered architecture.
 
     Attributes:
-        build: a function that builds the network. It is called with the image shape and the number
-            of classes, and with the settings `norm`, `width` and `depth` if it has such parameters.
-        norms: the norms that the architecture can have. The first is the default.
+        build: a function that builds the network from the image shape and the number of classes,
+            and from `norm`, `width` and `depth` if it has such parameters.
+        norms: the allowed norms. The first is the default.
         custom: whether a user registered the architecture.
-        given_weights: whether the network starts with weights that the user provided.
+        given_weights: whether the network starts with the user's weights.
     """
 
     build: Callable[..., nn.Module]
@@ -70,10 +68,10 @@ class _Architecture:
 
 
 def _large(name: str) -> Callable[..., nn.Module]:
-    """Returns a function that builds one of the networks in `fedsynth.models.large`.
+    """Returns a function that builds a network from `fedsynth.models.large`.
 
-    The function imports this module when it is called, because importing torchvision takes longer
-    than importing torch.
+    The function imports `large` when called, because importing torchvision takes longer than
+    importing torch.
     """
 
     def build(image_shape: Shape, classes: int, norm: str) -> nn.Module:
@@ -106,7 +104,7 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """The settings of the network that a run trains. All these settings are public.
+    """The settings for a run's network. All of them are public.
 
     The server and the clients have the same architecture, unless `clients` names other
     architectures for the clients.
@@ -160,7 +158,7 @@ class ModelSettings:
         if names_a_library(self.name):
             _add_library_model(self.name)
         elif self.weights:
-            reason = "can be set only for a model timm:NAME or torchvision:NAME"
+            reason = "requires a model timm:NAME or torchvision:NAME"
             raise SettingError("model", "weights", f"{reason}, got {self.weights!r}")
         if self.weights not in ("", PRETRAINED):
             object.__setattr__(self, "weights", str(expanded(self.weights).absolute()))
@@ -192,7 +190,7 @@ class ModelSettings:
 
 
 def _refuse_unknown_model(name: str, key: str) -> None:
-    """Raises an error if no architecture has the name that a setting states."""
+    """Raises an error for an unknown architecture in a setting."""
     if name in _MODELS:
         return
     if names_code(name):
@@ -201,7 +199,7 @@ def _refuse_unknown_model(name: str, key: str) -> None:
 
 
 def _add_library_model(name: str) -> None:
-    """Adds a network of timm or torchvision to the architectures.
+    """Adds a timm or torchvision network to the architectures.
 
     The library is imported only when the network is built.
     """
@@ -228,19 +226,19 @@ def register_model(
 ) -> ModelSettings:
     """Registers a custom architecture, so that settings, config files and `verify` can name it.
 
-    Methods that use embeddings, such as all condensation methods, need a network with two members.
-    `embed(x)` returns the embeddings [N, embedding_size] of images. `classifier` is an nn.Linear
-    that maps embeddings to logits. `classifier(embed(x))` must be the output of the network.
+    Methods on embeddings, such as all condensation methods, need a network with two members.
+    `embed(x)` returns image embeddings [N, embedding_size]. `classifier` is an nn.Linear that maps
+    embeddings to logits. `classifier(embed(x))` must be the network's output.
 
     Args:
-        name: the new name, which must not be that of a built-in architecture. If a custom
-            architecture has this name, it is replaced.
+        name: the new name, which no built-in architecture may have. An existing custom architecture
+            of the same name is replaced.
         model: a class or function that builds the network, or a module. A class or function is
             called with `image_shape` (channels, height, width) and `classes`, and with `norm`,
-            `width` and `depth` if it has such parameters. It must draw its weights from torch's
-            global generator, which is seeded by the run. A module is copied with its weights. With
-            differential privacy, you thereby declare these weights public.
-        norms: the names of the norms that the architecture can have. The first is the default.
+            `width` and `depth` if it has such parameters. Weights must be drawn from torch's global
+            generator, which is seeded by the run. A module is copied with its weights, which with
+            differential privacy you thereby declare public.
+        norms: the names of the allowed norms. The first is the default.
 
     Returns:
         The settings that select this architecture.
@@ -257,10 +255,13 @@ def register_model(
     650
     """
     if not name or (name in _MODELS and not _MODELS[name].custom):
-        reason = f"must be a new name, but {name!r} is a built-in architecture"
+        reason = f"{name!r} is a built-in architecture. Choose a new name"
         raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
-        reason = "must be a torch.nn.Module, or a function that returns a module"
+        reason = (
+            "must be a torch.nn.Module or a function that returns one, got a "
+            f"{type(model).__name__}"
+        )
         raise SettingError("model", "name", reason, value=name)
     _MODELS[name] = _Architecture(builder(name, model), norms, True, isinstance(model, nn.Module))
     return ModelSettings(name)
@@ -284,17 +285,17 @@ def register_model_file(setting: str, key: str = "name") -> ModelSettings:
 
 
 def own_model(model: nn.Module | Callable[..., nn.Module]) -> ModelSettings:
-    """Registers a model under a generated name, and returns the settings that select this model."""
+    """Registers a model under a generated name, and returns the settings that select the model."""
     return register_model(own_name(model), model)
 
 
 def has_given_weights(settings: ModelSettings) -> bool:
-    """Returns True if the run starts with weights that the user supplied, or named as pretrained."""
+    """Returns True if the run starts with the user's weights, or with pretrained ones."""
     return _MODELS[settings.name].given_weights or bool(settings.weights)
 
 
 def is_own_model(settings: ModelSettings) -> bool:
-    """Returns True if the architecture is not built in, but was registered by a user."""
+    """Returns True if a user registered the architecture."""
     return _MODELS[settings.name].custom
 
 
@@ -303,8 +304,8 @@ def build_model(
 ) -> nn.Module:
     """Builds a network and initialises its weights from `seed`.
 
-    The network is for images of a shape, or for the records of a specification, such as tokens. The
-    state of torch's global random generator does not change.
+    `images` is an image shape, or the specification of records such as tokens. The state of torch's
+    global random generator does not change.
 
     Raises:
         SettingError: the network would have more than `MAX_PARAMETERS` parameters, or the images
@@ -314,16 +315,20 @@ def build_model(
         count = count_parameters(settings, images, classes)
         if count > MAX_PARAMETERS:
             key = "width" if settings.width > _COUNTED else "projection"
-            reason = f"results in {count:,} parameters, but at most {MAX_PARAMETERS:,} are allowed"
+            reason = (
+                f"results in {count:,} parameters, more than the maximum of {MAX_PARAMETERS:,}. "
+                "Lower it"
+            )
             raise SettingError("model", key, reason, value=getattr(settings, key))
     with forked_rng(seed, "model initialisation"):
         return _build(settings, images, classes)
 
 
 def usual_model(image_shape: Shape) -> dict[str, Any]:
-    """Returns the settings of the default network for these images.
+    """Returns the default network settings for an image shape.
 
-    It is a ConvNet of three blocks, of two for small images, or an MLP for vectors and time series.
+    The network is a ConvNet with three blocks, with two for small images, or an MLP for vectors and
+    time series.
 
     >>> usual_model((3, 32, 32)), usual_model((1, 8, 8)), usual_model((2, 1, 16))
     ({'depth': 3}, {'depth': 2}, {'name': 'mlp'})
@@ -334,12 +339,10 @@ def usual_model(image_shape: Shape) -> dict[str, Any]:
 
 
 def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-    """Builds the network for a data set. If `features` is set, the network's input is a feature
-    map.
+    """Builds the network for a data set, on a feature map if `features` is set.
 
     Raises:
-        SettingError: `build_model` refuses the settings, or the feature map does not support the
-            images.
+        SettingError: as for `build_model`, or the feature map does not support the images.
     """
     if not settings.features:
         return build_model(settings, spec, spec.classes, seed)
@@ -351,7 +354,7 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
 
 
 def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
-    """Returns the feature map that the setting `model.features` names."""
+    """Returns the feature map named by `model.features`."""
     try:
         return feature_map(settings.features, spec.image_shape)
     except SettingError as error:
@@ -359,10 +362,9 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """Returns what the privacy report states about the network's feature map.
+    """Returns the privacy report's entries on the network's feature map.
 
-    Each entry names an item and the reason for which it is public. The dictionary is empty if the
-    network has no feature map.
+    Each entry names an item and why it is public. The result is empty without a feature map.
     """
     if not settings.features:
         return {}
@@ -375,11 +377,9 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _refuse_tokens(settings: ModelSettings, spec: DatasetSpec) -> None:
-    """Raises an error if the records are tokens and a built-in network would compute with their
-    numbers.
-    """
+    """Raises an error if a built-in network would compute with token numbers."""
     if spec.vocabulary and settings.name != "lstm" and not is_own_model(settings):
-        reason = f"must be lstm, because the records of {spec.name} are tokens"
+        reason = f"cannot use {spec.name}, whose records are tokens. Set model.name=lstm"
         raise SettingError("model", "name", reason, value=settings.name)
 
 
@@ -391,7 +391,7 @@ def _build(settings: ModelSettings, images: DatasetSpec | Shape, classes: int) -
         image_shape[:2] == (1, 1) and not (settings.name in ON_FEATURES or is_own_model(settings))
     ):
         names = " or ".join(ON_FEATURES)
-        reason = f"must be {names}, because the data are vectors and {settings.name} needs images"
+        reason = f"requires images, but the data are vectors. Set model.name to {names}"
         raise SettingError("model", "name", reason, value=settings.name)
     build = _MODELS[settings.name].build
     arguments = optional_arguments(build, vars(settings))
@@ -406,7 +406,7 @@ def _build(settings: ModelSettings, images: DatasetSpec | Shape, classes: int) -
 
 
 def count_parameters(settings: ModelSettings, images: DatasetSpec | Shape, classes: int) -> int:
-    """Counts the parameters of a built-in network without allocating memory for its weights."""
+    """Counts a built-in network's parameters without allocating memory for weights."""
     with forked_rng(0, "counting"), torch.device("meta"):
         return parameter_count(_build(settings, images, classes))
 
@@ -422,16 +422,16 @@ def build_client_models(
 ) -> tuple[nn.Module, ...] | None:
     """Builds an untrained network for each client, if `settings.clients` names architectures.
 
-    Returns None if all clients have the architecture of the server.
+    Returns None if all clients have the server's architecture.
 
     Args:
-        settings: the settings of the network.
-        images: the specification of the records, or the shape (C, H, W) of images.
+        settings: the network settings.
+        images: the records' specification, or the image shape (C, H, W).
         classes: the number of classes.
         seed: the seed of the weights.
         clients: the number of clients.
         private: whether the run has differential privacy. The networks then have the first norm
-            that is not batch norm, because batch norm mixes the examples of a batch.
+            other than batch norm, which mixes a batch's examples.
     """
     names = settings.client_names
     if not names:
@@ -449,5 +449,5 @@ def build_client_models(
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Returns the number of parameters of a network."""
+    """Returns a network's number of parameters."""
     return sum(map(torch.Tensor.numel, model.parameters()))

@@ -2,8 +2,8 @@
 
 The CNNs are LeNet-5 (LeCun et al. 1998), the CNNs of FedHydra, and ResNet-8 (He et al. 2016).
 
-LeNet-5 has its common form, with 5×5 convolutions of 6 and 16 channels, ReLU, max pooling, and
-hidden layers of 120 and 84 units. It pads images of 28×28 to 32×32. It has 61,706 parameters for
+LeNet-5 has its common form, with 5×5 convolutions (6 and 16 channels), ReLU, max pooling, and
+hidden layers with 120 and 84 units. It pads 28×28 images to 32×32. It has 61,706 parameters for
 MNIST and 63,066 for EMNIST letters. ResNet-8 has a convolution, three stages of one basic block
 each with 16, 32 and 64 channels, and average pooling. Its shortcuts are 1×1 convolutions where the
 shape changes.
@@ -25,7 +25,7 @@ from fedsynth.privacy.row_products import PaddedLinear
 class Linear(EmbeddingNetwork):
     """Softmax regression, which maps normalised images [N, C, H, W] to logits [N, classes].
 
-    The embedding consists of the pixels of the image.
+    The embedding consists of the image's pixels.
     """
 
     dense = True
@@ -36,7 +36,7 @@ class Linear(EmbeddingNetwork):
         self.classifier = PaddedLinear(self.embedding_size, classes)
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Returns the pixels of normalised images, [N, embedding_size]."""
+        """Flattens normalised images to [N, embedding_size]."""
         return x_NCHW.flatten(1)
 
 
@@ -98,11 +98,11 @@ class LeNet5(EmbeddingNetwork):
 
 
 class Cnn(EmbeddingNetwork):
-    """A plain convolutional network, such as CNN1 and CNN2 of FedHydra.
+    """A plain convolutional network, such as FedHydra's CNN1 and CNN2.
 
-    It has blocks of a 3×3 convolution, a norm, 2×2 max pooling and ReLU, and then one hidden layer.
-    FedHydra's paper does not give the sizes of its networks. Here CNN1 has 32 and 64 channels and
-    128 hidden units, and CNN2 has 16, 32 and 64 channels and 64 hidden units.
+    Each block has a 3×3 convolution, a norm, 2×2 max pooling and ReLU. A hidden layer follows the
+    blocks. FedHydra's paper does not give the sizes of its networks. Here CNN1 has 32 and 64
+    channels and 128 hidden units, and CNN2 has 16, 32 and 64 channels and 64 hidden units.
 
     Raises:
         SettingError: the images are too small, because each block halves them.
@@ -119,7 +119,7 @@ class Cnn(EmbeddingNetwork):
     ) -> None:
         super().__init__()
         inside, height, width = image_shape
-        require_size(f"cnn of {len(channels)} blocks", image_shape, 2 ** len(channels))
+        require_size(f"cnn with {len(channels)} blocks", image_shape, 2 ** len(channels))
         layers: list[nn.Module] = []
         for outside in channels:
             layers += [

@@ -1,26 +1,24 @@
-"""The LSTM of FedProx and q-FFL for sequences of characters or words (Li et al. 2020, arXiv
+"""The LSTM from FedProx and q-FFL for character and word sequences (Li et al. 2020, arXiv
 1812.06127 and 1905.10497; their public code and LEAF's).
 
-All of them have an embedding, two layers of LSTM cells, and one linear layer on the last output.
-They differ in two sizes, which are settings here or follow from the data:
+All versions have an embedding, two LSTM layers, and one linear layer on the last output. They
+differ in two sizes, which are settings here or follow from the data:
 
-- Units in a layer (`width`): Shakespeare has 100 in FedProx's paper and 256 in the code of FedProx
-  and q-FFL. Sent140 has 256 in the papers and 100 in the code.
-- Embedding: characters have 8 values. Words have the 300 fixed values of GloVe, which are then the
-  data (`sent140-glove`). In LEAF, which learns the vectors, words have as many values as a layer
-  has units.
+- Units in a layer (`width`): Shakespeare has 100 in FedProx's paper and 256 in FedProx's and
+  q-FFL's code. Sent140 has 256 in the papers and 100 in the code.
+- Embedding: characters have 8 values. Words have GloVe's 300 fixed values, which are then the data
+  (`sent140-glove`). LEAF learns word vectors with as many values as a layer has units.
 
-The public code for Sent140 has one more linear layer of 30 values before the last one. Without a
-nonlinearity between them, both are one linear map, so this layer is left out.
+The public code for Sent140 has another linear layer with 30 values before the last one. Without a
+nonlinearity between them, both are one linear map, so the first is left out.
 
 As in TensorFlow's BasicLSTMCell, which the papers used, a cell has one bias vector. TensorFlow adds
-1 to the forget gate. Here the bias of this gate starts at 1, which is the same function. The weights
-of linear layers start with Glorot's uniform distribution, as in TensorFlow. Embeddings start with
-torch's normal distribution, with which learning starts in fewer steps.
+1 to the forget gate. Here the bias of this gate starts at 1, which is the same function. Linear
+weights start with Glorot's uniform distribution, as in TensorFlow. Embeddings start with torch's
+normal distribution, with which learning starts in fewer steps.
 
-A cell consists of linear layers, so DP-SGD obtains the gradient of each example from the inputs and
-outputs of these layers, as for any other network. With equal weights, outputs are those of
-`torch.nn.LSTM` up to rounding.
+Cells consist of linear layers, so DP-SGD obtains per-example gradients from the layers' inputs and
+outputs, as for any other network. With equal weights, outputs match `torch.nn.LSTM` up to rounding.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ CHARACTER_SIZE = 8  # values in the embedding of a character
 
 
 class LstmLayer(nn.Module):
-    """A layer of LSTM cells. It maps a sequence [N, T, D] to a sequence [N, T, width].
+    """An LSTM layer, which maps a sequence [N, T, D] to a sequence [N, T, width].
 
     The gates are in torch's order: input, forget, cell, output.
     """
@@ -77,24 +75,23 @@ class LstmLayer(nn.Module):
         return torch.stack(outputs, dim=1)
 
     def _can_fuse(self, x_NTD: Tensor) -> bool:
-        """Returns True if one operation of torch may replace the cells.
+        """Returns True if a single torch operation may replace the cells.
 
-        On a CPU it takes an eighth of the time with 32 units and half with 256. DP-SGD needs the
-        cells, whose layers it watches.
+        On a CPU, the operation takes an eighth of the time with 32 units and half with 256. DP-SGD
+        needs the cells, whose layers it hooks.
         """
         watched = bool(self.recurrent._forward_hooks)
         return not (watched or x_NTD.is_cuda)
 
 
 class Lstm(EmbeddingNetwork):
-    """A network of two LSTM layers, which maps sequences to logits [N, classes].
+    """A network with two LSTM layers, which maps sequences to logits [N, classes].
 
-    A sequence consists of tokens [N, 1, 1, T], or is a time series [N, C, 1, T] of vectors with C
-    values. Tokens are rounded and clamped to the vocabulary, so that the network has an output for
-    all inputs.
+    Sequences are tokens [N, 1, 1, T] or time series [N, C, 1, T] of vectors with C values. Tokens
+    are rounded and clamped to the vocabulary, so that all inputs have an output.
 
     Args:
-        image_shape: the shape of one record, (1, 1, T) or (C, 1, T).
+        image_shape: the record shape, (1, 1, T) or (C, 1, T).
         classes: the number of classes.
         width: the number of units in each layer.
         vocabulary: the number of tokens, or 0 for time series.
@@ -107,7 +104,7 @@ class Lstm(EmbeddingNetwork):
         super().__init__()
         inputs, height, length = image_shape
         if height != 1:
-            reason = f"needs sequences, which have one row, got images of {height} rows"
+            reason = f"requires sequences (one row), got images with {height} rows"
             raise SettingError("model", "name", reason, value="lstm")
         self.vocabulary = vocabulary
         if vocabulary:
@@ -123,7 +120,7 @@ class Lstm(EmbeddingNetwork):
         self.largest_activation = 4 * width * length
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Computes the last outputs of the second layer, [N, width]."""
+        """Computes the second layer's last outputs, [N, width]."""
         if self.vocabulary:
             tokens = x_NCHW.flatten(1).round().long().clamp(0, self.vocabulary - 1)
             x_NTD = self.embedding(tokens)

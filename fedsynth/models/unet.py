@@ -1,11 +1,11 @@
 """The U-Net, which assigns a class to each pixel (Ronneberger, Fischer and Brox 2015, arXiv
 1505.04597).
 
-The form is that of the public codes of HarmoFL and FedFA for ProstateMRI: four halvings, two padded
-3×3 convolutions without biases in each block, a norm after each convolution, and transposed 2×2
-convolutions. The widths are w, 2w, 4w, 8w and 16w. With w = 32, three channels and two classes, it
-has 7,763,074 parameters, as in FedFA's code. HarmoFL's code has batch norms without weights and
-running statistics; here and in FedFA's code they have both.
+The form follows HarmoFL's and FedFA's public code for ProstateMRI. The image is halved four times.
+Each block has two padded 3×3 convolutions without biases, each followed by a norm. Transposed 2×2
+convolutions double the size again. The widths are w, 2w, 4w, 8w and 16w. With w = 32, three
+channels and two classes, the network has 7,763,074 parameters, as in FedFA's code. HarmoFL's batch
+norms have neither weights nor running statistics. Here and in FedFA's code, they have both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class UNet(nn.Module):
     """A U-Net, which maps normalised images [N, C, H, W] to logits [N, classes, H, W].
 
     Raises:
-        SettingError: a side of the images is not a multiple of 16.
+        SettingError: an image side is not a multiple of 16.
     """
 
     stage_names = (*(f"pool{level}" for level in range(1, LEVELS + 1)), "bottleneck")
@@ -35,7 +35,7 @@ class UNet(nn.Module):
         super().__init__()
         channels, height, side = image_shape
         if height % 2**LEVELS or side % 2**LEVELS:
-            rule = f"needs images whose sides are multiples of {2**LEVELS}, got {height}×{side}"
+            rule = f"requires image sides that are multiples of {2**LEVELS}, got {height}×{side}"
             raise SettingError("model", "name", rule, value="unet")
         widths = [width * 2**level for level in range(LEVELS + 1)]
         for level, (inputs, outputs) in enumerate(pairwise([channels, *widths[:-1]]), 1):
@@ -50,7 +50,7 @@ class UNet(nn.Module):
         self.largest_activation = 2 * width * height * side
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Computes the features of each pixel, [N, width, H, W]."""
+        """Computes pixel features, [N, width, H, W]."""
         x, skipped = x_NCHW, []
         for level in range(1, LEVELS + 1):
             skipped.append(self.get_submodule(f"encoder{level}")(x))

@@ -562,7 +562,7 @@ def test_invalid_configs_are_rejected(train: Call, tmp_path: Path) -> None:
     path = tmp_path / "bad.toml"
     for toml, text in {
         "[run\n": "is not valid TOML",
-        "rounds = 3\n": "must be in a section such as [run]",
+        "rounds = 3\n": "is outside of all sections",
         "[metod]\nipc = 1\n": "unknown section 'metod'; did you mean method",
     }.items():
         path.write_text(toml)

@@ -90,7 +90,7 @@ INVALID_ARRAYS: list[tuple[Any, Any, str]] = [
     (VALID, LABELS.astype(float), "labels .* integers, got float64"),
     (VALID, np.array([True, False, True]), "labels .* integers, got bool"),
     (VALID, LABELS[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
-    (VALID[:0], LABELS[:0], "at least one example"),
+    (VALID[:0], LABELS[:0], "contains no examples"),
     (np.array([["a"]]), LABELS, "must be a NumPy array or a tensor of numbers"),
     ([[1, 2], [3]], LABELS, "must be a NumPy array or a tensor of numbers"),
     (VALID[:1], ["a"], r"labels of digits must be among 0, 1, .*, got 'a'"),
@@ -101,7 +101,7 @@ INVALID_INDICES = [
     (np.zeros(6, bool), " must be integers, got bool"),
     (np.array([0, 1, 2, -3, 4, 5]), " must be in .* such as -3"),
     (np.full(6, 2**64 - 1, np.uint64), " must be in"),
-    (np.array([], int), "at least one example|groups .* shape"),
+    (np.array([], int), "contains no examples|groups .* shape"),
 ]
 # If they were joined, one record's type would change the stored pixels of another.
 TYPES = [(np.array([[0, 1]], np.uint8), 0), (np.array([[0.5, 1]], np.float32), 1)]
@@ -125,7 +125,7 @@ SIX = np.zeros((6, 8, 8), np.uint8)
             for domains in (np.full(6, 3), np.zeros(6), np.zeros(2, np.int64), np.zeros(6, complex))
         ),
         *(
-            (partial(from_arrays, pairs, spec=VECTORS), "pairs of an array and a label")
+            (partial(from_arrays, pairs, spec=VECTORS), r"\(array, label\) pairs")
             for pairs in ([], [1, 2], [(np.zeros(3), 0), (np.zeros(4), 1)])
         ),
         (partial(from_arrays, TYPES, spec=replace(VECTORS, width=2)), "different types"),

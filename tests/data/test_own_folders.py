@@ -65,7 +65,7 @@ def test_damaged_files_are_named_and_skipped_on_request(tmp_path: Path) -> None:
     damaged.write_bytes(png(9_000, 9_000))  # is not decoded
     pipe.unlink()
     os.mkfifo(pipe)  # does not block
-    message = r"9000×9000, but may .*/ill/00.png \(the path is not a reg"
+    message = r"9000×9000, above .*/ill/00.png \(the path is a folder, pipe"
     with pytest.raises(FedsynthError, match=message):
         load_records(tmp_path, image_size=16)
     pipe.unlink()
@@ -154,7 +154,7 @@ def test_linked_folders_and_files_are_followed(tmp_path: Path) -> None:
     loaded = load_records(tmp_path / "scans")
     assert (loaded.names, len(loaded.train)) == (("north", "south"), 25)
     (tmp_path / "scans/north/ill/98.png").hardlink_to(tmp_path / "scans/north/ill/00.png")
-    message = r"14 of 26 images .* links to or copies .* as north/ill/98.png of north/ill/00.png"
+    message = r"14 of 26 images .* links to, or copies .* as north/ill/98.png of north/ill/00.png"
     with pytest.warns(UserWarning, match=message):
         load_records(tmp_path / "scans")
     link = tmp_path / "scans" / "west"
@@ -198,17 +198,17 @@ def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
     ("text", "error"),
     [
         ("path,user\na.png,Ada\na.png,Bob\n", "line 3 of .* second user for a.png"),
-        ("path,user\nscans/a.png,Ada\n", "has no line for the image a/a.png. Add"),
+        ("path,user\nscans/a.png,Ada\n", "is missing the image a/a.png. Add"),
         ("\udcff", "is not UTF-8 text. Save it as CSV UTF-8"),
-        ("", "is empty. It must have the columns path and"),
-        ("name,label\na.png,ill\n", "line 1 of .* must have the columns path and label"),
+        ("", "is empty. Add a header line with the columns path and"),
+        ("name,label\na.png,ill\n", "line 1 of .* must contain the columns path and label"),
         ("path,label,site\na.png,ill,\n", "line 2 of .* empty cell in the column site"),
-        ("path,label\n../a.png,ill\n", "leads out of the folder"),
+        ("path,label\n../a.png,ill\n", "leads out of the list"),
         ("path,label\na.png,ill\na.png,well\n", "repeats the path a.png"),
         ("path,label\n", "lists no image"),
         ("path,label\nnorth\\a.png,ill\n", r"\(the file does not exist\)"),
         ("path,label\na.png,ill\nempty.png,ill\n", r"1 of 2 files .*\(the file is empty\)"),
-        ("path,label,patient,PatientID\na.png,ill,1,2\n", "two columns for the user"),
+        ("path,label,patient,PatientID\na.png,ill,1,2\n", "two user columns"),
         ("sep=;\n\npath;label\n\na.png;\n", "line 5 of .* empty cell in the column label"),
     ],
 )
@@ -327,7 +327,7 @@ def test_wrong_declared_counts_are_rejected(tmp_path: Path) -> None:
     ("old", "new", "error"),
     [
         ("images = 50", "images = 0", "sizes.images"),
-        ("images = 50", "images = 5000", "must be at least sizes.images"),
+        ("images = 50", "images = 5000", "is 50, below sizes.images"),
         ('source = "a test"', 'sauce = "a test"', "images.source|images.sauce"),
         ("mean = [0.5]", "mean = [0.5, 0.5]", "mean"),
         ("height = 16", 'height = "16"', "images.height"),

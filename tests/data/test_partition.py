@@ -132,16 +132,21 @@ def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: 
     ("kind", "sizes", "rule", "message"),
     [
         ("iid", [2] * 6, {"clients": 20}, "number of examples .12., got 20"),
-        ("dirichlet", [10] * 9, {"min_size": 10}, "need 100 examples, but there are 90"),
+        ("dirichlet", [10] * 9, {"min_size": 10}, "contains 90 examples, too few for 10"),
         # nearly one client per class at α = 0.001: 40 clients cannot all have 10 examples
         ("dirichlet", [100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries"),
-        ("quantity", [900], {"alpha": 0.001}, r"in 300 tries. Raise partition.alpha, or lower"),
+        ("quantity", [900], {"alpha": 0.001}, r"none of 300 Dirichlet draws"),
         ("classes", [0, 30, 30, 30], {"classes_per_client": 4}, "only 3 classes have examples"),
         ("classes", [50, 3], {"clients": 8}, "class 1 has 3 examples, but 8 clients"),
         ("dominant", [100] * 10, {"clients": 4}, r"class \d must have 115 .* for .*share=0.46"),
         ("dominant", [9, 0, 9], {"dominant_classes": 2}, "classes must be below .*2., got 2"),
         ("dominant", [100] * 4, {"dominant_share": 0.25}, "dominant_share must be above 0.25"),
-        ("dominant", [220, 40, 40], {"clients": 3, "dominant_share": 0.4}, "too small for this"),
+        (
+            "dominant",
+            [220, 40, 40],
+            {"clients": 3, "dominant_share": 0.4},
+            "contain too few examples",
+        ),
         ("missing", [9, 0, 9, 9], {"missing_classes": 3}, "only 3 classes have examples"),
         ("missing", [90, 3], {"clients": 18, "missing_classes": 1}, "class 1 has 3 examples, but"),
     ],
@@ -304,7 +309,7 @@ def test_domain_partition_assigns_domains() -> None:
     with raises(PartitionError, "partition.domains"):
         by_origin("domain", 4, domains=domains)
     for kind, origin in (("domain", "domains"), ("natural", "groups")):
-        with pytest.raises(PartitionError, match=f"needs a data set with {origin}"):
+        with pytest.raises(PartitionError, match=f"data set without {origin}"):
             by_origin(kind, 3)
 
 

@@ -157,19 +157,19 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.npz", {}, {"label_column": "z"}, "'z' is missing .*x, y, .*--label-column"),
         ("a.npz", {"x": np.array([{}] * N)}, {}, "Python objects"),
         ("a.npz", {"y": Y[:5]}, {}, "each of the 60 records, got 5"),
-        ("a.npz", {"y": Y + 0.5}, {}, "whole number or text"),
+        ("a.npz", {"y": Y + 0.5}, {}, "whole numbers or text"),
         ("a.npz", {"x": np.full((N, 4), np.nan)}, {"bounds": "0,1"}, "NaN"),
         ("a.npz", {"site": np.where(Y, "A b", "a_b")}, {}, "similar names"),
         ("a.csv", {}, {"feature_columns": "f0,remark"}, "features that are numbers"),
         ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 empty cells"),
         ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 empty cells"),
-        ("a.parquet", {"label": pa.array([{"a": 1}] * N)}, {}, "number or text in every row"),
-        ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "number or text in every"),
+        ("a.parquet", {"label": pa.array([{"a": 1}] * N)}, {}, "one number or text per row"),
+        ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "one number or text per row"),
         (
             "a.parquet",
             {"split": pa.array([{"a": 1}] * N)},
             {},
-            "'split' .* a number or text in every",
+            "'split' .* one number or text per",
         ),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
@@ -217,7 +217,7 @@ def test_expanding_arrays_and_tables_are_refused(
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
         table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
         pa.parquet.write_table(table, path, compression="zstd", use_dictionary=repeats)
-        with pytest.raises(DataError, match="may expand to at most 524,288 bytes"):
+        with pytest.raises(DataError, match="expands to more than 524,288 bytes"):
             parts_of(str(path))["train"].read("x")
         monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
 
@@ -396,7 +396,7 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
     for cell, message in (
         (None, "row 2 has no image.*store the image's bytes"),
         ({"bytes": None, "path": "b.png"}, "only the path b.png.*store the image's bytes"),
-        ({"bytes": b"x", "path": None}, "row 2 has no valid image: the file is not a JPEG"),
+        ({"bytes": b"x", "path": None}, "row 2 contains no valid image: the file is not a JPEG"),
         (good, ""),
     ):
         table = pa.table({"image": [good, cell], "label": [0, 1]}, features.arrow_schema)
@@ -423,7 +423,7 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("files", "tested", "message"),
     [
-        ("validation", 0, "only val records, which a run trains on"),
+        ("validation", 0, "only val records, which are used for training"),
         ("test dev", 0, "has test and val records, but no train records. Save"),
         ("train patient_testimony trainee", 0, "features in"),
         ("Train TEST validation", 1, "the val records .* are not used"),

@@ -241,12 +241,15 @@ def test_runs_store_the_vectors_of_their_feature_map(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"encoder": "timm:no_such_network"}, "is not a network of timm"),
-        ({"encoder": "torchvision:maskrcnn_resnet50_fpn"}, "is not a classifier of torchvision"),
-        ({"encoder": "timm:hf-hub:someone/model"}, "must be timm: and the name"),
-        ({"encoder": "pixels", "encoder_weights": "w.safetensors"}, "applies only to an encoder"),
+        ({"encoder": "timm:no_such_network"}, "is unknown to timm"),
+        ({"encoder": "torchvision:maskrcnn_resnet50_fpn"}, "is not a classifier in torchvision"),
+        ({"encoder": "timm:hf-hub:someone/model"}, "must be timm: followed by"),
+        (
+            {"encoder": "pixels", "encoder_weights": "w.safetensors"},
+            "has no effect without an encoder",
+        ),
         ({"encoder": "pixel"}, "did you mean pixels"),
-        ({"encoder": "net.py:f@0123456789ab"}, "which is not loaded, or has changed"),
+        ({"encoder": "net.py:f@0123456789ab"}, "which is not loaded or has changed"),
     ],
 )
 def test_invalid_settings_raise_one_line_errors(settings: dict[str, str], message: str) -> None:
@@ -266,10 +269,10 @@ def test_damaged_and_foreign_weights_execute_no_code(tmp_path: Path, weights: Pa
     save_file({"conv1.weight": torch.full((1,), torch.nan)}, tmp_path / "nan.safetensors")
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
     for name in ("cut.safetensors", "attack.pt", "list.pt", "nan.safetensors", "missing.pt"):
-        with pytest.raises(SettingError, match="the file of weights"):
+        with pytest.raises(SettingError, match="the weight file"):
             read_weights(str(tmp_path / name))
     assert not (tmp_path / "attacked").exists()
-    with pytest.raises(SettingError, match=r"so it is not a file of timm:test_resnet"):
+    with pytest.raises(SettingError, match=r"does not match timm:test_resnet"):
         encoder_map(EncoderSettings(NAME, str(tmp_path / "other.safetensors")), SHAPE)
 
 

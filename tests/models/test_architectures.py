@@ -202,9 +202,9 @@ def test_invalid_settings_and_dropout_are_refused() -> None:
         ("resnet18", CIFAR, {"norm": "instance"}, "instance"),
         ("resnet-18", CIFAR, {}, "did you mean resnet18"),
         ("timm:test_resnet", (2, 20, 20), {}, "1 or 3 channels"),
-        ("timm:../net", CIFAR, {}, "must be timm: and the name"),
+        ("timm:../net", CIFAR, {}, "must be timm: followed by"),
         ("timm:test_efficientnet", (1, 64, 64), {"norm": "group"}, "Use a network with layer norm"),
-        ("torchvision:nothing", CIFAR, {}, "is not a classifier of torchvision"),
+        ("torchvision:nothing", CIFAR, {}, "is not a classifier in torchvision"),
     ):
         with pytest.raises((SettingError, UnknownNameError), match=message):
             network(name, shape, **settings)

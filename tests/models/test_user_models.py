@@ -93,10 +93,10 @@ def test_invalid_models_raise_one_line_errors() -> None:
     for model, message in (
         (Mock(side_effect=ValueError("no\nluck")), "no luck$"),
         (lambda shape, classes: 3, "torch.nn.Module"),
-        (lambda shape, classes: nn.Flatten(), "at least one parameter"),
+        (lambda shape, classes: nn.Flatten(), "no parameters to train"),
         (lambda shape, classes: flat(shape, 7), r"\[N, 10\].*\[2, 7\]"),
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
-        (3, "must be a torch.nn.Module, or a function"),
+        (3, "must be a torch.nn.Module or a function"),
         (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=plain_forward), r"\[2, 5\]"),
     ):
         with pytest.raises(SettingError, match=message) as error:
@@ -185,7 +185,7 @@ def test_unregistered_and_taken_names_are_errors() -> None:
     with pytest.raises(SettingError, match=r"--model PATH/mynet\.py:Net"):
         fs.ModelSettings("mynet.py:Net@1234")
     fs.register_model("mynet.py:Net@5678", Net)
-    with pytest.raises(SettingError, match="not loaded, or has changed"):
+    with pytest.raises(SettingError, match="not loaded or has changed"):
         fs.ModelSettings("mynet.py:Net@1234")
     with raises(UnknownNameError, "model.name"):
         fs.ModelSettings("nett")

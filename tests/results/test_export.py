@@ -148,7 +148,7 @@ def test_changed_files_are_rejected(share: Path, tmp_path: Path) -> None:
     with raises(errors.DataFilesMissingError, "data.missing"):
         fs.load_synthetic(folder)
     (folder / "SHA256SUMS").write_text("0 ../../etc/passwd\n")
-    with pytest.raises(errors.DataFilesCorruptError, match="has a bad line"):
+    with pytest.raises(errors.DataFilesCorruptError, match="contains the invalid line"):
         fs.load_synthetic(folder)
 
 
@@ -167,17 +167,17 @@ def test_invalid_values_are_rejected(share: Path, tmp_path: Path) -> None:
         ({"images": replace_last(IMAGES, 1e38)}, {}, "within ±1e\\+06"),
         ({"images": replace_last(IMAGES, 0.5).to(torch.complex64)}, {}, "torch.complex64"),
         (EMPTY, {}, "no images"),
-        ({"images": IMAGES}, {}, "labels must have one"),
-        ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "labels must be in"),
+        ({"images": IMAGES}, {}, "labels must contain one"),
+        ({"labels": torch.tensor([0, 0, 1, 2])}, {}, "labels are outside"),
         ({"client": torch.tensor([0, 1])}, {}, "client must have one"),
         ({"other": torch.rand(4)}, {}, "'other'"),
-        ({"soft_labels": replace_last(HALVES, [-0.5, 1.5])}, {}, "at least 0 and sum to 1"),
-        ({"soft_labels": replace_last(HALVES, [0.5, 0.6])}, {}, "at least 0 and sum to 1"),
-        ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "one probability for each class"),
+        ({"soft_labels": replace_last(HALVES, [-0.5, 1.5])}, {}, "negative, or do not sum to 1"),
+        ({"soft_labels": replace_last(HALVES, [0.5, 0.6])}, {}, "negative, or do not sum to 1"),
+        ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, "a probability for each"),
         ({}, {"std": "[1e-300]"}, "must be finite"),
         ({}, {"mean": "[" * 50_000}, "recursion limit"),
         ({}, {"class_names": "3"}, "class_names is wrong: Input should be a valid list"),
-        ({}, {"delta": "null"}, "both ε and δ, or neither"),
+        ({}, {"delta": "null"}, "only one of ε and δ"),
     ]
     for number, (tensors, stated, message) in enumerate(cases):
         folder = Path(shutil.copytree(share, tmp_path / f"{number}"))

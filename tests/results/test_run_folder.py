@@ -51,7 +51,7 @@ def test_folders_with_special_files_are_not_resumed(tmp_path: Path) -> None:
     (folder.path / "checkpoint").mkdir()
     for name, kind in (("checkpoint/state-1", "device"), ("resumed.json", "pipe")):
         file = make_special_file(folder.path / name, kind)
-        with pytest.raises(OutputError, match=f"{name} is neither a plain file nor a folder"):
+        with pytest.raises(OutputError, match=f"{name} is a link, pipe or device"):
             RunFolder.reopen(folder.path)
         if kind == "device":
             file.unlink()
