@@ -105,7 +105,7 @@ def test_custom_partitions_are_validated_and_used() -> None:
     for bad, text in (
         ([[0, 1], [1, 2]], "client 1's example indices contain an example twice"),
         ([[0, 200]], r"must be in \[0, 20"),
-        ([[0.5]], "whole numbers"),
+        ([[0.5]], "a vector of integers"),
         ([], "at least one client"),
     ):
         with pytest.raises(PartitionError, match=text):
