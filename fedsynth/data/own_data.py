@@ -303,7 +303,7 @@ def _split_of(splits: Splits, split: str, place: str) -> str:
     if len(splits) > 1:
         raise DataError(
             f"{one_line(place)} contains {' and '.join(sorted(splits))} records, but no {split} "
-            "records. Save the {split} records in a separate file"
+            f"records. Save the {split} records in a separate file"
         ).with_code("data.parts")
     return min(splits)
 

@@ -277,8 +277,8 @@ def _features(
     columns = {name: part.read(name) for name in names}
     if not columns or any(array.dtype.kind not in "biuf" for array in columns.values()):
         raise DataError(
-            f"{part.place} contains no numeric features with a usual name. Name some of its "
-            f"columns ({part.listed('features')}) with --feature-columns"
+            f"the features of {part.place} are missing or not numeric. Name numeric columns "
+            f"({part.listed('features')}) with --feature-columns"
         ).with_code("data.features")
     if part.numbers is not None:
         uses = {f"features in {part.place}": ", ".join(columns), **roles}

@@ -177,7 +177,7 @@ def test_digits_need_no_files() -> None:
 def test_missing_file_errors_name_source(name: str, missing: str, tmp_path: Path) -> None:
     with raises(DataFilesMissingError, "data.missing") as error:
         load_dataset(name, tmp_path)
-    for part in (f"{name} needs {tmp_path}/{missing}", "data.data_root"):
+    for part in (f"{tmp_path}/{missing} of {name} is missing", "data.data_root"):
         assert part in str(error.value)
     assert "\n" not in str(error.value)
     with raises(DataFilesMissingError, "data.no_folder"):

@@ -491,7 +491,7 @@ def test_declared_window_and_slice_are_used(
         received = real_images(receiver, {"test_folder": str(later)})
         assert torch.equal(received.images, loaded.train.images)
     for name, value in {"window": "40,80", "slice": 3}.items():
-        with pytest.raises(SettingError, match=f"^data.{name} must be .* declares"):
+        with pytest.raises(SettingError, match=f"^data.{name} must be .*, the value in"):
             load_records(tmp_path, **{name: value})
     described.path.write_text(described.toml.replace("40,400", "40,0"))
     with raises(DataFilesCorruptError, "data.damaged"):

@@ -327,7 +327,7 @@ def test_wrong_declared_counts_are_rejected(tmp_path: Path) -> None:
     ("old", "new", "error"),
     [
         ("images = 50", "images = 0", "sizes.images"),
-        ("images = 50", "images = 5000", "is 50, below sizes.images"),
+        ("images = 50", "images = 5000", "is 100, below sizes.images"),
         ('source = "a test"', 'sauce = "a test"', "images.source|images.sauce"),
         ("mean = [0.5]", "mean = [0.5, 0.5]", "mean"),
         ("height = 16", 'height = "16"', "images.height"),

@@ -131,15 +131,25 @@ def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: 
 @pytest.mark.parametrize(
     ("kind", "sizes", "rule", "message"),
     [
-        ("iid", [2] * 6, {"clients": 20}, "number of examples .12., got 20"),
+        ("iid", [2] * 6, {"clients": 20}, "at most 12, the number of examples, got 20"),
         ("dirichlet", [10] * 9, {"min_size": 10}, "contains 90 examples, too few for 10"),
         # nearly one client per class at α = 0.001: 40 clients cannot all have 10 examples
-        ("dirichlet", [100] * 10, {"clients": 40, "alpha": 0.001}, r"in 300 tries"),
-        ("quantity", [900], {"alpha": 0.001}, r"none of 300 Dirichlet draws"),
-        ("classes", [0, 30, 30, 30], {"classes_per_client": 4}, "only 3 classes have examples"),
-        ("classes", [50, 3], {"clients": 8}, "class 1 has 3 examples, but 8 clients"),
-        ("dominant", [100] * 10, {"clients": 4}, r"class \d must have 115 .* for .*share=0.46"),
-        ("dominant", [9, 0, 9], {"dominant_classes": 2}, "classes must be below .*2., got 2"),
+        (
+            "dirichlet",
+            [100] * 10,
+            {"clients": 40, "alpha": 0.001},
+            "gave all 40 clients at least 10",
+        ),
+        ("quantity", [900], {"alpha": 0.001}, "none of 300 Dirichlet draws"),
+        ("classes", [0, 30, 30, 30], {"classes_per_client": 4}, "too large for 3 classes"),
+        ("classes", [50, 3], {"clients": 8}, "class 1 contains 3 examples, too few for its 8"),
+        (
+            "dominant",
+            [100] * 10,
+            {"clients": 4},
+            r"class \d .* too few for .*share=0.46, which needs 115",
+        ),
+        ("dominant", [9, 0, 9], {"dominant_classes": 2}, "classes must be below 2, .* got 2"),
         ("dominant", [100] * 4, {"dominant_share": 0.25}, "dominant_share must be above 0.25"),
         (
             "dominant",
@@ -147,8 +157,13 @@ def test_classes_per_client_are_balanced(kind: str, clients: int, c: int, seed: 
             {"clients": 3, "dominant_share": 0.4},
             "contain too few examples",
         ),
-        ("missing", [9, 0, 9, 9], {"missing_classes": 3}, "only 3 classes have examples"),
-        ("missing", [90, 3], {"clients": 18, "missing_classes": 1}, "class 1 has 3 examples, but"),
+        ("missing", [9, 0, 9, 9], {"missing_classes": 3}, "too large for 3 classes"),
+        (
+            "missing",
+            [90, 3],
+            {"clients": 18, "missing_classes": 1},
+            "class 1 contains 3 examples, too few",
+        ),
     ],
 )
 def test_impossible_rules_raise_errors(

@@ -153,16 +153,16 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "settings", "message"),
     [
-        ("a.npz", {}, {}, "need public bounds"),
+        ("a.npz", {}, {}, "no bounds are set"),
         ("a.npz", {}, {"label_column": "z"}, "'z' is missing .*x, y, .*--label-column"),
         ("a.npz", {"x": np.array([{}] * N)}, {}, "Python objects"),
-        ("a.npz", {"y": Y[:5]}, {}, "each of the 60 records, got 5"),
+        ("a.npz", {"y": Y[:5]}, {}, "60 values, one for each record, got 5"),
         ("a.npz", {"y": Y + 0.5}, {}, "whole numbers or text"),
         ("a.npz", {"x": np.full((N, 4), np.nan)}, {"bounds": "0,1"}, "NaN"),
-        ("a.npz", {"site": np.where(Y, "A b", "a_b")}, {}, "similar names"),
-        ("a.csv", {}, {"feature_columns": "f0,remark"}, "features that are numbers"),
-        ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 empty cells"),
-        ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 empty cells"),
+        ("a.npz", {"site": np.where(Y, "A b", "a_b")}, {}, "spellings of one name"),
+        ("a.csv", {}, {"feature_columns": "f0,remark"}, "not numeric.*--feature-columns"),
+        ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 of its cells are empty"),
+        ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 of its cells are empty"),
         ("a.parquet", {"label": pa.array([{"a": 1}] * N)}, {}, "one number or text per row"),
         ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "one number or text per row"),
         (
@@ -172,18 +172,23 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
             "'split' .* one number or text per",
         ),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
-        ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "requires test records"),
+        ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "has no effect without test records"),
         ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
-        ("a.npz", {"x": X[:0]}, {}, "'x' .* has no records"),
+        ("a.npz", {"x": X[:0]}, {}, "'x' .* contains no records"),
         ("a.npz", {"z": Y[:3]}, {"feature_columns": "x,z"}, "columns of the same length, got"),
         ("a.npz", {"split": np.where(Y, "train", "val")}, {}, r"splits train, val .*test_folder"),
         ("a.csv", {"fold": Y}, {}, r"splits 0, 1, 2 in the column 'fold'"),
-        ("a.csv", {"subject_id": Y}, {}, "several .* user: patient, subject_id.*--user-column"),
+        (
+            "a.csv",
+            {"subject_id": Y},
+            {},
+            "several .* user columns: patient, subject_id.*--user-column",
+        ),
         ("a.csv", {"f1": ["x", *map(str, X[1:, 1])]}, {}, "'f1' .* also 'x'.*--feature-columns"),
         ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
-        ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* has no value"),
-        ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* has no value"),
-        ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* has no value"),
+        ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* all of its cells are empty"),
+        ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* all of its cells are empty"),
+        ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* all of its cells are empty"),
         ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "the same length in every row"),
     ],
 )
@@ -210,7 +215,7 @@ def test_expanding_arrays_and_tables_are_refused(
     np.savez(tmp_path / "plain.npz", x=np.zeros(2**17, np.uint8))
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(2**17, np.uint8))
     assert parts_of(str(tmp_path / "plain.npz"))["train"].read("x").size == 2**17
-    with pytest.raises(DataError, match=r"'x' in .* at most 65,536 bytes\. Split"):
+    with pytest.raises(DataError, match=r"'x' in .* more than 65,536 bytes\. Split"):
         parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
     monkeypatch.setattr(tables, "MAX_EXPANDED_BYTES", 2**19)
     path = tmp_path / "bomb.parquet"
@@ -394,7 +399,7 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
     good = {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
     for cell, message in (
-        (None, "row 2 has no image.*store the image's bytes"),
+        (None, "row 2 contains no image.*store the image's bytes"),
         ({"bytes": None, "path": "b.png"}, "only the path b.png.*store the image's bytes"),
         ({"bytes": b"x", "path": None}, "row 2 contains no valid image: the file is not a JPEG"),
         (good, ""),
@@ -424,7 +429,7 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
     ("files", "tested", "message"),
     [
         ("validation", 0, "only val records, which are used for training"),
-        ("test dev", 0, "has test and val records, but no train records. Save"),
+        ("test dev", 0, "contains test and val records, but no train records. Save"),
         ("train patient_testimony trainee", 0, "features in"),
         ("Train TEST validation", 1, "the val records .* are not used"),
         ("validation-study/training_0 validation-study/eval_1", 1, "features in"),
@@ -499,7 +504,11 @@ def test_users_and_records_in_both_splits_are_noted(tmp_path: Path) -> None:
     data = {"folder": str(tmp_path / "a.npz"), "test_folder": str(tmp_path / "b.npz")}
     settings = settings_of({"kind": "given"}, data={**data, "bounds": "-8,8"})
     data_of_run(settings, None, None, notes.append, download=False)
-    for part in ("1 of 3 users", "If they are the same people", "4 of 4 test images are identical"):
+    for part in (
+        "1 of 3 user names",
+        "If they are the same people",
+        "4 of 4 test images are identical",
+    ):
         assert part in "\n".join(notes)
 
 

@@ -103,9 +103,9 @@ def test_custom_partitions_are_validated_and_used() -> None:
     sent = [set(dict(uploads[k].arrays())["labels"].tolist()) for k in (0, 1)]
     assert sent == [{0, 1, 2}, {3, 4, 5, 6, 7, 8, 9}]
     for bad, text in (
-        ([[0, 1], [1, 2]], "client 1 has an example twice"),
+        ([[0, 1], [1, 2]], "client 1's example indices contain an example twice"),
         ([[0, 200]], r"must be in \[0, 20"),
-        ([[0.5]], "whole numbers"),
+        ([[0.5]], "a vector of integers"),
         ([], "at least one client"),
     ):
         with pytest.raises(PartitionError, match=text):
