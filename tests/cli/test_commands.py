@@ -141,7 +141,7 @@ def test_student_trains_on_exported_set(
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
         "--teacher nowhere": "nowhere is neither a model file",
-        "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) must have the same",
+        "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) must have the synthetic set's image shape",
         "--dataset digits --test-data x": "must not be set together with data.test_folder",
         f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "is unknown to the data set",
     }.items():

@@ -135,7 +135,7 @@ def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) 
         sections = {"run": {"method": method}}
         sections.setdefault(section, {})[key] = f"{code}/evil.py:Net"
         config.write_text(to_toml(sections))
-        hint = f"Use {option} {code}/evil.py:Net"
+        hint = f"Load it with {option} {code}/evil.py:Net"
         for command in (f"train --config {config}", f"train --config {code}"):
             fedsynth(f"{command} --output {code / 'out'}").assert_refused(hint)
         fedsynth(f"sweep {config} --dry-run").assert_refused("Copy what you trust to a new file")
@@ -173,7 +173,7 @@ def test_config_and_sweep_files_name_own_code(
     assert run.summary["settings"]["lr"] == 0.5
     (code / "deploy.toml").write_text(f'[run]\nmethod = "{code}/mine.py:Mine"\n')
     deploy = fedsynth(f"deploy init {code}/app --config {code}/deploy.toml")
-    deploy.assert_refused("nodes of a deployment read image files")
+    deploy.assert_refused("owners run only the installed package")
 
     clear_registry()
     monkeypatch.syspath_prepend(str(code))

@@ -121,7 +121,7 @@ def test_invalid_report_settings_are_rejected() -> None:
     with pytest.raises(SettingError, match=r"report\.sites must name 2 sites"):
         simulate(resolve({**TINY, "partition": {"clients": 2}}))
     for invalid in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
-        with pytest.raises(SettingError, match=f"report.{next(iter(invalid))} must"):
+        with raises(SettingError, f"report.{next(iter(invalid))}"):
             ReportSettings(**invalid)
 
 

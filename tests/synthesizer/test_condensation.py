@@ -113,7 +113,7 @@ def test_own_loss_is_minimised(tmp_path: Path) -> None:
     """The squared distance of the means, as a user's loss, is the loss of Eq. 9."""
     file = tmp_path / "loss.py"
     file.write_text("def means(x, y):\n    return (x.mean(0) - y.mean(0)).square().sum()\n")
-    with pytest.raises(SettingError, match=f"Use --matching {file}:means"):
+    with pytest.raises(SettingError, match=f"Load it with --matching {file}:means"):
         resolve({"method": {"matching": f"{file}:means"}})
     own = with_own_code({"method": {"matching": f"{file}:means"}})["method"]["matching"]
     means = DistributionMatcher(exact(), own, 1.0).gradient(0, features_of(), synthetic(5))
