@@ -194,7 +194,7 @@ def test_out_of_range_numbers_are_rejected() -> None:
 @pytest.mark.parametrize("value", [5, True, math.inf, "a\0b"])
 def test_paths_must_be_text(value: Any) -> None:
     for section, key in (("data", "data_root"), ("data", "folder"), ("privacy", "ledger")):
-        with pytest.raises(FedsynthError, match="must be |is not UTF-8 text"):
+        with pytest.raises(FedsynthError, match=r"must be |is not UTF-8 text"):
             fs.resolve({section: {key: value}})
 
 
