@@ -20,6 +20,7 @@ from fedsynth.results.finished import Spread
 from library import RESULTS
 from library.pages import markdown, sentence, table
 from library.rows import READ, REPRODUCTION, Row, case, percents
+from library.rows import lines as rows_of
 
 DOCUMENT = "docs/reproduction.md"
 MARKS = {"above": " ↑", "below": " ↓"}
@@ -234,3 +235,20 @@ def _gain_of_few() -> list[float]:
     amp = {key: curve[-1] for key, curve in _local("0.01", "amp").items()}
     others = [value for (method, _), value in amp.items() if method != "fedavg"]
     return [bound(others) - amp["fedavg", "aca"] for bound in (min, max)]
+
+
+@table("reproduction-student")
+def _student() -> str:
+    """FedHydra's student on held-out images: each entry has the last epoch's accuracy, the mean of
+    the last quarter of epochs, the best one, and the accuracy of averaged weights."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for row in rows_of("fedhydra_student"):
+        data, _, seed = row["key"].rpartition(" seed=")
+        data, _, loop = data.rpartition(" ")
+        curve = row["curve"]
+        quarter = curve[-len(curve) // 4 :]
+        entries = (curve[-1], statistics.mean(quarter), max(curve), row["average"])
+        text = " / ".join(format(100 * entry, ".1f") for entry in entries)
+        found.setdefault(f"{data}, seed {seed}", {})[loop] = text
+    body = [[data, loops["literal"], loops["pool"]] for data, loops in sorted(found.items())]
+    return markdown(["data", "literal loop", "pool"], body)
