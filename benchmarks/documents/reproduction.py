@@ -241,7 +241,7 @@ def _gain_of_few() -> list[float]:
 def _student() -> str:
     """FedHydra's student on held-out images: each entry has the last epoch's accuracy, the mean of
     the last quarter of epochs, the best one, and the accuracy of averaged weights."""
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[str, dict[str, str]] = {}
     for row in rows_of("fedhydra_student"):
         data, _, seed = row["key"].rpartition(" seed=")
         data, _, loop = data.rpartition(" ")
