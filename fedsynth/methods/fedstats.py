@@ -77,14 +77,14 @@ FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
 
 @dataclass(frozen=True)
 class StatisticSums(Message):
-    """The upload of a client in FedStats: the noisy sum of one release, as a vector."""
+    """A client's upload in FedStats: the noisy sum of one release, as a vector."""
 
     sums: Tensor = released()
 
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """The upload of FedStats' first exchange: noisy sums of features and of optional statistics.
+    """A client's upload in FedStats' first exchange: noisy sums of features and of optional statistics.
 
     The optional statistics are small pictures, and products of features for covariances.
 

@@ -52,7 +52,7 @@ FRESH = "fresh"
 
 @dataclass(frozen=True)
 class SumsRequest(ModelParameters):
-    """The message to the clients of FedSum: the model w_r and the synthetic images S.
+    """FedSum's request to the clients: the model w_r and the synthetic images S.
 
     S has the shape [classes · ipc, channels, H, W].
 
@@ -65,7 +65,7 @@ class SumsRequest(ModelParameters):
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """The upload of a client in FedSum: class sums of features under each network, and class
+    """A client's upload in FedSum: class sums of features under each network, and class
     counts.
 
     The sums have the shape [M, classes, D], and the counts [classes].

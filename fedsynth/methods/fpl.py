@@ -64,7 +64,7 @@ SUMS = "prototype sums"  # the name of their release plan
 
 @dataclass(frozen=True)
 class PrototypesDown(ModelParameters):
-    """The message to the clients of FPL: the model w_t and the cluster prototypes [P, D].
+    """FPL's request to the clients: the model w_t and the cluster prototypes [P, D].
 
     A vector [P] has the class of each prototype, ascending. P is 0 in round 1.
     """

@@ -28,7 +28,7 @@ TINY = 1e-10  # the public code's guard of F_k
 
 @dataclass(frozen=True)
 class FairModel(ModelParameters):
-    """The upload of a client in q-FFL: the trained model w_k, and the loss F_k(w_t) before
+    """A client's upload in q-FFL: the trained model w_k, and the loss F_k(w_t) before
     training."""
 
     loss: float = unprotected()

@@ -21,7 +21,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class RealImages(sets.SyntheticSet):
-    """The upload of a client in REAL: some of its real images, without any protection."""
+    """A client's upload in REAL: some of its real images, without any protection."""
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()

@@ -37,7 +37,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class ControlDown(ModelParameters):
-    """The message to the clients of SCAFFOLD: the model x and the control variate c. An empty
+    """SCAFFOLD's request to the clients: the model x and the control variate c. An empty
     mapping means c = 0."""
 
     control: Tensors = public("sent to clients, never uploaded")
@@ -45,7 +45,7 @@ class ControlDown(ModelParameters):
 
 @dataclass(frozen=True)
 class ControlUp(ModelParameters):
-    """The upload of a client in SCAFFOLD: the model y, and the change Δc of the client's control
+    """A client's upload in SCAFFOLD: the model y, and the change Δc of the client's control
     variate."""
 
     control_change: Tensors = released()
