@@ -59,8 +59,7 @@ class AnchorsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FeatureSums(Message):
-    """A client's upload in FedFM's first exchange: feature sums [C, D] and class counts [C].
-    """
+    """A client's upload in FedFM's first exchange: feature sums [C, D] and class counts [C]."""
 
     sums: Tensor = released()
     counts: Tensor = released()

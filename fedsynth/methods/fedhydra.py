@@ -2,7 +2,7 @@
 Solution to Diverse Heterogeneities in One-shot Federated Learning).
 
 Each client trains the server's initial model, or a model of its own architecture, by SGD on the
-cross-entropy, as in FedAvg (Algorithm 1, lines 4 to 7, which do not define LocalUpdate). The client
+cross-entropy, as in FedAvg. Algorithm 1 (lines 4 to 7) does not define LocalUpdate. The client
 uploads the model once and computes nothing else.
 
 The server first measures how well each client's model can teach each class, which gives the matrix
@@ -11,8 +11,8 @@ weights the clients for a given class (Eqs. 4 and 5). For Ū_c, each column is d
 weights the classes for a given client (Eqs. 6 and 7). The paper computes Ū_c from U, whereas the
 default here computes it from Ū_r (see the setting `columns`). Ū_r and Ū_c define the ensemble P. In
 each epoch, a generator is trained with P as its teacher (Eqs. 8 to 16). The student then minimises
-KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all generator steps (Sec. 2),
-although Algorithm 1 prints one update per epoch. U is saved in the run folder.
+KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all generator steps (Sec. 2).
+Algorithm 1 prints one update per epoch. U is saved in the run folder.
 """
 
 from __future__ import annotations

@@ -1,31 +1,30 @@
-"""FedStats: clients send class statistics of fixed features, from which the server computes the
-model and synthetic images.
+"""FedStats: the server computes a model and synthetic images from clients' class statistics of
+fixed features.
 
 φ is a public feature map that does not depend on private data (`fedsynth.features`). Each client
 sends only noisy sums over its examples. The sum over all clients equals the sum over the pooled
 data, so the result does not depend on how the data are distributed over the clients. Round 1 has
-two exchanges. The first releases a centre m of the features. The second releases moments about m.
-With e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C), they are sums of
+two exchanges. The first releases the features' centre m. The second releases moments about m. With
+e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C), the moments are sums of
 
     z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); e/b ⊗ z]    (norm ≤ 1)
 
-From these, the server computes a ridge classifier in closed form. If second moments are not
+From the moments, the server computes a ridge classifier in closed form. If second moments are not
 released, the server computes a first gradient from e/b ⊗ z instead. Each later round is one step of
 softmax regression with the gradient Σ clip_c(p − y) ⊗ z. With second moments, the step is
 Newton-like. Without them, all steps have momentum and one size, which limits the noise that they
 add together.
 
-Together with the centre, round 1 may also release two optional statistics. Covariances of the
-channels and of the spatial cells of φ are used to whiten z. Moments of downsampled images are
-released if synthetic images are requested. No release subsamples the data, so the composition of
-these Gaussian mechanisms is exact. docs/privacy-proofs.md proves the sensitivities, and
-docs/fedstats.md has results.
+Together with the centre, round 1 may release two optional statistics. Covariances of φ's channels
+and spatial cells are used to whiten z. Moments of downsampled images are released if synthetic
+images are requested. No release subsamples the data, so the Gaussian mechanisms compose exactly.
+docs/privacy-proofs.md proves the sensitivities, and docs/fedstats.md has results.
 
-In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403), one-shot
-federated ridge regression sums them over clients (arXiv 2601.08216), and Tramèr & Boneh train on
+In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403). One-shot
+federated ridge regression sums them over clients (arXiv 2601.08216). Tramèr & Boneh train on
 scattering features by DP-SGD (arXiv 2011.11660).
 
-Shares of the budget refer to μ². A release with the share s has the run's noise multiplier divided
+Shares of the budget refer to μ². A release with the share s uses the run's noise multiplier divided
 by √s. All releases together then cost as much as a single Gaussian release with the run's σ.
 """
 
@@ -84,9 +83,8 @@ class StatisticSums(Message):
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """A client's upload in FedStats' first exchange: noisy sums of features and of optional statistics.
-
-    The optional statistics are small pictures, and products of features for covariances.
+    """A client's upload in FedStats' first exchange: noisy sums of features and optional
+    statistics: small pictures, and products of features for covariances.
 
     The sums of small pictures and the sums of products are empty if they are not released.
     """
@@ -116,8 +114,7 @@ class FedStatsState(ImagesState):
 
 @dataclass(frozen=True)
 class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
-    """FedStats: the server computes a linear model on fixed features, from noisy sums of the
-    clients.
+    """FedStats: the server computes a linear model on fixed features from clients' noisy sums.
 
     A run takes one gradient step in each round, but with second moments none in round 1. Below,
     e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`
@@ -125,37 +122,36 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
     Args:
         features: name of the feature map φ, either built in (`fedsynth.features.feature_names`) or
-            registered. "auto" chooses a map by the public shape of the images (`features_for`).
+            registered. "auto" chooses a map by the images' public shape (`features_for`).
         centre_share: share of the budget μ² for the centre.
-        whitening: whether covariances of the feature map's channels and spatial cells are released
-            together with the centre, and z is whitened by them. "auto" does so with differential
-            privacy for grey images of at least 12 pixels a side. For colour images, the gain does
-            not exceed the cost. Without differential privacy, whitening is not needed.
+        whitening: whether the feature map's covariances over channels and spatial cells are
+            released with the centre and used to whiten z. "auto" does so with differential privacy
+            for grey images of at least 12 pixels a side. For colour images, the gain does not
+            exceed the cost. Without differential privacy, whitening is not needed.
         covariance_share: share of the budget for the covariances that `whitening` uses.
         moment_share: share of the budget for z zᵀ and e/b ⊗ z, if second moments are released. The
             steps divide the rest equally. Without second moments, e/b ⊗ z is gradient 1 of
             `rounds`, which have equal shares.
         second_moments: whether z zᵀ is released together with e/b ⊗ z. With "no", e/b ⊗ z uses the
             whole clipping bound, an upload is smaller by a factor of about d/2C, and all directions
-            have the same step size. This is the better choice if the features are already white and
-            there is noise. With "yes", the steps are Newton-like. "auto" is "yes" without
-            differential privacy, and "no" with it.
-        ridge: λ, the ridge of the classifier in closed form, divided by σ_A·√d, where σ_A is the
-            noise of a moment. It is used with second moments.
+            share one step size. "no" is better with noise if the features are already white. With
+            "yes", the steps are Newton-like. "auto" is "yes" without differential privacy, and "no"
+            with it.
+        ridge: λ, the closed-form classifier's ridge, divided by σ_A·√d, where σ_A is a moment's
+            noise. It is used with second moments.
         step_clip: c, the bound of clip(p − y). ‖p − y‖ is at most √2.
         step_size: factor of the Newton-like step. Without second moments, it is the largest step
             size, in units of 1/`curvature`.
         logit_noise: standard deviation of the noise that all steps together may add to a logit. It
             is used without second moments, and determines the step size together with the public
-            noise (`fedsynth.methods.statistics.moments.step_rate`). The noise of the first gradient
-            has the factor b instead of c, so in a run of few rounds the deviation is up to b/c
-            times this value.
+            noise (`fedsynth.methods.statistics.moments.step_rate`). The first gradient's noise has
+            the factor b instead of c, so in a run of few rounds the deviation is up to b/c times
+            `logit_noise`.
         momentum: share of the last change that is repeated in each step. It is used without second
             moments.
         step_floor: smallest eigenvalue by which a step divides, in units of σ_G·√d, where σ_G is
-            the noise of a coordinate of the gradient. It is used with second moments.
-        curvature: a value that replaces all eigenvalues of the second moments if they are not
-            released.
+            the gradient's noise per coordinate. It is used with second moments.
+        curvature: the value of all second moments' eigenvalues if they are not released.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -210,9 +206,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
-        Each client sums its features, each of which is clipped to the public norm bound. If small
-        pictures are released, the client also sums them for synthetic images. If covariances are
-        released, it also sums the products of features for whitening.
+        Each client sums its features, clipped to the public norm bound. It also sums small pictures
+        for synthetic images, and products of features for whitening, where they are released.
         """
         features = self.map_of(context.spec)
         sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
@@ -234,11 +229,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state with what the first exchange released.
-
-        This is the centre m, the whitening matrices and the moments of small pictures.
-
-        The matrices and the moments are added only if they are released.
+        """Returns the state with the first exchange's releases: the centre m, and the whitening
+        matrices and the small pictures' moments if they are released.
         """
         pool = self.pooled(total.sums, clients, CENTRE, context)
         centre = (pool.sums / pool.records).float()
@@ -262,10 +254,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def client_step(
         self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Computes the sums that each client releases in the main exchange of a round.
-
-        In round 1 they are moments about the released centre. In later rounds they are gradients at
-        the released model.
+        """Computes the sums that each client releases in a round's main exchange: in round 1
+        moments about the released centre, in later rounds gradients at the released model.
         """
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
@@ -285,11 +275,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def from_sum(
         self, exchange: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Computes the next state of the server from the sum of all uploads.
-
-        After the first exchange, the state has the centre. After the main exchange of round 1, it
-        has the closed-form classifier, or the first gradient step if second moments are not
-        released. After each later round, it has the model after one more step.
+        """Computes the server's next state from the sum of all uploads. The first exchange adds the
+        centre. Round 1's main exchange adds the closed-form classifier, or takes the first gradient
+        step if second moments are not released. Each later round takes one more step.
         """
         if exchange == FIRST:
             return self._with_centre(state, total, clients, context)
@@ -309,8 +297,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return self._momentum_step(state, moments.gradient_at_zero(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
-        """Returns the state with the classifier that ridge regression computes from the released
-        moments."""
+        """Returns the state with the ridge classifier of the released moments."""
         classes, d = state.parameters["classifier.weight"].shape
         second, crossed, noise = moments.second_and_crossed(pool, d, classes)
         spectrum = moments.Spectrum.of(second, noise, self.ridge)
@@ -360,7 +347,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         clients: Group,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """Computes each client's upload for the plan with this name, [clients, D].
+        """Computes each client's upload for the named plan, [clients, D].
 
         The view clips, sums and adds noise. An exact sum is float64 and becomes float32; a release
         is float32, or float64 on a grid.
@@ -369,10 +356,10 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             return clients.feature_sums(clients.mechanisms(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
 
-    # ------------------------------------------------- the model, and what is released with which share
+    # ------------------------------------------------- the model, the releases and their shares
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """Returns the feature map φ that the settings select for the images of a dataset."""
+        """Returns the feature map φ that the settings select for a dataset's images."""
         name = self.features
         if name == AUTO:
             name = registry.features_for(spec.image_shape)
@@ -419,11 +406,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return privacy is not None and self.has_whitening_matrices(spec)
 
     def _round_1_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
-        """Returns the share of the budget of each release in the first round, by the name of the
-        plan.
-
-        It is 0 for a release that is not made. The share of `MOMENTS` applies only with second
-        moments.
+        """Returns each first-round release's share of the budget, by plan name. The share is 0 for
+        a release that is not made. `MOMENTS` counts only with second moments.
 
         Raises:
             SettingError: the shares leave no budget for steps.
@@ -448,7 +432,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def budget_shares(
         self, privacy: PrivacySettings | None, context: RoundContext
     ) -> dict[str, float]:
-        """Returns the shares of the releases in the budget μ². The keys are names of release plans.
+        """Returns the releases' shares of the budget μ², by plan name.
 
         A release that is not made has the share 0. Without second moments, the moments have the
         same share as a step. The steps divide the rest of the budget equally.
@@ -493,7 +477,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return facts
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of the releases in round 1 and of the later steps.
+        """Returns the plans for round 1's releases and the later steps.
 
         Raises:
             SettingError: a clipping bound or a sampling rate is set, although the method fixes
@@ -508,11 +492,11 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
         """Returns the plans of all releases, before `sum_over_clients`.
 
-        The expected signals are those of a best case: the C classes are equally frequent, z is the
-        same for all examples of a class, and the z of different classes are orthogonal, of norm 1.
-        Then Σ e/b ⊗ z is n/C times a sum of C orthogonal terms of norm 1, so its norm is n/√C, and
-        so is that of Σ z zᵀ and of the small pictures' moments. All examples have the same φ for
-        the centre, and white features for the covariances.
+        The expected signals assume a best case. The C classes are equally frequent, all examples of
+        a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
+        n/C times a sum of C orthogonal terms of norm 1, so its norm is n/√C. The same holds for Σ z
+        zᵀ and the small pictures' moments. For the centre, all examples share one φ. For the
+        covariances, features are white.
         """
         features, classes = self.map_of(context.spec), context.spec.classes
         d, by_class = features.dimension, classes**-0.5
@@ -556,9 +540,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def rate(self, context: RoundContext) -> float:
         """Returns the step size that is used if no second moments are released.
 
-        It depends only on public numbers. It is computed for all K clients, so that it is the same
-        in all rounds, whereas `pooled` describes the sum of the clients that answered. All
-        gradients count with the clip c, also the first (see `logit_noise`).
+        The size depends only on public numbers. It is computed for all K clients, so it is the same
+        in all rounds, whereas `pooled` describes the sum over the clients that answered. All
+        gradients count with the clip c, including the first (see `logit_noise`).
         """
         records = context.nominal_size * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
@@ -607,7 +591,7 @@ def _planned(
     signal: float,
     clip: float = 1.0,
 ) -> Plans:
-    """Returns the plan of a release, or nothing if the release has no share of the budget."""
+    """Returns a release's plan, or nothing if its share of the budget is 0."""
     if not shares[name]:
         return ()
     plan = ReleasePlan(

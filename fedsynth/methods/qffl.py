@@ -108,9 +108,8 @@ class QFFL(TrainsLocally):
 
 
 def mean_loss(model: nn.Module, client: ExactClientView) -> float:
-    """Computes a model's mean cross-entropy on all examples of a group that contains one client.
-
-    The result is 0 if the client has no examples.
+    """Computes a model's mean cross-entropy on the examples of a one-client group, or 0 if it has
+    none.
     """
     examples = client.examples(0)
     total = 0.0

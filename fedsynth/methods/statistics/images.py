@@ -1,17 +1,17 @@
-"""The synthetic images of FedStats, which the server generates from released sums only, after the
-last round.
+"""FedStats' synthetic images, which the server generates after the last round from released sums
+only.
 
-If moments of small pictures are released, the initial images are drawn from a Gaussian of each
-class and sharpened. Otherwise they are drawn from random processes. They are then optimised towards
-the released class means of features (`fedsynth.synthesizer.condensation.from_statistics`). For each
+If moments of small pictures are released, the initial images are drawn from each class's Gaussian
+and sharpened. Otherwise they are drawn from random processes. They are then optimised towards the
+released class means of features (`fedsynth.synthesizer.condensation.from_statistics`). For each
 optimised image, three interpolations between it and its initial image are kept too. Further initial
 images are added without optimisation. The released classifier gives all images soft labels.
 
 A small picture v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
-(`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients
-release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
-give the class counts, the class means and a common covariance around the means, of which only
-directions above a noise threshold are kept.
+(`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients release noisy sums
+of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums give the class
+counts, the class means and a common covariance around the means. Only the covariance's directions
+above a noise threshold are kept.
 """
 
 from __future__ import annotations
@@ -46,19 +46,18 @@ from fedsynth.validation import in_range, one_of
 # The first and the last image of a class differ from the class mean by these fractions of the
 # released standard deviation.
 VARIETY = (0.4, 1.0)
-# Positions of the images that are kept between an initial image (0) and its optimised image (1).
+# Positions of the kept images between an initial image (0) and its optimised image (1).
 # Interpolated images need no pass through the features, and increase the variety by half.
 ALONG = (1.0, 0.75, 0.5, 0.25)
-# Number of candidates from random processes for each image that is not optimised. More candidates
-# do not improve a student.
+# Number of random-process candidates for each image that is not optimised. More candidates do not
+# improve a student.
 FEW_CANDIDATES = 2
 
-# The ranges from which the parameters of the sharpening curve are drawn for each image. The
-# steepness is log-uniform.
+# The ranges of the sharpening curve's parameters, drawn for each image. The steepness is
+# log-uniform.
 STEEPNESS = (12.0, 50.0)
 MIDDLE = (0.35, 0.55)
-# The quantile of an image's pixels that is scaled to white, because small pictures have lost their
-# brightness.
+# The quantile of pixels that is scaled to white, because small pictures have lost their brightness.
 WHITE = 0.98
 # The smallest share of all examples that a class is assumed to have. A smaller released share is
 # noise.
@@ -67,12 +66,11 @@ FEWEST = 1e-3
 
 @dataclass(frozen=True)
 class ImagesState(ServerState):
-    """The server's state for FedStats' synthetic images: the statistics they follow, and the
-    images.
+    """The server's state for FedStats' synthetic images: their statistics, and the images.
 
     Args:
-        class_means: the means of z of each class around their common mean, [C, d], from the
-            released moments. None before round 1, or if no images are requested.
+        class_means: the class means of z around their common mean, [C, d], from the released
+            moments. None before round 1, or if no images are requested.
         picture_means, picture_roots: the fields of `PixelMoments`, from the released small
             pictures. None before round 1, or if small pictures are not released.
         images: the normalised images generated after the last round, [C · m, channels, H, W], where
@@ -90,20 +88,19 @@ class ImagesState(ServerState):
 @dataclass(frozen=True)
 class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     """A method whose server generates images from released statistics after the last round.
-
-    The settings of the optimisation of images are documented in `ImageSteps`.
+    `ImageSteps` documents the optimisation's settings.
 
     Args:
-        ipc: number of images of each class with soft labels after the last round. A quarter of
-            them are optimised towards the released statistics, the others lie between these and
-            their start images. With 0, none are optimised.
-        drawn_ipc: number of further images of each class, which are not optimised. Each of them is
-            worse, but they are more diverse, and a student learns more from both kinds. They cost
-            no privacy and little time.
-        pictures: whether moments of small pictures are released, from which the images start.
-            Otherwise the images start from random processes, which cost no privacy. "auto" releases
-            them for grey images with more than one row and column of pixels. For colour images, a
-            student learns more from random processes.
+        ipc: number of images per class with soft labels after the last round. A quarter of them are
+            optimised towards the released statistics. The others lie between an optimised image and
+            its start image. With 0, none are optimised.
+        drawn_ipc: number of further images per class, not optimised. Each is worse, but they are
+            more diverse, and a student learns more from both kinds. They cost no privacy and little
+            time.
+        pictures: whether the images start from released moments of small pictures. Otherwise the
+            images start from random processes, which cost no privacy. "auto" releases them for grey
+            images with more than one row and column of pixels. For colour images, a student learns
+            more from random processes.
         pixel_share: share of the budget for the moments of small pictures. It is used only if
             images are requested.
     """
@@ -127,8 +124,8 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     def releases_pictures(self, spec: DatasetSpec) -> bool:
         """Returns whether moments of small pictures are released.
 
-        They are not released if no images are requested, or if the images start from random
-        processes. The decision uses only public facts.
+        They are released if images are requested that do not start from random processes. The
+        decision uses only public facts.
         """
         if not self.images_each or not self.pixel_share:
             return False
@@ -137,8 +134,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return self.pictures == "yes"
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Returns the state with images made from all releases so far, and with the images' soft
-        labels."""
+        """Returns the state with images made from all releases so far, and their soft labels."""
         if state.class_means is None:
             return state
         teacher: Any = context.load(state.parameters).requires_grad_(False)
@@ -146,7 +142,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
-        """Generates the images of all classes as stored pixels, [C · m, channels, H, W].
+        """Generates all classes' images as stored pixels, [C · m, channels, H, W].
 
         The images are sorted by class. In each class the optimised images come first.
 
@@ -188,10 +184,8 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
 def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> Tensor:
     """Computes the class means of z minus the common mean of all classes, [C, d].
 
-    The class means are shrunk towards 0 by their noise.
-
-    The means are b·C/n times the sums of e/b ⊗ z (e = e_y − 1/C, b = ‖e‖), which is exact if the
-    classes are equally frequent.
+    The class means are b·C/n times the sums of e/b ⊗ z (e = e_y − 1/C, b = ‖e‖), which is exact if
+    the classes are equally frequent. They are then shrunk towards 0 by their noise.
 
     Args:
         pool: the release of moments, summed over the clients.
@@ -209,10 +203,8 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> T
 def gaussian_start(
     moments: PixelMoments, ipc: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws the images from which the optimisation of each class starts.
-
-    They follow the moments of small pictures. They have the shape [C, ipc, channels, H, W], with
-    pixels in [0, 1], on the CPU.
+    """Draws each class's start images from the moments of small pictures. They have the shape [C,
+    ipc, channels, H, W], with pixels in [0, 1], on the CPU.
     """
     blurred_NCHW = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
     share = torch.rand(2, len(blurred_NCHW), generator=generator)  # of each image's curve
@@ -243,21 +235,20 @@ def check_differentiable(model: FeatureLinear) -> None:
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution to the release of small pictures.
-
-    It is √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1.
+    """Returns each example's contribution √½·[svec(u uᵀ); e_y ⊗ u] to the small-picture release, of
+    norm at most 1.
     """
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 
 def pixel_width(dimension: int, classes: int) -> int:
-    """Returns the number of coordinates of the release of small pictures."""
+    """Returns the small-picture release's dimension."""
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """The moments of small pictures, after each picture v was scaled to v/‖v‖.
+    """The moments of small pictures, each scaled to v/‖v‖.
 
     Attributes:
         means: the mean of each class, [C, D − 1], without u's constant.
@@ -290,15 +281,15 @@ class PixelMoments:
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
     ) -> Tensor:
-        """Draws random images of each class from a Gaussian with the moments of the class.
+        """Draws random images of each class from a Gaussian with the class's moments.
 
         The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
 
         Args:
-            count: number of images of each class.
+            count: number of images per class.
             shape: (channels, H, W).
-            variety: fractions of the standard deviation for the first and the last image of a
-                class. The images between them have evenly spaced fractions.
+            variety: fractions of the standard deviation for a class's first and last image. The
+                images between them have evenly spaced fractions.
             generator: a CPU generator.
         """
         classes = len(self.means)
