@@ -1,4 +1,4 @@
-"""Sweeps and published tables. The names below are stable (docs/sweeps.md)."""
+"""Sweeps and published tables. The names exported below are stable (docs/sweeps.md)."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Returns the squared distance of the class means of z from the released ones, relative to
-        `class_means`' squared norm.
+        """Returns the squared distance between z's class means and the released ones, relative to
+        the squared norm of `class_means`.
 
         Args:
             z_CId: z of I images per class, [classes, I, d].

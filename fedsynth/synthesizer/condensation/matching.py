@@ -205,9 +205,10 @@ def pull_back(
     cotangents: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Returns the gradient J_cᵀ v_c with respect to every (client, class) pair's synthetic images,
-    [S, ipc, C, H, W]. v_c is the gradient with respect to the pair's mean features, and J_c the
-    Jacobian of mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore contain
-    few pairs, which keeps it in a CPU's cache. With batch norm, one pass contains all pairs.
+    [S, ipc, C, H, W]. Here v_c is the gradient with respect to the pair's mean features, and J_c
+    the Jacobian of mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore
+    contain few pairs, which keeps it in a CPU's cache. With batch norm, one pass contains all
+    pairs.
 
     Args:
         features: computes u.
@@ -350,8 +351,8 @@ class ExactMatcher(MatchingObjective):
     def _pieces(
         self, step: int, features: NetworkFeatures
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields a step's batch in pieces that fit into memory. A piece consists of a slice of the
-        batch, the slice of its (client, class) pairs, and u_w of its images.
+        """Yields a step's batch in pieces that fit into memory. A piece consists of a batch slice,
+        its slice of (client, class) pairs, and its images' u_w.
         """
         indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
