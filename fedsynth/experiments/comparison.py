@@ -257,8 +257,9 @@ def _resolved_sign(differences: Sequence[float]) -> int:
 def judgements(
     table: presets.Preset, rows: Mapping[str, Row], changes: Changes | None = None
 ) -> list[Judgement]:
-    """Judges a table's claims by the finished runs, on each data set and partition. Data sets
-    without one of a claim's methods are left out.
+    """Judges a table's claims by the finished runs, on each data set and partition.
+
+    Data sets without one of a claim's methods are left out.
 
     Args:
         table: the table's preset. rows: the finished runs' rows by run hash (`rows_by_hash`).
@@ -292,9 +293,10 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 def _fedavg_jobs(
     table: presets.Preset, cell: presets.Cell, seeds: Sequence[int], changes: Changes | None
 ) -> list[Job]:
-    """Returns the FedAvg runs needed for a cell's numbers. They are needed if a number counts the
-    rounds until FedAvg's accuracy is reached, and use the cell's data set and partition. Otherwise
-    the list is empty.
+    """Returns the FedAvg runs needed for a cell's numbers.
+
+    They are needed if a number counts the rounds until FedAvg's accuracy is reached, and use the
+    cell's data set and partition. Otherwise the list is empty.
     """
     if all("fedavg" not in number.metric for number in cell.numbers):
         return []
@@ -316,8 +318,9 @@ def format_number(mean: float | None, std: float | None) -> str:
 def measured(
     number: presets.Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
 ) -> float | None:
-    """Returns a finished run's value for a published number, in the number's unit. It is None if
-    the run did not compute it.
+    """Returns a finished run's value for a published number, in the number's unit.
+
+    It is None if the run did not compute it.
 
     Args:
         number: the published number.

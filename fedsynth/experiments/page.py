@@ -104,10 +104,11 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
 def curves(
     runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False, note: Note = lambda _: None
 ) -> list[Line]:
-    """Returns several runs' learning curves, one line each. With `mean`, runs that differ only in
-    their seeds share one line, their mean. A band shows one sample standard deviation above and
-    below the mean. Runs without the metric or the x values are left out, with a message to `note`
-    about each.
+    """Returns several runs' learning curves, one line each.
+
+    With `mean`, runs that differ only in their seeds share one line, their mean. A band shows one
+    sample standard deviation above and below the mean. Runs without the metric or the x values are
+    left out, with a message to `note` about each.
 
     Raises:
         RunFolderError: no run has any points.
@@ -293,8 +294,9 @@ def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
 
 
 def _partitions(simulation_only: bool, runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields a plot of each run's partition: the number of examples by client and class. Runs with
-    a confidential class distribution are left out.
+    """Yields a plot of each run's partition: the number of examples by client and class.
+
+    Runs with a confidential class distribution are left out.
     """
     for run in runs:
         if run.private and not simulation_only:

@@ -111,8 +111,9 @@ class Number:
 
 @dataclass(frozen=True)
 class Cell:
-    """The published numbers that one run with one seed reproduces. The other attributes are the
-    columns of published_results.csv.
+    """The published numbers that one run with one seed reproduces.
+
+    The other attributes are the columns of published_results.csv.
 
     Args:
         numbers: the published numbers of the cell.
@@ -390,8 +391,10 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
-    """Returns the cell to use if the filters match several. It is the first runnable cell with the
-    paper's own method, or else the first runnable cell, or else the first cell.
+    """Returns the cell to use if the filters match several.
+
+    It is the first runnable cell with the paper's own method, or else the first runnable cell, or
+    else the first cell.
 
     Raises:
         PresetError: no cell matches the filters.
@@ -403,9 +406,10 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
-    """Returns a preset's settings with changes, and the cell that the changes select. The table
-    must have a cell with a changed data set or method. A changed α, number of clients or number of
-    rounds selects a cell only if the table has one.
+    """Returns a preset's settings with changes, and the cell that the changes select.
+
+    The table must have a cell with a changed data set or method. A changed α, number of clients or
+    number of rounds selects a cell only if the table has one.
 
     Args:
         table: the preset.
@@ -557,8 +561,9 @@ def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:
 
 
 def _cells_without_number(entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Yields the table cells for which the paper reports no values. An entry may list several
-    values of a column, and yields one cell for each combination.
+    """Yields the table cells for which the paper reports no values.
+
+    An entry may list several values of a column, and yields one cell for each combination.
     """
     for entry in entries:
         columns = _when({key: entry[key] for key in COLUMNS if key in entry})

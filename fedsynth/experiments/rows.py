@@ -72,6 +72,7 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
 
 def changed_setting(run: Path, settings: RunSettings) -> str:
     """Describes a setting of a run whose value is different today, or returns an empty string.
+
     Settings newer than the run are not compared, nor those that change only the speed.
 
     Args:
@@ -185,8 +186,9 @@ def environment() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Returns fedsynth's git commit, or None outside a git checkout. A "+" at the end means
-    uncommitted changes. The result of the first call is kept.
+    """Returns fedsynth's git commit, or None outside a git checkout.
+
+    A "+" at the end means uncommitted changes. The result of the first call is kept.
     """
     root = PACKAGE.parent
     if not (root / ".git").exists():

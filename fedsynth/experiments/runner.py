@@ -119,8 +119,9 @@ class Deadline(Observer):
 
 
 def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns published tables' finished runs, as rows by run hash. Tables that need the same run
-    share it, such as FedKF's Tables V and VIII.
+    """Returns published tables' finished runs, as rows by run hash.
+
+    Tables that need the same run share it, such as FedKF's Tables V and VIII.
 
     Raises:
         OutputError: a file cannot be read, or a line is not the row of a finished run.
@@ -174,8 +175,10 @@ class Runner:
 
     @property
     def trained(self) -> Path | None:
-        """The folder in which one-round runs share trained clients. It is None if the code is not a
-        clean git commit, because another version's trained clients must not be used.
+        """The folder in which one-round runs share trained clients.
+
+        It is None if the code is not a clean git commit, because another version's trained clients
+        must not be used.
         """
         version = commit()
         if version is None or version.endswith("+"):
@@ -323,8 +326,9 @@ def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> l
 
 
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
-    """Returns the runs that are ready to start, in sweep-file order. A run is ready if a job is
-    free and no active run charges the same ledgers.
+    """Returns the runs that are ready to start, in sweep-file order.
+
+    A run is ready if a job is free and no active run charges the same ledgers.
     """
     active = list(running)
     for cell in waiting:
@@ -388,8 +392,9 @@ def _environment(jobs: int) -> dict[str, str]:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stops runs' processes with SIGTERM, so that the runs can be resumed. A process still alive
-    after `STOP_SECONDS` is killed.
+    """Stops runs' processes with SIGTERM, so that the runs can be resumed.
+
+    A process still alive after `STOP_SECONDS` is killed.
     """
     for process in processes:
         process.terminate()  # does nothing if it has ended

@@ -97,8 +97,10 @@ class Sweep:
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Reads a sweep file, and checks every run's settings. Custom code named as FILE.py:NAME is
-    loaded. A file named config.toml is refused, because it may come from a foreign run.
+    """Reads a sweep file, and checks every run's settings.
+
+    Custom code named as FILE.py:NAME is loaded. A file named config.toml is refused, because it may
+    come from a foreign run.
 
     Raises:
         SweepError: the file is a config.toml, or the grid or a run's settings are invalid. The
@@ -149,8 +151,9 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
 def _points(
     axes: Mapping[str, list[Any]], method_axes: Values, default_method: str
 ) -> Iterator[tuple[Values, Values]]:
-    """Yields all combinations of grid values, one for each run. An item contains the values for
-    axes of all methods, and those for axes of the run's own method.
+    """Yields all combinations of grid values, one for each run.
+
+    An item contains the values for axes of all methods, and those for axes of the run's own method.
     """
     for values in _product(axes):
         method = str(values.get("method", default_method))
@@ -176,8 +179,9 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
 
 
 def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
-    """Returns one run of the sweep, after checking its settings. Grid values override the common
-    settings.
+    """Returns one run of the sweep, after checking its settings.
+
+    Grid values override the common settings.
     """
     sections = {name: dict(section) for name, section in shared.items()}
     for name, value in values.items():
@@ -195,8 +199,9 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
 
 
 def setting_of(name: str) -> tuple[str, str]:
-    """Returns the section and the key of a grid axis's setting. A name without a section belongs to
-    the first section with the key, or else to the method.
+    """Returns the section and the key of a grid axis's setting.
+
+    A name without a section belongs to the first section with the key, or else to the method.
 
     >>> setting_of("alpha"), setting_of("model.width"), setting_of("seed")
     (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))

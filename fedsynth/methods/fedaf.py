@@ -379,8 +379,9 @@ class FedAF(CondensingMethod, TwoExchanges):
         }
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns a client's release plans for a round: T image releases, the logit sums, and the
-        class counts.
+        """Returns a client's release plans for a round:
+
+        T image releases, the logit sums, and the class counts.
         """
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(
@@ -398,8 +399,9 @@ class FedAF(CondensingMethod, TwoExchanges):
 def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
-    """Averages the clients' logits V_k (Eq. 8) and soft labels R_k (Eq. 12). If no client of the
-    round has a class, V keeps its row.
+    """Averages the clients' logits V_k (Eq. 8) and soft labels R_k (Eq. 12).
+
+    If no client of the round has a class, V keeps its row.
 
     `soft` contains each upload's R_k. Returns the state with the new V, R [C, C], and a mask [C] of
     the classes for which R is defined.

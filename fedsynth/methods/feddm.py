@@ -40,8 +40,9 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
-    """FedDM: clients condense their data into synthetic images with similar mean features. Random
-    networks around the global model compute the features.
+    """FedDM: clients condense their data into synthetic images with similar mean features.
+
+    Random networks around the global model compute the features.
 
     The defaults are the paper's, and the preset for digits is small. Where the paper leaves a
     setting open, the reason for the default is given below. `CondensingMethod` and `TrainsInBall`

@@ -234,8 +234,9 @@ class TrainsToAnchors(TrainsLocally):
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """Computes the round's anchors, and returns the state with them. A class without examples
-        in the round keeps its last anchor.
+        """Computes the round's anchors, and returns the state with them.
+
+        A class without examples in the round keeps its last anchor.
         """
         counts = torch.stack([upload.counts for upload in sent]).sum(dim=0)
         sums = torch.stack([upload.sums for upload in sent]).sum(dim=0)

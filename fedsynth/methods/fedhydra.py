@@ -35,8 +35,9 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedHydra(DataFreeEnsembleDistillation):
-    """FedHydra: the server trains a student towards the clients' logits, weighted by class. A
-    weight measures how well the client's model can teach the class.
+    """FedHydra: the server trains a student towards the clients' logits, weighted by class.
+
+    A weight measures how well the client's model can teach the class.
 
     The defaults are the paper's, unless stated otherwise below. The settings come in addition to
     those of `DataFreeEnsembleDistillation`, which documents training and distillation.
@@ -100,7 +101,9 @@ class FedHydra(DataFreeEnsembleDistillation):
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """Measures the clients' models, and then trains the generator and the student in each
-        epoch. It implements the server's part of Algorithm 1, lines 9 to 25.
+        epoch.
+
+        It implements the server's part of Algorithm 1, lines 9 to 25.
         """
         losses = stratification.pair_losses(  # Algorithm 2
             models,

@@ -146,8 +146,10 @@ class FedKF(TrainsLocally):
 
     def keeps_cache(self) -> bool:
         """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t (technique T1, Steps
-        0 and 5). `TrainsLocally.server_step` averages the active clients' models, and then the last
-        models ŵ_k of all clients (`update_cache`).
+        0 and 5).
+
+        `TrainsLocally.server_step` averages the active clients' models, and then the last models
+        ŵ_k of all clients (`update_cache`).
         """
         return True
 
@@ -161,8 +163,9 @@ class FedKF(TrainsLocally):
     def task(
         self, client: int, message: TwoModels, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD. It
-        implements technique T2 (Step 3), Algorithm 1's ClientUpdate.
+        """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD.
+
+        It implements technique T2 (Step 3), Algorithm 1's ClientUpdate.
         """
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(

@@ -275,9 +275,11 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def from_sum(
         self, exchange: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Computes the server's next state from the sum of all uploads. The first exchange adds the
-        centre. Round 1's main exchange adds the closed-form classifier, or takes the first gradient
-        step if second moments are not released. Each later round takes one more step.
+        """Computes the server's next state from the sum of all uploads.
+
+        The first exchange adds the centre. Round 1's main exchange adds the closed-form classifier,
+        or takes the first gradient step if second moments are not released. Each later round takes
+        one more step.
         """
         if exchange == FIRST:
             return self._with_centre(state, total, clients, context)
@@ -406,8 +408,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return privacy is not None and self.has_whitening_matrices(spec)
 
     def _round_1_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
-        """Returns each first-round release's share of the budget, by plan name. The share is 0 for
-        a release that is not made. `MOMENTS` counts only with second moments.
+        """Returns each first-round release's share of the budget, by plan name.
+
+        The share is 0 for a release that is not made. `MOMENTS` counts only with second moments.
 
         Raises:
             SettingError: the shares leave no budget for steps.

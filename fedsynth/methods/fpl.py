@@ -99,8 +99,9 @@ def first_partition(rows_ND: Tensor) -> Tensor:
 
 
 def last_partition(rows_ND: Tensor) -> Tensor:
-    """Computes the cluster of each row by FINCH's last partition with several clusters. Each
-    partition links the cluster means of the previous one. If the first partition has a single
+    """Computes the cluster of each row by FINCH's last partition with several clusters.
+
+    Each partition links the cluster means of the previous one. If the first partition has a single
     cluster, it is the last.
 
     >>> angles = torch.tensor([0.0, 0.01, 0.1, 0.11, 2.0, 2.01, 2.1, 2.11])

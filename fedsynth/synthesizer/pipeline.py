@@ -199,8 +199,9 @@ class FeatureMatching:
 
 @dataclass(eq=False, repr=False)
 class _PrivateMatching:
-    """Base class for objectives with differential privacy. When `condense` starts, the objective
-    charges the data owner for all steps.
+    """Base class for objectives with differential privacy.
+
+    When `condense` starts, the objective charges the data owner for all steps.
     """
 
     mechanism: ClassVar[str]

@@ -28,10 +28,12 @@ def training_name(
     device: torch.device,
     precision: torch.dtype,
 ) -> str:
-    """Returns a name for a client's plain training. The name contains a hash of the initial model,
-    the data and their order, the optimiser, the penalty, the hardware and the software versions.
-    Equal names mean equal results for fedsynth's networks, whose `repr` and values define them
-    completely, as long as fedsynth's version is the same.
+    """Returns a name for a client's plain training.
+
+    The name contains a hash of the initial model, the data and their order, the optimiser, the
+    penalty, the hardware and the software versions. Equal names mean equal results for fedsynth's
+    networks, whose `repr` and values define them completely, as long as fedsynth's version is the
+    same.
     """
     digest = hashlib.blake2b(digest_size=16)
     model = learner.model

@@ -61,10 +61,11 @@ def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
 
 
 def scnorm(x_NCHW: Tensor) -> Tensor:
-    """Halves each image's style by SCNorm (DAC-SC, Lee, Bae and Kim 2023). SCNorm keeps the phase
-    of x's Fourier transform. It mixes the amplitudes of the instance norm IN(x) and x with the
-    weights λ and 1 − λ. IN(x) has the phase of x and a mean of 0, so the result is λ·IN(x) + (1 −
-    λ)·x. DAC-SC learns λ from λ = 1/2, which is used here.
+    """Halves each image's style by SCNorm (DAC-SC, Lee, Bae and Kim 2023).
+
+    SCNorm keeps the phase of x's Fourier transform. It mixes the amplitudes of the instance norm
+    IN(x) and x with the weights λ and 1 − λ. IN(x) has the phase of x and a mean of 0, so the
+    result is λ·IN(x) + (1 − λ)·x. DAC-SC learns λ from λ = 1/2, which is used here.
     """
     std = (x_NCHW.var(dim=(2, 3), correction=0, keepdim=True) + 1e-5).sqrt()
     return ((x_NCHW - x_NCHW.mean(dim=(2, 3), keepdim=True)) / std + x_NCHW) / 2

@@ -119,8 +119,9 @@ def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> i
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
-    """Returns all tensors of a loop's state, for saving. Each name begins with the name of the
-    tensor's object.
+    """Returns all tensors of a loop's state, for saving.
+
+    Each name begins with the name of the tensor's object.
     """
     named: dict[str, Tensor] = {}
     for name, part in state.items():

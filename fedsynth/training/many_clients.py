@@ -68,9 +68,11 @@ class Learner:
 
 def trains_together(model: nn.Module) -> bool:
     """Returns True if training many copies of a network together has the result of separate
-    training. The network must consist of dense layers that neither mix examples nor draw random
-    numbers. A layer class from outside torch must declare it by `dense = True`, because its
-    `forward` method could do anything.
+    training.
+
+    The network must consist of dense layers that neither mix examples nor draw random numbers. A
+    layer class from outside torch must declare it by `dense = True`, because its `forward` method
+    could do anything.
     """
     for layer in model.modules():
         if type(layer) not in DENSE and not getattr(type(layer), "dense", False):
@@ -80,8 +82,10 @@ def trains_together(model: nn.Module) -> bool:
 
 
 def learner_bytes(model: nn.Module, batch: int, spec: DatasetSpec) -> int | None:
-    """Estimates the memory in bytes for each additional learner if learners train together. Returns
-    None if separate training is as fast, or if only separate training has the correct result.
+    """Estimates the memory in bytes for each additional learner if learners train together.
+
+    Returns None if separate training is as fast, or if only separate training has the correct
+    result.
 
     Args:
         model: the network of each learner.
@@ -158,8 +162,9 @@ class _Queue:
         self._drawn = learner.examples.new_empty(0, batch)
 
     def take(self, limit: int) -> Tensor:
-        """Removes the next batches from the queue, at most `limit`. Returns their example indices
-        [S, B]. A batch that is not full is padded with −1.
+        """Removes the next batches from the queue, at most `limit`.
+
+        Returns their example indices [S, B]. A batch that is not full is padded with −1.
         """
         examples = self.learner.examples
         size = self.learner.settings.batch
@@ -176,9 +181,10 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """Takes all learners' next batches, to train them together. Returns the example indices [S, A,
-    B], and each example's weight in its batch's mean. The weight is 0 for padding, and for a
-    learner without a batch in a step.
+    """Takes all learners' next batches, to train them together.
+
+    Returns the example indices [S, A, B], and each example's weight in its batch's mean. The weight
+    is 0 for padding, and for a learner without a batch in a step.
     """
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0

@@ -39,8 +39,10 @@ def recorded(
     step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
     """Records a training step as a CUDA graph, and returns a function of indices [batch] that
-    replays it. If the step cannot be recorded, a warning is issued, and the returned function calls
-    `step` directly.
+    replays it.
+
+    If the step cannot be recorded, a warning is issued, and the returned function calls `step`
+    directly.
 
     Args:
         step: a function of indices into the dataset in memory. It must use tensors at fixed
@@ -328,8 +330,10 @@ def train_on(
 def fetched(
     images: LookUp, labels: LookUp, parts: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields images and labels for each index batch. Several batches are looked up at once, because
-    indexing and normalising a hundred small images takes no longer than ten.
+    """Yields images and labels for each index batch.
+
+    Several batches are looked up at once, because indexing and normalising a hundred small images
+    takes no longer than ten.
 
     >>> x = torch.arange(6.0)
     >>> parts = torch.tensor([3, 1, 0, 5, 2]).split(2)
@@ -355,8 +359,10 @@ def make_step(
     objective: Objective = CROSS_ENTROPY,
     precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that performs one training step on a batch of images and labels. A step
-    changes `network` and the optimiser's `state` in place. `train_on` explains the arguments.
+    """Returns a function that performs one training step on a batch of images and labels.
+
+    A step changes `network` and the optimiser's `state` in place. `train_on` explains the
+    arguments.
     """
     flat, grad = network.flat, network.grad
     radius = settings.radius

@@ -231,8 +231,9 @@ class ModelAndSums(ModelParameters):
 def uploads_with_sums(
     plan: str, context: RoundContext
 ) -> Callable[[nn.Module, Trained], tuple[Message, ClientState]]:
-    """Returns a function that makes a client's upload, for `LocalObjective.make_upload`. The sums
-    run over the client's examples, under its trained model.
+    """Returns a function that makes a client's upload, for `LocalObjective.make_upload`.
+
+    The sums run over the client's examples, under its trained model.
 
     Args:
         plan: the name of the plan of the sums.
@@ -256,8 +257,9 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Computes each client's class means [C, D], and a mask [C] of its classes. The means of all
-    other classes are near zero and must not be used.
+    """Computes each client's class means [C, D], and a mask [C] of its classes.
+
+    The means of all other classes are near zero and must not be used.
 
     Args:
         clients, vectors, width, plan: as in `sums_and_counts`. The group may have several clients.
@@ -295,8 +297,10 @@ def feature_width(context: RoundContext, logits: bool) -> int:
 
 def default_clip(width: int) -> float:
     """Returns a public clipping bound for residuals, the differences of real and synthetic
-    features. The bound is close to a residual's typical norm if features are instance-normalised.
-    Their spread per coordinate is about the same for all networks, so the norm grows as √width.
+    features.
+
+    The bound is close to a residual's typical norm if features are instance-normalised. Their
+    spread per coordinate is about the same for all networks, so the norm grows as √width.
     """
     return 0.25 * math.sqrt(width)
 
@@ -304,8 +308,9 @@ def default_clip(width: int) -> float:
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the plans of the mechanism `features`: M releases of class sums per round, and one of
-    class counts.
+    """Returns the plans of the mechanism `features`:
+
+    M releases of class sums per round, and one of class counts.
 
     Args:
         privacy: the settings of differential privacy.

@@ -206,10 +206,11 @@ class CondensingMethod(TrainsOnUnion):
         return (plan,)
 
     def client_bytes(self, context: RoundContext) -> int:
-        """Estimates the memory in bytes for one more client in a group. The estimate includes a
-        round's batch indices, the synthetic images with their gradient and velocity, and the class
-        sums of features. For networks with batch norm, it is the activations' size for a whole
-        batch.
+        """Estimates the memory in bytes for one more client in a group.
+
+        The estimate includes a round's batch indices, the synthetic images with their gradient and
+        velocity, and the class sums of features. For networks with batch norm, it is the
+        activations' size for a whole batch.
         """
         classes = context.spec.classes
         pixels = math.prod(context.spec.image_shape)
@@ -249,9 +250,10 @@ class CondensingMethod(TrainsOnUnion):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns the condensation's matching loss. With differential privacy, the loss clips, sums
-        and adds noise. Otherwise, it compares a batch of each class's real images with all of its
-        synthetic images.
+        """Returns the condensation's matching loss.
+
+        With differential privacy, the loss clips, sums and adds noise. Otherwise, it compares a
+        batch of each class's real images with all of its synthetic images.
         """
         width = None
         if not self.matches_logits:
@@ -276,8 +278,9 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
-        """Returns an object that computes images' features u_w = [h_w; b·z_w]. Its method `use`
-        sets the network w.
+        """Returns an object that computes images' features u_w = [h_w; b·z_w].
+
+        Its method `use` sets the network w.
 
         Args:
             clients: the group of clients.
@@ -306,8 +309,9 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         draws: Sequence[Iterator[object]],
     ) -> Iterator[int]:
-        """Yields the condensation steps' numbers t = 0, …, T − 1. It also reports the progress and
-        saves checkpoints. Yields nothing if there are no images.
+        """Yields the condensation steps' numbers t = 0, …, T − 1.
+
+        It also reports the progress and saves checkpoints. Yields nothing if there are no images.
 
         Args:
             clients: the group of clients.

@@ -56,10 +56,11 @@ class EnsembleState(AveragingState):
 
 @dataclass(frozen=True)
 class EnsembleDistillation(TrainsLocally):
-    """Base class for methods whose server distils the clients' models into one model. The defaults
-    are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and 200 local
-    epochs. It does not state the momentum. `TrainsLocally` documents the settings of local
-    training.
+    """Base class for methods whose server distils the clients' models into one model.
+
+    The defaults are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and
+    200 local epochs. It does not state the momentum. `TrainsLocally` documents the settings of
+    local training.
 
     Args:
         start: the student's initial model. "server" is the model from which the clients started,
@@ -114,6 +115,7 @@ class EnsembleDistillation(TrainsLocally):
 @dataclass(frozen=True)
 class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, OneShotSettings):
     """Base class for methods whose server distils the clients' models on generated images.
+
     `OneShotSettings` documents the distillation's settings.
     """
 
@@ -174,7 +176,9 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
         """Returns the round's facts, including measures of the generated images (`GENERATOR`) and
-        the student's accuracy after each epoch (`EPOCHS`). Both are post-processing of the uploads.
+        the student's accuracy after each epoch (`EPOCHS`).
+
+        Both are post-processing of the uploads.
         """
         facts = dict(super().facts(state, context))
         if state.tallies is not None and len(state.tallies):

@@ -86,8 +86,9 @@ def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientSta
 
 @dataclass(frozen=True)
 class LocalObjective(sgd.Objective):
-    """A method's additions to a client's training in one round. An objective also makes the
-    client's upload.
+    """A method's additions to a client's training in one round.
+
+    An objective also makes the client's upload.
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network, images x [N, C, H,
@@ -453,8 +454,9 @@ class TrainsLocally(Measurements):
         return state.parameters
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns each straggler's number of passes, and whether stragglers are dropped. Both are
-        public, because stragglers are drawn publicly.
+        """Returns each straggler's number of passes, and whether stragglers are dropped.
+
+        Both are public, because stragglers are drawn publicly.
         """
         epochs = self.straggler_epochs(context)
         if not epochs:
@@ -484,8 +486,9 @@ class TrainsLocally(Measurements):
         return (plan,)
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns the plans with the client's own number of steps and model dimension. A straggler
-        takes fewer steps, and the clients may have different architectures.
+        """Returns the plans with the client's own number of steps and model dimension.
+
+        A straggler takes fewer steps, and the clients may have different architectures.
         """
         model, *further = plans
         dimension = parameter_count(context.architecture_of(client))

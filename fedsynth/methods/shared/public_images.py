@@ -71,9 +71,10 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
         context: RoundContext,
         **state: Any,
     ) -> Iterator[int]:
-        """Takes the distillation steps, which minimise KL(teacher ‖ student). Yields each step's
-        number, 0, 1, …, after the step. The student is in training mode during the steps, and in
-        evaluation mode afterwards.
+        """Takes the distillation steps, which minimise KL(teacher ‖ student).
+
+        Yields each step's number, 0, 1, …, after the step. The student is in training mode during
+        the steps, and in evaluation mode afterwards.
 
         Args:
             teacher: a function from normalised images [N, C, H, W] to the ensemble's logits [N,

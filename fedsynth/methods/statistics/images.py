@@ -88,6 +88,7 @@ class ImagesState(ServerState):
 @dataclass(frozen=True)
 class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     """A method whose server generates images from released statistics after the last round.
+
     `ImageSteps` documents the optimisation's settings.
 
     Args:
@@ -203,8 +204,9 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> T
 def gaussian_start(
     moments: PixelMoments, ipc: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws each class's start images from the moments of small pictures. They have the shape [C,
-    ipc, channels, H, W], with pixels in [0, 1], on the CPU.
+    """Draws each class's start images from the moments of small pictures.
+
+    They have the shape [C, ipc, channels, H, W], with pixels in [0, 1], on the CPU.
     """
     blurred_NCHW = moments.drawn(ipc, shape, VARIETY, generator).flatten(0, 1)
     share = torch.rand(2, len(blurred_NCHW), generator=generator)  # of each image's curve

@@ -60,8 +60,9 @@ def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
 def moment_rows(
     z_Nd: Tensor, labels_N: Tensor, classes: int, *, has_second: bool
 ) -> Moments | Outer:
-    """Returns each example's contribution to the moments. Without second moments, it is e/b ⊗ z, of
-    norm at most 1.
+    """Returns each example's contribution to the moments.
+
+    Without second moments, it is e/b ⊗ z, of norm at most 1.
     """
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     if has_second:
@@ -108,8 +109,9 @@ class Spectrum:
 
     @classmethod
     def of(cls, second: Tensor, noise: float, ridge: float) -> Spectrum:
-        """Computes the second moments' spectrum. Negative eigenvalues, caused by noise, are set to
-        0.
+        """Computes the second moments' spectrum.
+
+        Negative eigenvalues, caused by noise, are set to 0.
 
         Args:
             second, noise: the released second moments and their noise, see `second_and_crossed`.
@@ -148,7 +150,9 @@ def step_rate(
     noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
 ) -> float:
     """Returns the step size η, at most `max_rate`, with which all steps add noise of about
-    `logit_noise` to a logit. The steps are v ← m·v + g and W ← W − η·v.
+    `logit_noise` to a logit.
+
+    The steps are v ← m·v + g and W ← W − η·v.
 
     Args:
         noise: ν/√T, the gradient's standard deviation per coordinate if the whole budget were spent
@@ -177,16 +181,18 @@ FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns each example's contribution [p·svec(U Uᵀ); q·svec(Uᵀ U)] to the covariances. U are
-    the matrices of u. Its norm is at most 1.
+    """Returns each example's contribution [p·svec(U Uᵀ); q·svec(Uᵀ U)] to the covariances.
+
+    U are the matrices of u. Its norm is at most 1.
     """
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the mean contribution's norm if channels and spatial cells are white. The norm shows
-    whether a flat spectrum is above the noise. All feature-map blocks are assumed to have equal
-    norms.
+    """Returns the mean contribution's norm if channels and spatial cells are white.
+
+    The norm shows whether a flat spectrum is above the noise. All feature-map blocks are assumed to
+    have equal norms.
 
     >>> round(white_signal([(1, 1)]), 3)
     1.0
@@ -231,8 +237,9 @@ def released_roots(
 
 
 def noise_edge(noise: float, size: int) -> float:
-    """Returns noise·√(2d), the edge of a symmetric noise matrix's spectrum. By chance, single
-    eigenvalues exceed the edge by up to a quarter.
+    """Returns noise·√(2d), the edge of a symmetric noise matrix's spectrum.
+
+    By chance, single eigenvalues exceed the edge by up to a quarter.
 
     Args:
         noise: standard deviation of the noise in the diagonal. Other entries have √½ of it.
@@ -245,8 +252,9 @@ def noise_edge(noise: float, size: int) -> float:
 
 
 def denoised(values_d: Tensor, floor: float) -> Tensor:
-    """Replaces variances below the noise floor by their mean, or by 0 if it is negative. The sum of
-    all variances is kept, because a sum's noise is much smaller than its signal.
+    """Replaces variances below the noise floor by their mean, or by 0 if it is negative.
+
+    The sum of all variances is kept, because a sum's noise is much smaller than its signal.
 
     >>> denoised(torch.tensor([-1.0, 2.0, 9.0]), floor=3.0)
     tensor([0.5000, 0.5000, 9.0000])
@@ -257,8 +265,9 @@ def denoised(values_d: Tensor, floor: float) -> Tensor:
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """Computes the symmetric matrix that flattens a covariance's spectrum. A limited factor roughly
-    keeps the trace.
+    """Computes the symmetric matrix that flattens a covariance's spectrum.
+
+    A limited factor roughly keeps the trace.
 
     Args:
         covariance: the released covariance [size, size].

@@ -174,9 +174,10 @@ def _pull(target: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: Im
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss's gradient with respect to the pixels, and their features z. Only `AT_ONCE`
-    images' graph is in memory at a time. The derivative with respect to z comes from the previous
-    step, so each step computes features only once.
+    """Returns the loss's gradient with respect to the pixels, and their features z.
+
+    Only `AT_ONCE` images' graph is in memory at a time. The derivative with respect to z comes from
+    the previous step, so each step computes features only once.
     """
     gradients, embedded = [], []
     for part, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):

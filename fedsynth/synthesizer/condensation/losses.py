@@ -39,6 +39,7 @@ def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Averages each class's row over the clients with examples of the class (Eqs. 8 and 12).
+
     Returns the averages [C, C], and a mask [C] of the classes with examples at any client. All
     other rows are zero and must not be used.
 
@@ -56,8 +57,9 @@ def average_over_holders(
 def collaborative_distance(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
-    """Returns the distance between the synthetic images' mean logits and the global ones. It is the
-    scalar collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients (Eq. 10).
+    """Returns the distance between the synthetic images' mean logits and the global ones.
+
+    It is the scalar collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients (Eq. 10).
 
     Args:
         u_SC: the mean logits of each (client, class) pair's synthetic images.
@@ -83,8 +85,9 @@ def collaborative_distance(
 
 
 def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
-    """Sorts each column's values, separately for each client's rows. The numbers of rows per client
-    need not be known, so the host does not wait for the device.
+    """Sorts each column's values, separately for each client's rows.
+
+    The numbers of rows per client need not be known, so the host does not wait for the device.
     """
     order = values_SP.argsort(dim=0)
     grouped = client_S[order].argsort(dim=0, stable=True)
@@ -221,8 +224,9 @@ def refuse_private(kind: str) -> None:
 
 
 class DistributionMatcher(matching.MatchingObjective):
-    """Matches whole feature distributions, without differential privacy. It computes ∇_S Σ_c
-    divergence(u(B_c), u(S_c)).
+    """Matches whole feature distributions, without differential privacy.
+
+    It computes ∇_S Σ_c divergence(u(B_c), u(S_c)).
 
     Args:
         exact: draws the real batches.
@@ -288,8 +292,9 @@ class DistributionMatcher(matching.MatchingObjective):
 
 
 def _padded(rows_ND: Tensor, pair_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each (client, class) pair's rows, padded to a common number, [S, B, D]. Also returns
-    weights [S, B], which sum to 1 for each pair and are 0 for the padding.
+    """Returns each (client, class) pair's rows, padded to a common number, [S, B, D].
+
+    Also returns weights [S, B], which sum to 1 for each pair and are 0 for the padding.
 
     Args:
         rows_ND: the rows of all pairs.

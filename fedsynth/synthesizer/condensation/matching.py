@@ -93,8 +93,9 @@ class NetworkFeatures:
             self.use(network, augment)
 
     def use(self, network: nn.Module, augment: Augmentation | None = None) -> None:
-        """Sets the network and the augmentation for the following calls. If the network is the same
-        object as before, its new weights are copied.
+        """Sets the network and the augmentation for the following calls.
+
+        If the network is the same object as before, its new weights are copied.
         """
         self._augment = augment
         if network is not self._network:
@@ -114,7 +115,9 @@ class NetworkFeatures:
 
     def real(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
         """Returns real images' features u [N, D] without an autograd graph, computed channels-last
-        in the reduced precision. On a CPU, the batches fit into the cache.
+        in the reduced precision.
+
+        On a CPU, the batches fit into the cache.
         """
         rows = []
         with torch.no_grad():
@@ -164,9 +167,11 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Returns the number of images in one pass, a power of two. On a CPU, a pass's largest
-        activation stays within 8 MB, so that caches and the allocator can reuse the memory. Passes
-        over private records are powers of two as well, and therefore divide evenly.
+        """Returns the number of images in one pass, a power of two.
+
+        On a CPU, a pass's largest activation stays within 8 MB, so that caches and the allocator
+        can reuse the memory. Passes over private records are powers of two as well, and therefore
+        divide evenly.
         """
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         image_bytes = scalars * precision.itemsize
@@ -205,10 +210,11 @@ def pull_back(
     cotangents: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
     """Returns the gradient J_cᵀ v_c with respect to every (client, class) pair's synthetic images,
-    [S, ipc, C, H, W]. Here v_c is the gradient with respect to the pair's mean features, and J_c
-    the Jacobian of mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore
-    contain few pairs, which keeps it in a CPU's cache. With batch norm, one pass contains all
-    pairs.
+    [S, ipc, C, H, W].
+
+    Here v_c is the gradient with respect to the pair's mean features, and J_c the Jacobian of
+    mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore contain few pairs,
+    which keeps it in a CPU's cache. With batch norm, one pass contains all pairs.
 
     Args:
         features: computes u.
@@ -228,6 +234,7 @@ def pull_back(
 
 def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
     """Returns mean_{S_c} u_w for each pair's synthetic images, [S, D], without an autograd graph.
+
     The passes are the same as in `pull_back`.
     """
     ipc = synthetic_SICHW.shape[1]
@@ -259,8 +266,9 @@ def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
 
 
 def pair_sums(values_ND: Tensor, pair_N: Tensor, pairs: int) -> Tensor:
-    """Returns each group's sum of rows, [pairs, D]. A matrix product computes the sums, which is
-    deterministic on CUDA.
+    """Returns each group's sum of rows, [pairs, D].
+
+    A matrix product computes the sums, which is deterministic on CUDA.
 
     Args:
         values_ND: the rows.
@@ -276,8 +284,9 @@ def matching_gradient(
     target_SD: Tensor,
     weight_S: Tensor | None = None,
 ) -> Tensor:
-    """Returns the matching loss's gradient with respect to the synthetic images. It is ∇_S Σ_c
-    ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
+    """Returns the matching loss's gradient with respect to the synthetic images.
+
+    It is ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
 
     Args:
         features: computes u_w.
@@ -342,6 +351,7 @@ class ExactMatcher(MatchingObjective):
 
     def real_rows(self, step: int, features: NetworkFeatures) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the features u_w of the step's real images, [N, D], without an autograd graph.
+
         Also returns each image's (client, class) pair index [N], ascending, and the number of
         images per pair [S], on the CPU.
         """
@@ -351,8 +361,9 @@ class ExactMatcher(MatchingObjective):
     def _pieces(
         self, step: int, features: NetworkFeatures
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields a step's batch in pieces that fit into memory. A piece consists of a batch slice,
-        its slice of (client, class) pairs, and its images' u_w.
+        """Yields a step's batch in pieces that fit into memory.
+
+        A piece consists of a batch slice, its slice of (client, class) pairs, and its images' u_w.
         """
         indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
@@ -370,9 +381,10 @@ class ExactMatcher(MatchingObjective):
 
 
 class NetworkMeansMatcher(MatchingObjective):
-    """Matches the mean features of a client's whole data, without differential privacy. It uses
-    FedDM's Eq. 9 over M networks in turn, without minibatch noise. Real images take M·n forward
-    passes in a round instead of T·C·batch.
+    """Matches the mean features of a client's whole data, without differential privacy.
+
+    It uses FedDM's Eq. 9 over M networks in turn, without minibatch noise. Real images take M·n
+    forward passes in a round instead of T·C·batch.
 
     Args:
         clients: the clients whose examples are averaged. pairs: the condensed (client, class)

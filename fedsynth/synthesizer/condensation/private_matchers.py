@@ -122,12 +122,13 @@ def per_example_gradients(
     pair_N: Tensor,
     cotangents: Cotangents | None = None,
 ) -> Tensor:
-    """Returns each real example's gradient g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W]. It is taken
-    with respect to the synthetic images of the example's own (client, class) pair. Each pair's
-    images have one forward pass. The backward passes then handle a fixed number of the pair's
-    examples at a time, with zeros in the last group. A pair's number of examples must not select a
-    kernel (`fedsynth.privacy.passes`). Reduced precision in the backward pass changes the rows but
-    not their bound, because rows are clipped when they are summed.
+    """Returns each real example's gradient g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
+
+    It is taken with respect to the synthetic images of the example's own (client, class) pair. Each
+    pair's images have one forward pass. The backward passes then handle a fixed number of the
+    pair's examples at a time, with zeros in the last group. A pair's number of examples must not
+    select a kernel (`fedsynth.privacy.passes`). Reduced precision in the backward pass changes the
+    rows but not their bound, because rows are clipped when they are summed.
 
     Args:
         features: computes u.
@@ -170,8 +171,9 @@ def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
 def vectors_at_once(
     features: matching.NetworkFeatures, synthetic_SICHW: Tensor, expected: float
 ) -> int:
-    """Returns how many of a (client, class) pair's vectors one backward pass handles. It is a power
-    of two. On average, half of the last pass is padding.
+    """Returns how many of a (client, class) pair's vectors one backward pass handles.
+
+    It is a power of two. On average, half of the last pass is padding.
 
     Args:
         features: computes u.

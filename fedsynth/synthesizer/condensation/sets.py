@@ -81,9 +81,10 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
 
 
 def check_set(upload: SyntheticSet, ipc: int) -> None:
-    """Checks that a set has one label for each image, and at most `ipc` images of each class. The
-    server concatenates all sets' images, and separately their labels. One missing label would shift
-    the labels of every later client.
+    """Checks that a set has one label for each image, and at most `ipc` images of each class.
+
+    The server concatenates all sets' images, and separately their labels. One missing label would
+    shift the labels of every later client.
 
     Raises:
         UploadRejectedError: the set fails the check. The error names the field.
@@ -107,9 +108,10 @@ def start_images(
     average: int = 1,
     restart: bool = False,
 ) -> Tensor:
-    """Returns the start images of a round's condensation, [S, ipc, C, H, W]. A client starts from
-    its last images if it has any. Otherwise it starts from real images or their averages, or from
-    public noise if it is private.
+    """Returns the start images of a round's condensation, [S, ipc, C, H, W].
+
+    A client starts from its last images if it has any. Otherwise it starts from real images or
+    their averages, or from public noise if it is private.
 
     Args:
         clients, pairs: the client group and its (client, class) pairs. states: the clients' states.
@@ -141,7 +143,9 @@ def _class_pools(
     clients: ExactClientView, pairs: ClientClassPairs, draws: Callable[[int], torch.Generator]
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
     """Yields each (client, class) pair's examples, as indices [n] into `clients.data`, with the
-    client's random generator. `draws` returns the random generator for a client's index.
+    client's random generator.
+
+    `draws` returns the random generator for a client's index.
     """
     for position, client in enumerate(clients.ids):
         generator = draws(client)
@@ -150,9 +154,10 @@ def _class_pools(
 
 
 def real_start(clients: ExactClientView, pairs: ClientClassPairs, ipc: int, seed: int) -> Tensor:
-    """Returns `ipc` random real images per (client, class) pair, [S, ipc, C, H, W]. If a class has
-    fewer images, some are repeated. The draw depends only on (seed, client), so REAL and FedDM
-    start from the same images if they have the same seed.
+    """Returns `ipc` random real images per (client, class) pair, [S, ipc, C, H, W].
+
+    If a class has fewer images, some are repeated. The draw depends only on (seed, client), so REAL
+    and FedDM start from the same images if they have the same seed.
     """
     indices = clients.data.labels.new_empty(len(pairs), ipc)
     pools = _class_pools(
@@ -167,8 +172,9 @@ def real_start(clients: ExactClientView, pairs: ClientClassPairs, ipc: int, seed
 def averaged_start(
     clients: ExactClientView, pairs: ClientClassPairs, ipc: int, average: int, seed: int
 ) -> Tensor:
-    """Returns `ipc` averaged real images per (client, class) pair, [S, ipc, C, H, W]. Each is the
-    mean of the class's `average` random real images, drawn with replacement.
+    """Returns `ipc` averaged real images per (client, class) pair, [S, ipc, C, H, W].
+
+    Each is the mean of the class's `average` random real images, drawn with replacement.
     """
     shape = clients.spec.image_shape
     images = torch.empty(len(pairs), ipc, *shape, device=clients.data.labels.device)
@@ -183,7 +189,9 @@ def split_uploads(
     images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
     """Returns one upload for each client of the group, with the (client, class) pairs that
-    `uploaded_S` selects. With None, uploads contain all pairs.
+    `uploaded_S` selects.
+
+    With None, uploads contain all pairs.
     """
     uploads = []
     ipc = images_SICHW.shape[1]
@@ -292,14 +300,17 @@ class BatchIndices:
         self.divisors = self.sizes.to(device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
-        """Returns one step's examples as indices [N] into `clients.data`. The attribute `pair`
-        contains their (client, class) pair indices, which are ascending and the same at every step.
+        """Returns one step's examples as indices [N] into `clients.data`.
+
+        The attribute `pair` contains their (client, class) pair indices, which are ascending and
+        the same at every step.
         """
         return self._indices[step].to(torch.int64)
 
 
 def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
     """Draws a class's examples for each step, as indices into its list, [steps, min(batch, pool)].
+
     With "resample", the shape is [steps, batch] even if the class has fewer examples.
     """
     if pool <= batch:

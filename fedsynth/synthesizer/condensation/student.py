@@ -59,8 +59,9 @@ class StudentSettings:
 
 
 def settings_for(image_shape: Shape, **chosen: Any) -> StudentSettings:
-    """Returns the default settings for an image shape, with which training takes minutes. Above
-    32×32 pixels, there are fewer steps, at least 200, to process the same number of pixels.
+    """Returns the default settings for an image shape, with which training takes minutes.
+
+    Above 32×32 pixels, there are fewer steps, at least 200, to process the same number of pixels.
 
     Args:
         image_shape: the shape of an image, (channels, height, width).
@@ -126,8 +127,9 @@ def train_student(
 
 
 def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Returns labels [N] as one-hot rows, one column per class of the student. Rows [N, C] are
-    returned unchanged.
+    """Returns labels [N] as one-hot rows, one column per class of the student.
+
+    Rows [N, C] are returned unchanged.
     """
     if labels.dim() == 2:
         return labels.float()

@@ -25,6 +25,7 @@ ImageFormat = DatasetSpec | tuple[int, int, int]  # a data set or (channels, hei
 
 class DoublingConv2d(nn.Conv2d):
     """`Upsample(2)` (nearest neighbour) and a 3×3 convolution with padding 1 in one operation.
+
     Equal pixels share a product, so each pair of channels needs 4 products at an output pixel
     instead of 9, and the enlarged image is never computed. The weights and their initialisation
     equal those of the two layers, and so do the results up to rounding.
@@ -127,8 +128,9 @@ def make_generator(
     width: int = 64,
     running: bool = True,
 ) -> Generator:
-    """Returns a `Generator` whose weights depend only on `seed` and `numbers`. The global random
-    generator's state does not change.
+    """Returns a `Generator` whose weights depend only on `seed` and `numbers`.
+
+    The global random generator's state does not change.
 
     >>> make_generator((1, 28, 28), seed=0)(torch.randn(2, 100)).shape
     torch.Size([2, 1, 28, 28])

@@ -17,10 +17,12 @@ from fedsynth.models.layers import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """Returns a loss that is small if a batch's predictions use all classes equally often. It is
-    the mean prediction's negative entropy, divided by log C, in [−1, 0]. The value is −1 if all
-    classes are predicted equally often. FedKF's Eq. 3 has −IE. The official code divides it by log
-    C, so that its weight relative to the other two terms does not depend on the number of classes.
+    """Returns a loss that is small if a batch's predictions use all classes equally often.
+
+    It is the mean prediction's negative entropy, divided by log C, in [−1, 0]. The value is −1 if
+    all classes are predicted equally often. FedKF's Eq. 3 has −IE. The official code divides it by
+    log C, so that its weight relative to the other two terms does not depend on the number of
+    classes.
     """
     mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
     negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
@@ -102,9 +104,10 @@ def _with_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor | float]]:
-    """Yields a function that computes the models' batch-norm loss. Inside the block, the inputs of
-    all batch-norm layers are recorded. The function must be called after one pass of each model. It
-    returns
+    """Yields a function that computes the models' batch-norm loss.
+
+    Inside the block, the inputs of all batch-norm layers are recorded. The function must be called
+    after one pass of each model. It returns
 
     L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
 

@@ -40,6 +40,7 @@ def pair_losses(
     loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
 ) -> Tensor:
     """Trains a generator for each (model, class) pair, and returns every step's losses [T_G, C, m].
+
     L_{k,j} is model k's loss on its generator's images for class j (Algorithm 2, lines 4 to 15).
 
     All generators begin with the same weights and noise, so that their losses are comparable. Up to
@@ -94,8 +95,10 @@ def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
 
 
 def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tensor:
-    """Returns all generators' images, [P, N, C, H, W], from stacked parameters. The generators take
-    turns, because a joint pass with grouped convolutions takes several times as long on a CPU.
+    """Returns all generators' images, [P, N, C, H, W], from stacked parameters.
+
+    The generators take turns, because a joint pass with grouped convolutions takes several times as
+    long on a CPU.
     """
     images = []
     for values in zip(*map(Tensor.unbind, stacked.values()), strict=True):
@@ -106,7 +109,9 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tens
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
     """Returns the matrix U [C, m], which measures how well each client's model can teach each
-    class. An entry is (max_t − min_t)/min_t over a (class, client) pair's losses (Eqs. 2 and 3).
+    class.
+
+    An entry is (max_t − min_t)/min_t over a (class, client) pair's losses (Eqs. 2 and 3).
 
     Args:
         losses_TCM: the loss of every step, class and client.
@@ -180,10 +185,11 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Combines all models' probabilities in place of their logits, and returns log P, [N, C]. P is
-    the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum. A
-    weight then scales how much a client's vote for a class counts. With logits, a weight scales the
-    logit, so that a class of small weight cannot win, however confident the client is.
+    """Combines all models' probabilities in place of their logits, and returns log P, [N, C].
+
+    P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
+    A weight then scales how much a client's vote for a class counts. With logits, a weight scales
+    the logit, so that a class of small weight cannot win, however confident the client is.
     """
     mixed = stratified_aggregation(logits_MNC.softmax(dim=2), labels_N, by_class_CM, by_client_CM)
     return mixed.clamp_min(torch.finfo(mixed.dtype).tiny).log()

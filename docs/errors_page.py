@@ -1,0 +1,317 @@
+"""Writes errors.md, the list of all error messages, from the source: `python docs/errors_page.py`.
+
+It finds each place that creates a `FedsynthError` or a `Problem`, and reads the code and the message
+from the syntax tree. A message is followed through local variables, constants, and the arguments of
+helpers that return an error. Other values are shown by their names in braces.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+PAGE = DOCS / "errors.md"
+MOST = 6  # alternatives of one message
+
+Node = ast.AST
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+# What a call such as `short_repr(value)` shows: its first argument.
+SHOWS_ARGUMENT = set("short_repr one_line str repr len sorted list short_key abs max min".split())
+
+
+@dataclass(frozen=True)
+class Message:
+    """A code, and a message with values in braces."""
+
+    code: str
+    text: str
+
+
+@dataclass(eq=False)
+class Module:
+    """A source file and what its names mean."""
+
+    tree: ast.Module
+    parents: dict[Node, Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for node in ast.walk(self.tree):
+            for child in ast.iter_child_nodes(node):
+                self.parents[child] = node
+
+    def function_of(self, node: Node | None) -> Function | None:
+        while node is not None and not isinstance(node, Function):
+            node = self.parents.get(node)
+        return node
+
+    def ancestors(self, node: Node) -> set[Node]:
+        found = {node}
+        while (parent := self.parents.get(node)) is not None:
+            found.add(node := parent)
+        return found
+
+    @cached_property
+    def constants(self) -> dict[str, ast.expr]:
+        assignments = (node for node in self.tree.body if isinstance(node, ast.Assign))
+        return {
+            target.id: node.value
+            for node in assignments
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Where an expression stands, and the arguments of the call that leads there."""
+
+    module: Module
+    site: Node
+    arguments: Mapping[str, tuple[ast.expr, Scope]] = field(default_factory=dict)
+
+
+class Sources:
+    """All modules of the package."""
+
+    def __init__(self, folders: tuple[str, ...] = ("fedsynth", "privacy", "cli")) -> None:
+        paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+        self.modules = [Module(ast.parse(path.read_text("utf-8"))) for path in paths]
+        self.classes = {"FedsynthError": ("FedsynthError", "error.unspecified")}
+        named = [item for m in self.modules for item in m.constants.items()]
+        names = Counter(name for name, _ in named)
+        self.constants = {name: value for name, value in named if names[name] == 1}
+        definitions = [
+            node
+            for m in self.modules
+            for node in ast.walk(m.tree)
+            if isinstance(node, ast.ClassDef)
+        ]
+        for _ in range(4):  # levels of inheritance
+            for node in definitions:
+                for base in (b.id for b in node.bases if isinstance(b, ast.Name)):
+                    if base in self.classes:
+                        codes = [k.value.value for k in node.keywords if k.arg == "code"]
+                        code = codes[0] if codes else self.classes[base][1]
+                        self.classes.setdefault(node.name, (base, code))
+
+    def calls(self) -> Iterator[tuple[Module, ast.Call]]:
+        for module in self.modules:
+            for node in ast.walk(module.tree):
+                if isinstance(node, ast.Call):
+                    yield module, node
+
+    # --------------------------------------------------------------------------- texts
+    def texts(self, node: Node | None, scope: Scope, depth: int = 0) -> list[str]:
+        """Returns the texts that an expression may have, with values in braces."""
+        if depth > 8 or node is None:
+            return ["{" + shown(node) + "}"]
+        match node:
+            case ast.Constant(value=value):
+                return [str(value)]
+            case ast.FormattedValue(value=value):
+                return self.texts(value, scope, depth + 1)
+            case ast.JoinedStr(values=values):
+                parts = [self.texts(value, scope, depth + 1) for value in values]
+                return ["".join(p) for p in itertools.islice(itertools.product(*parts), MOST)]
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                pairs = itertools.product(
+                    self.texts(left, scope, depth + 1), self.texts(right, scope, depth + 1)
+                )
+                return [a + b for a, b in itertools.islice(pairs, MOST)]
+            case ast.IfExp(body=body, orelse=other):
+                return self.texts(body, scope, depth + 1) + self.texts(other, scope, depth + 1)
+            case ast.NamedExpr(value=value):
+                return self.texts(value, scope, depth + 1)
+            case ast.Name():
+                return self.name(node, scope, depth)
+        return ["{" + shown(node) + "}"]
+
+    def name(self, node: ast.Name, scope: Scope, depth: int) -> list[str]:
+        if node.id in scope.arguments:
+            value, caller = scope.arguments[node.id]
+            return self.texts(value, caller, depth + 1)
+        values = assigned(node, scope)
+        if not values and (constant := scope.module.constants.get(node.id)):
+            values = [constant]
+        if not values and node.id.isupper() and node.id in self.constants:
+            values = [self.constants[node.id]]
+        found = [text for value in values for text in self.texts(value, scope, depth + 1)]
+        literal = [text for text in found if re.search(r"\w", re.sub(r"\{[^}]*\}", "", text))]
+        return literal[:MOST] or ["{" + shown(node) + "}"]
+
+    # --------------------------------------------------------------------------- messages
+    def messages(self) -> list[Message]:
+        """Returns all messages, sorted by code."""
+        found = set()
+        for module, call in self.calls():
+            if name_of(call) in (*self.classes, "Problem"):
+                for scope in self.scopes(module, call):
+                    for bound in in_loops(scope):
+                        found |= self.of_call(call, bound)
+        return sorted(found, key=lambda message: (message.code, message.text))
+
+    def scopes(self, module: Module, call: ast.Call) -> list[Scope]:
+        """Returns the scope of a call, or one for each caller of the helper that it is in."""
+        function = module.function_of(call)
+        plain = [Scope(module, call)]
+        if function is None or not self.is_template(function, call, module):
+            return plain
+        names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+        scopes = []
+        for other, caller in self.calls():
+            if name_of(caller) != function.name or other.function_of(caller) is function:
+                continue
+            start = 1 if names[:1] in (["self"], ["cls"]) else 0
+            values = dict(zip(names[start:], caller.args, strict=False))
+            values |= {k.arg: k.value for k in caller.keywords if k.arg}
+            if not any(isinstance(value, ast.Starred) for value in values.values()):
+                here = Scope(other, caller)
+                scopes.append(Scope(module, call, {k: (v, here) for k, v in values.items()}))
+        return scopes or plain
+
+    def is_template(self, function: Function, call: ast.Call, module: Module) -> bool:
+        """Returns whether a helper makes errors for its callers."""
+        names = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)}
+        returned = any(isinstance(a, ast.Return) for a in module.ancestors(call))
+        message = call.args[-1] if call.args else None
+        given = isinstance(message, ast.Name) and message.id in names
+        return bool(names) and (returned or given)
+
+    def of_call(self, call: ast.Call, scope: Scope) -> set[Message]:
+        kind = name_of(call)
+        args: list[ast.expr | None] = [*call.args, *(k.value for k in call.keywords)]
+        if isinstance(args[0], ast.Starred):  # a section and a key
+            args[:1] = [ast.Constant("{section}"), ast.Constant("{key}")]
+        args += [None] * 4
+        base, code = self.classes.get(kind, ("", ""))
+        text = lambda node: self.texts(node, scope)  # noqa: E731
+        if "SettingError" in (kind, base):
+            names = [joined(a, b) for a in text(args[0]) for b in text(args[1])]
+            pairs = [(n, f"{n} {reason}") for n in names[:MOST] for reason in text(args[2])]
+        elif kind == "UploadRejectedError":
+            pairs = [(f"upload.{f}", f"{f} {r}") for f in text(args[0]) for r in text(args[1])]
+        elif kind == "Problem":
+            pairs = [(c, r) for c in text(args[0]) for r in text(args[1])]
+        elif kind == "UnknownNameError" and args[2] is not None:
+            pairs = [
+                (joined(a, b), t)
+                for a in text(args[1])
+                for b in text(args[2])
+                for t in text(args[0])
+            ]
+        else:
+            pairs = [(code, reason) for reason in text(args[0])]
+        if code := self.own_code(call, scope):
+            pairs = [(code, reason) for _, reason in pairs]
+        return {Message(c, " ".join(t.split())) for c, t in pairs}
+
+    def own_code(self, call: ast.Call, scope: Scope) -> str:
+        """Returns the code of a following `with_code`, or an empty string."""
+        attribute = scope.module.parents.get(call)
+        if isinstance(attribute, ast.Attribute) and attribute.attr == "with_code":
+            outer = scope.module.parents[attribute]
+            assert isinstance(outer, ast.Call)
+            return self.texts(outer.args[0], scope)[0]
+        return ""
+
+
+def joined(section: str, key: str) -> str:
+    return key if section == "None" else f"{section}.{key}"
+
+
+def name_of(call: ast.Call) -> str:
+    return getattr(call.func, "id", getattr(call.func, "attr", ""))
+
+
+def shown(node: Node | None) -> str:
+    """Returns the name that stands for an expression's value."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name.strip("_").lower()
+        case ast.Call(func=ast.Attribute(attr="join"), args=[value]):
+            return shown(value)
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)):
+            return shown(value) if isinstance(value, ast.Name | ast.Attribute) else attr
+        case ast.Call(func=ast.Name(id=name), args=[value, *_]) if name in SHOWS_ARGUMENT:
+            return shown(value)
+        case ast.Call(func=ast.Name(id=name)):
+            return name.strip("_")
+        case (
+            ast.Subscript(value=value) | ast.Starred(value=value) | ast.FormattedValue(value=value)
+        ):
+            return shown(value)
+        case ast.GeneratorExp(generators=[first, *_]) | ast.ListComp(generators=[first, *_]):
+            return shown(first.iter)
+        case ast.BinOp(left=left, right=right):
+            return shown(left) if not isinstance(left, ast.Constant) else shown(right)
+        case ast.BoolOp(values=[value, *_]):
+            return shown(value)
+    return "value"
+
+
+def assigned(name: ast.Name, scope: Scope) -> list[ast.expr]:
+    """Returns the values that a local variable may have where it is used."""
+    module = scope.module
+    function = module.function_of(scope.site)
+    if function is None:
+        return []
+    before = [
+        node
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.NamedExpr)
+        and node.lineno <= scope.site.lineno
+        and module.function_of(node) is function
+    ]
+    above = module.ancestors(scope.site)
+    values: list[ast.expr] = []
+    for node in sorted(before, key=lambda node: node.lineno):
+        match node:
+            case ast.NamedExpr(target=ast.Name(id=name.id), value=value):
+                values = [value]
+            case ast.Assign(targets=[target], value=value):
+                new = [value] if getattr(target, "id", "") == name.id else []
+                sure = module.parents[node] in above
+                values = new if new and sure else values + new
+            case ast.AugAssign(target=ast.Name(id=target_name), value=value):
+                if target_name == name.id:
+                    longer = [ast.BinOp(v, ast.Add(), value) for v in values]
+                    values = longer if module.parents[node] in above else values + longer
+    return values
+
+
+def in_loops(scope: Scope) -> list[Scope]:
+    """Returns a scope for each item of the literals over which the loops around the site run."""
+    scopes = [scope]
+    for loop in scope.module.ancestors(scope.site):
+        if isinstance(loop, ast.For) and (items := literal_items(loop.iter)):
+            targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            scopes = [
+                replace(s, arguments={**s.arguments, **{n: (v, s) for n, v in zip(names, item)}})
+                for s in scopes
+                for item in items
+            ]
+    return scopes
+
+
+def literal_items(source: ast.expr) -> list[tuple[ast.expr, ...]]:
+    match source:
+        case ast.Call(func=ast.Attribute(value=ast.Dict(keys=keys, values=values), attr="items")):
+            return [(k, v) for k, v in zip(keys, values, strict=True) if k is not None]
+        case ast.Tuple(elts=elements) | ast.List(elts=elements):
+            return [tuple(e.elts) if isinstance(e, ast.Tuple) else (e,) for e in elements]
+    return []
+
+
+if __name__ == "__main__":
+    for m in Sources().messages():
+        print(m.code, "|", m.text)
