@@ -120,7 +120,9 @@ def curves(
         else:
             note(LEFT_OUT.format(run=run.name, metric=metric, axis=axis))
     if not drawn:
-        raise RunFolderError(f"none of these runs has both {metric} and {axis}")
+        raise RunFolderError(
+            f"none of the runs recorded both {metric} and {axis}. Choose another metric"
+        )
     if not mean:
         named = zip(overview.labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]

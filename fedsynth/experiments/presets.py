@@ -260,7 +260,10 @@ class Preset:
             PresetError: the cell cannot be run.
         """
         if reason := self.refusal(cell):
-            raise PresetError(f"{self.name} {cell_words(cell, self)} cannot be run: {reason}")
+            raise PresetError(
+                f"the cell {cell_words(cell, self)} of {self.name} cannot be run: {reason}. Choose "
+                "another cell"
+            )
         sections = sections_of_words(cell)
         for block in self.blocks:
             if cell.fits(block.when):
@@ -301,7 +304,7 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"preset {self.name} has no results for {column} {value}. Use "
+                    f"preset {self.name} contains no cell with {column} {value}. Use "
                     f"{', '.join(filter(None, choices)) or 'no ' + column}"
                 )
             cells = matching
@@ -349,7 +352,9 @@ def partition_of(word: str) -> dict[str, Any]:
         for name, text in match.groupdict().items():
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
-    raise PresetError(f"published_results.csv names the unknown partition {word!r}")
+    raise PresetError(
+        f"the partition {word!r} in published_results.csv is unknown. Correct the spelling"
+    )
 
 
 def sections_of_words(cell: Cell) -> Sections:

@@ -119,9 +119,13 @@ class Rows:
         try:
             return _parsed(read_text(self.path)) if self.path.exists() else []
         except OSError as error:
-            raise OutputError(f"cannot read {self.path}: {error.strerror}") from None
+            raise OutputError(
+                f"cannot read {self.path}: {error.strerror}. Check its permissions"
+            ) from None
         except ValueError:
-            raise OutputError(f"{self.path} has a line that is not the result of a run") from None
+            raise OutputError(
+                f"{self.path} contains a line that is not a JSON object. Remove the line"
+            ) from None
 
     def append(self, row: Row) -> None:
         """Appends a row. Other processes may append to the same file.

@@ -130,7 +130,10 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
         for row in Rows(path).all():
             if not row.keys() >= NEEDED:
-                raise OutputError(f"{path} has a line that is not the result of a run")
+                raise OutputError(
+                    f"{path} contains a row without {', '.join(sorted(NEEDED - row.keys()))}. Remove "
+                    "the row"
+                )
             if row.get("date", "") >= rows.get(row["settings"], {}).get("date", ""):
                 rows[row["settings"]] = row
     return rows

@@ -109,7 +109,8 @@ def read_sweep(file: Path) -> Sweep:
     """
     if file.name == CONFIG:
         raise SweepError(
-            f"{file} has the name of a run's settings. Copy what you trust to a new file"
+            f"{file} is named like a run's settings, which may come from others. Copy what you "
+            "trust to a new file"
         ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
@@ -133,11 +134,14 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
     names = list(map(str, axes.get("method", [default_method])))
     for name in method_axes:
         if name not in names:
-            raise SweepError(f"no run has the method {name!r}. The methods are {', '.join(names)}")
+            raise SweepError(
+                f"[grid.{name}] has no effect, because no run uses the method {name!r}, only "
+                f"{', '.join(names)}. Remove it, or add the method to the grid"
+            )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
     if len(points) > MAX_RUNS:
-        raise SweepError(f"the grid has more than {MAX_RUNS:,} runs")
+        raise SweepError(f"the grid has more than {MAX_RUNS:,} runs. Remove values or axes")
     cells = list(itertools.starmap(partial(_cell, shared), points))
     for cell in cells:
         name = cell.settings.method.name
@@ -194,7 +198,7 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
         code = tuple(code_options(settings))
     except FedsynthError as error:
         run = _joined(all_values, ", ") or "without a grid"
-        raise SweepError(f"the settings of the run {run} are invalid: {error}") from None
+        raise SweepError(f"the run {run} has invalid settings: {error}") from None
     return Cell(all_values, settings, _key(all_values, settings), code)
 
 
@@ -213,13 +217,16 @@ def setting_of(name: str) -> tuple[str, str]:
     if not dot:
         return "run" if name == "method" else section_of(name) or "method", name
     if section not in SECTIONS:
-        raise SweepError(f"{section!r} is not a section. The sections are {', '.join(SECTIONS)}")
+        raise SweepError(f"the section {section!r} is unknown. Use one of {', '.join(SECTIONS)}")
     return section, key
 
 
 def _choices(name: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values or {list, dict} & set(map(type, values)):
-        raise SweepError(f"{name} must list numbers, strings or booleans, got {short_repr(values)}")
+        raise SweepError(
+            f"{name} must be a list of numbers, strings or booleans, got {short_repr(values)}. Put "
+            "the values in [ ]"
+        )
     return values
 
 

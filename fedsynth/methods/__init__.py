@@ -80,12 +80,14 @@ def register_method(method: type[Method], label: str = "") -> str:
     is_method = isinstance(method, type) and issubclass(method, Method)
     if not is_method or not name or name in METHODS:
         reason = (
-            "must be a class that inherits from fedsynth.Method and has a name that no built-in "
-            f"method has, got {method!r:.80} with the name {name!r}"
+            "must be a class that inherits from fedsynth.Method, with a new name, got "
+            f"{method!r:.80} with the name {name!r}. Inherit from Method, or rename the class"
         )
         raise SettingError("run", "method", reason)
     if missing := ", ".join(sorted(method.__abstractmethods__)):
-        raise SettingError("run", "method", f"{name} must define {missing}")
+        raise SettingError(
+            "run", "method", f"{name} is missing the abstract methods {missing}. Define them"
+        )
     _CUSTOM[name] = (method, label)
     return name
 

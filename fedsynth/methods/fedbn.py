@@ -69,7 +69,10 @@ class FedBN(TrainsLocally, PersonalModels):
 
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
-            reason = "must be 'batch' for fedbn, which keeps the batch-norm layers on the clients"
+            reason = (
+                "must be 'batch' for fedbn, because the network contains no batch-norm layers to "
+                "keep on the clients. Set model.norm=batch"
+            )
             raise SettingError("model", "norm", reason)
 
     def start_model(

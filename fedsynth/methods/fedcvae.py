@@ -319,8 +319,8 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the plans for the autoencoder's DP-SGD and the class counts."""
         if self.norm == "batch":
-            reason = "must be 'auto' or 'group' with differential privacy, because 'batch' mixes "
-            raise SettingError("method", "norm", f"{reason}the examples of a batch")
+            reason = "is 'batch', which mixes a batch's examples. Set method.norm=auto or group"
+            raise SettingError("method", "norm", reason)
         private = replace(context, privacy=privacy)
         (model,) = super().release_plans(privacy, self._of_autoencoder(private))
         C = context.spec.classes

@@ -174,7 +174,10 @@ class FedFAPlus(TrainsLocally):
             )
             raise SettingError("model", "name", reason)
         if max(self._stage_numbers, default=0) > stages:
-            reason = f"must be numbers from 1 to {stages}, the stages of this network"
+            reason = (
+                f"contains a number above {stages}, the network's number of stages. Use numbers from "
+                f"1 to {stages}"
+            )
             raise SettingError("method", "stages", reason, value=self.stages)
 
     @property

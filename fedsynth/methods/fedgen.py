@@ -175,7 +175,9 @@ class FedGen(TrainsLocally):
             reason = f"must sum to at most {size:g}, the client's number of examples, got {total:g}"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
-            reason = f"must have a value above 0 in an upload with the weight {upload.weight:g}"
+            reason = (
+                f"are all 0, but the upload has the weight {upload.weight:g}. Send a count above 0"
+            )
             raise UploadRejectedError("counts", reason)
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:

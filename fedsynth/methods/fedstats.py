@@ -424,8 +424,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         total = sum(shares.values())
         if total >= 1:
             reason = (
-                "is too large. The sum of centre_share, pixel_share, covariance_share and "
-                f"moment_share must be below 1, got {total:g}"
+                "is too large: centre_share, pixel_share, covariance_share and moment_share sum "
+                f"to {total:g}, but must leave a part of the budget for steps. Lower one of them"
             )
             largest = max(shares, key=lambda name: shares[name])
             key = f"{largest.removesuffix('s')}_share"
@@ -450,12 +450,12 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
     def check_images(self) -> None:
         if not self.images_each:
-            reason = "must be above 0, or drawn_ipc must be, to make images. Set method.ipc=400"
+            reason = "makes no images, because method.drawn_ipc is 0 too. Set method.ipc=400"
             raise SettingError("method", "ipc", reason, value=self.ipc)
         if self.requires_secure_sum:
             reason = (
-                "must be 'own', because the images need the moments of round 1, and 'secure' "
-                "discards a sum with too little noise. Set method.aggregation=own"
+                "cannot make images, because a 'secure' sum of round 1 with too little noise is "
+                "discarded. Set method.aggregation=own"
             )
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
@@ -488,7 +488,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
-                reason = f"must not be set for {self.name}, which chooses a value for each release"
+                reason = f"has no effect on {self.name}, which chooses a value for each release. Remove it"
                 raise SettingError("privacy", key, reason)
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
@@ -575,7 +575,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
-            reason = f"must not be set for {self.name}, which trains a linear model on features"
+            reason = f"cannot be used with {self.name}, which trains a linear model on features. Remove it"
             raise SettingError("model", "name", reason)
         if self.ipc > 0:
             images.check_differentiable(model)

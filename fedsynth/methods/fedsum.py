@@ -284,7 +284,10 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     def _set(self, state: CondensedState, context: RoundContext) -> sets.SyntheticSet:
         """Returns the images and labels of the classes with enough data."""
         if state.images is None or state.condensed is None:
-            raise ValueError("the server's state has no images, because no round was completed")
+            raise ValueError(
+                "the server's state contains no images, because no round was completed. Run at least "
+                "one round"
+            )
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]

@@ -92,7 +92,10 @@ class TrainsWithControls(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum:
-            reason = f"must be 0, because {self.name} needs plain SGD steps, got {self.momentum}"
+            reason = (
+                f"must be 0, because {self.name} needs plain SGD steps, got {self.momentum}. Set "
+                "method.momentum=0"
+            )
             raise SettingError("method", "momentum", reason)
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:

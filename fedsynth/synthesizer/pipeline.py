@@ -120,7 +120,10 @@ def _step_features(
 ) -> matching.NetworkFeatures:
     """Draws a step's network from the seed, and returns its features."""
     if isinstance(networks, nn.Module):
-        raise TypeError("networks must be a function that returns a network, but is a network")
+        raise TypeError(
+            "networks is a network, but must be a function that returns one. Pass a function such as "
+            "`lambda: network`"
+        )
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
@@ -170,7 +173,10 @@ class FeatureMatching:
         self._members = [torch.nonzero(self.y == label).flatten() for label in range(self.classes)]
         for label, members in enumerate(self._members):
             if not len(members):
-                raise DataError(f"each class must have a record, but class {label} has none")
+                raise DataError(
+                    f"class {label} has no records, but each class needs at least one. Add records, "
+                    "or lower classes"
+                )
 
     def start(self, per_class: int, seed: int) -> Tensor:
         """Returns real records, drawn at random from each class."""
@@ -394,6 +400,9 @@ def condense(
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):
-        raise DivergedError(f"condensation diverged to NaN or infinity. Use an lr below {lr:g}")
+        raise DivergedError(
+            "the synthetic records contain NaN or infinite values, because condensation diverged. "
+            f"Use an lr below {lr:g}"
+        )
     labels = torch.arange(objective.classes, device=synthetic.device)
     return SyntheticRecords(synthetic.flatten(0, 1), labels.repeat_interleave(per_class))

@@ -232,7 +232,9 @@ def _stacked_pulls(
             centers_KP[number] = penalty.center
             linear_KP[number] = penalty.linear
         elif penalty is not None:
-            raise ValueError("the penalty of each learner must be None or a Pull")
+            raise ValueError(
+                "a learner's penalty is neither None nor a Pull. Use train_on for other penalties"
+            )
     return weights_K1, centers_KP, linear_KP
 
 

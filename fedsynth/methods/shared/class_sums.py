@@ -372,7 +372,7 @@ def private_matching(
 def unsupported(mechanism: str) -> SettingError:
     """Returns the error for a mechanism that the method does not support."""
     reason = (
-        f"must be 'residual', 'gradient', 'features' or 'paper', got {mechanism!r}. A method "
-        "with another mechanism must override `release_plans` and `client_step`"
+        f"must be 'residual', 'gradient', 'features' or 'paper', got {mechanism!r}. Override "
+        "`release_plans` and `client_step` in a method with another mechanism"
     )
     return SettingError("privacy", "mechanism", reason)

@@ -215,13 +215,17 @@ class TrainsLocally(Measurements):
                 reason = "has no effect with method.local_steps. Set method.local_steps=0"
                 raise SettingError("method", key, reason)
         if self.final == "oca" and self.oca_refusal:
-            reason = f"must be 'aca' for {self.name}, because {self.oca_refusal}"
+            reason = (
+                f"must be 'aca' for {self.name}, because {self.oca_refusal}. Set method.final=aca"
+            )
             raise SettingError("method", "final", reason)
         if self.optimiser == "adam" and self.adam_refusal:
-            reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}"
+            reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}. Set method.optimiser=sgd"
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
-            raise SettingError("method", "momentum", "must be below 1 for Adam, got 1")
+            raise SettingError(
+                "method", "momentum", "must be below 1 for Adam, got 1. Use Adam's usual β₁, 0.9"
+            )
 
     def task(
         self, client: int, message: Request, state: ClientState, context: RoundContext

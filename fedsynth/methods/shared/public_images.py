@@ -53,13 +53,16 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
 
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
-            reason = "must be a data set with public images, or 'noise' for random pixels"
+            reason = (
+                "is not set, but the server distils on public images. Name a public data set, or use "
+                "'noise' for random pixels"
+            )
             raise SettingError("method", "proxy", reason)
 
     def images_of(self, context: RoundContext) -> ImageData:
         """Returns the public images."""
         if context.proxy is None:
-            reason = f"must contain public images for {self.name}"
+            reason = f"is None, but {self.name} distils on public images. Pass them"
             raise SettingError(None, "RoundContext.proxy", reason)
         return context.proxy
 

@@ -219,7 +219,7 @@ def check_matching(name: str) -> None:
 def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if kind != "mean":
-        reason = f"must be 'mean' with differential privacy, got {kind!r}"
+        reason = f"must be 'mean' with differential privacy, got {kind!r}. Set method.matching=mean"
         raise SettingError("method", "matching", reason)
 
 
@@ -278,7 +278,9 @@ class DistributionMatcher(matching.MatchingObjective):
                 ):
                     out[:, :width] = loss_gradient(self._custom, real[weights > 0], u[:, :width])
             except Exception as error:
-                reason = f"cannot be used: the loss fails with {type(error).__name__}: "
+                reason = (
+                    f"cannot be used, because the loss raises {type(error).__name__}. Correct it: "
+                )
                 raise SettingError("method", "matching", reason + one_line(error)) from error
             return gradient
         leaf = u_GID.detach().requires_grad_()

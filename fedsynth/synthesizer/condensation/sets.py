@@ -232,8 +232,8 @@ def train_on_union(
         if context.privacy is not None or len(uploads) < context.clients:
             return
         reason = (
-            "must be lower, because no client has this many examples of any class. Alternatively, "
-            "reduce the number of clients (partition.clients)"
+            "is larger than every client's number of examples of any class. Lower it, or lower "
+            "partition.clients"
         )
         raise SettingError("method", "min_examples", reason)
     images = torch.cat([u.normalised(context.spec) for u in sets])

@@ -141,7 +141,10 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return features, teacher.classifier(features)
     layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
     if not layers:
-        raise ValueError("the teacher must have a linear layer, because the features are its input")
+        raise ValueError(
+            "the teacher contains no linear layer, whose inputs are the features. Define `embed` and "
+            "`classifier`"
+        )
     inputs: list[Tensor] = []
     with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
         logits = teacher(x)
