@@ -10,22 +10,78 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from generate.markdown import code, plain, table
+
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 PAGE = DOCS / "errors.md"
 MOST = 6  # alternatives of one message
+INTRODUCTION = """# Error messages
+
+Each error has a code, which stays the same when its message changes: `error.code` in Python,
+`{"error": {"code": …}}` with `--json`. Names in braces stand for values. The remedy is part of the
+message, unless many messages share it. `python docs/errors_page.py` writes this page from the
+source."""
 
 Node = ast.AST
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 # What a call such as `short_repr(value)` shows: its first argument.
-SHOWS_ARGUMENT = set("short_repr one_line str repr len sorted list short_key abs max min".split())
+SHOWS_ARGUMENT = {
+    "short_repr",
+    "one_line",
+    "str",
+    "len",
+    "sorted",
+    "list",
+    "short_key",
+    "max",
+    "min",
+}
+VERBS = (
+    "Add|Ask|Call|Change|Charge|Check|Choose|Clip|Close|Compute|Convert|Copy|Correct|Create|Declare|"
+    "Define|Divide|Download|Enlarge|Enter|Export|Fill|Get|Increase|Inherit|Install|Keep|Let|Load|"
+    "Lower|Make|Move|Name|Override|Pass|Put|Raise|Reduce|Remove|Rename|Repair|Repeat|Replace|Rescale|"
+    "Restore|Resume|Run|Sample|Save|Select|Send|Set|Split|Start|Train|Try|Unpack|Update|Use|Verify|"
+    "Wait|Write"
+)
+IMPERATIVE = re.compile(
+    rf"((To|For|If|With|In|On) [^.]*?, )?({VERBS}|{VERBS.lower()})\b|pip install|did you mean"
+)
+# Remedies of messages without their own. The first match of "code: message" counts. A message of
+# the command line has its own remedy, except where many messages share one: those below.
+SHARED = {
+    # what the other side of a network sent: its operator, who does not read the message, must act
+    r"upload\.": "Update fedsynth at the client, whose upload was left out.",
+    r"(message|request|sums)\.": "Use one version of fedsynth on all machines, and start the run "
+    "again. If it fails again, ask the other side's operator.",
+    r"flower\.": "Correct the cause in the message or the log, and start the process again.",
+    # findings of `fedsynth privacy verify`: a list, whose remedy is the same for each
+    r"(audit|config\.toml|metrics\.jsonl|noise_multiplier|privacy_start|provenance|report|resumed|"
+    r"rounds_done|schema|sources|summary\.json)\b": "Restore the run folder from a backup, and verify "
+    "it again. Do not rely on a report that fails.",
+    r"(ledger|privacy\.refused|records|files\.(resumed|\{)|files:|\{name\})": "Restore the folder or "
+    "the ledger from a backup. Do not rely on a report that fails.",
+    # the operating system's or another library's reason, which is in the message
+    r"(checkpoint|data\.(damaged|unlistable|unreadable_images)|files|the file|data\.missing)\b": "Correct the path or its permissions, or restore the file from its source.",
+    r".*\{(error|reason|fault|faults|finding|findings|text|name|settings|place|cause|why|rule|"
+    r"deviations|advice)\}\W*$": "Follow the reason at the end of the message.",
+    # code that calls the library
+    r"(mechanism|release)\.": "Correct the method, so that it keeps to its release plans.",
+    r"(dimension|function|image_shape|blocks|network|teacher|\{field\}|\{key\})\b": "Correct the "
+    "named function or class.",
+    # the expected values are the remedy
+    r".*\b(must|needs?|requires?|cannot|too small|are outside|can be|is neither)\b": "Use an expected "
+    "value.",
+    r"(options|preset|privacy|model|method|data|folder|labels|run|clients|sweep)\b": "Change the named "
+    "setting or file.",
+    r"\{section\}": "Correct the named file or function.",
+}
 
 
 @dataclass(frozen=True)
@@ -157,6 +213,9 @@ class Sources:
                 for scope in self.scopes(module, call):
                     for bound in in_loops(scope):
                         found |= self.of_call(call, bound)
+        found = {
+            m for m in found if m.code and not m.code.startswith(("{code}", "metrics.jsonl: "))
+        }
         return sorted(found, key=lambda message: (message.code, message.text))
 
     def scopes(self, module: Module, call: ast.Call) -> list[Scope]:
@@ -219,8 +278,8 @@ class Sources:
         attribute = scope.module.parents.get(call)
         if isinstance(attribute, ast.Attribute) and attribute.attr == "with_code":
             outer = scope.module.parents[attribute]
-            assert isinstance(outer, ast.Call)
-            return self.texts(outer.args[0], scope)[0]
+            if isinstance(outer, ast.Call):
+                return self.texts(outer.args[0], scope)[0]
         return ""
 
 
@@ -296,7 +355,13 @@ def in_loops(scope: Scope) -> list[Scope]:
             targets = loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target]
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             scopes = [
-                replace(s, arguments={**s.arguments, **{n: (v, s) for n, v in zip(names, item)}})
+                replace(
+                    s,
+                    arguments={
+                        **s.arguments,
+                        **{n: (v, s) for n, v in zip(names, item, strict=False)},
+                    },
+                )
                 for s in scopes
                 for item in items
             ]
@@ -312,6 +377,36 @@ def literal_items(source: ast.expr) -> list[tuple[ast.expr, ...]]:
     return []
 
 
+def divided(message: Message) -> tuple[str, str]:
+    """Returns a message's cause and its remedy, which may be empty."""
+    sentences = re.split(r"(?<=[.;:?]) (?=[\w`-])", message.text)
+    for number, sentence in enumerate(sentences):
+        if number and IMPERATIVE.match(sentence):
+            return " ".join(sentences[:number]).rstrip(".;:"), " ".join(sentences[number:])
+    if message.text.endswith("{hint}"):
+        return message.text.removesuffix("{hint}"), "Use one of the names that follow."
+    return message.text, ""
+
+
+def shared_remedy(message: Message) -> str | None:
+    """Returns the pattern in `SHARED` that matches a message, or None."""
+    line = f"{message.code}: {message.text}"
+    return next((pattern for pattern in SHARED if re.match(pattern, line)), None)
+
+
+def page(messages: list[Message]) -> str:
+    """Returns the page's text."""
+    areas: dict[str, list[list[str]]] = {}
+    for message in messages:
+        cause, remedy = divided(message)
+        remedy = remedy or SHARED[shared_remedy(message) or ""]
+        area = "Any setting or file" if "{" in message.code[:1] else message.code.split(".")[0]
+        areas.setdefault(area, []).append([code(message.code), plain(cause), plain(remedy)])
+    parts = [INTRODUCTION]
+    for area, rows in areas.items():
+        parts += [f"## {area}", table(["code", "message", "remedy"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
 if __name__ == "__main__":
-    for m in Sources().messages():
-        print(m.code, "|", m.text)
+    PAGE.write_text(page(Sources().messages()), encoding="utf-8")

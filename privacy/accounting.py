@@ -393,7 +393,9 @@ def calibrate_noise_multiplier(
     at_low = at_high = excess(1.0)
     while at_high > 0:
         if high > 1e6:
-            reason = "is too small, because even a noise multiplier of 1e6 gives a larger ε"
+            reason = (
+                "is too small, because even a noise multiplier of 1e6 gives a larger ε. Raise it"
+            )
             raise PrivacySettingError("privacy", "epsilon", reason, value=f"{target_epsilon:g}")
         low, at_low = high, at_high
         high = 4 * high

@@ -128,7 +128,8 @@ class BudgetEnforcer:
                 raise BudgetExceededError(
                     f"the planned release would raise ε of client {self.ledger.client!r} from "
                     f"{format_epsilon(cost)} to {format_epsilon(new_cost)}, above the cap "
-                    f"{cap.epsilon:g} (at δ = {cap.delta:g})",
+                    f"{cap.epsilon:g} (at δ = {cap.delta:g}). Raise the cap, or plan fewer or "
+                    "noisier releases",
                     (self.ledger.client, cost, new_cost),
                 )
 

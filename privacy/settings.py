@@ -183,7 +183,10 @@ class PrivacySettings:
     def _check_without_guarantee(self, mechanism: str) -> None:
         reason = ""
         if self.unit == USER:
-            reason = "has no privacy guarantee, so it cannot be used with privacy.unit=user"
+            reason = (
+                "has no privacy guarantee, so it cannot be used with privacy.unit=user. Use another "
+                "mechanism"
+            )
         elif self.epsilon is not None:
             reason = "has no guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
         if reason:

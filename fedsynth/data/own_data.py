@@ -421,7 +421,7 @@ def declared_spec(settings: FolderSettings, declaration: Declaration) -> Dataset
         if declared != unset:
             numbers = declared if isinstance(declared, tuple) else (declared,)
             text = ("x" if key == "image_size" else ",").join(f"{n:.15g}" for n in numbers)
-            reason = f"must be unset or {text}, the value in {declaration.path}"
+            reason = f"must be unset or {text}, the value in {declaration.path}. Remove it"
         raise SettingError("data", key, reason)
     return spec
 

@@ -161,7 +161,14 @@ def _torchvision(
     from torchvision import models
 
     if model not in models.list_models(module=models):
-        raise _refused(place, name, "is not a classifier in torchvision.models")
+        raise _refused(
+            place,
+            name,
+            (
+                "is not a classifier in torchvision.models. Choose one from "
+                "torchvision.models.list_models()"
+            ),
+        )
     default = models.get_model_weights(model).DEFAULT
     network = models.get_model(model, weights=default if download else None)
     linear = [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear)]

@@ -145,7 +145,11 @@ class PrivacyPlan:
             SettingError: σ is unknown, because the clients have not joined yet.
         """
         if self.privacy.noise_multiplier is None:
-            raise SettingError("privacy", "noise_multiplier", "is unknown until all clients join")
+            raise SettingError(
+                "privacy",
+                "noise_multiplier",
+                "is unknown until all clients join. Wait until they have joined",
+            )
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, release: ReleasePlan) -> float:

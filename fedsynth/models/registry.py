@@ -181,7 +181,9 @@ class ModelSettings:
             reason = f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set"
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
-            raise SettingError("model", "projection", "must be 0 if model.features is set")
+            raise SettingError(
+                "model", "projection", "must be 0 if model.features is set. Set it to 0"
+            )
 
     @property
     def client_names(self) -> tuple[str, ...]:

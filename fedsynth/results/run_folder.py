@@ -123,7 +123,7 @@ class RunFolder:
             raise OutputError(f"{path} is not a run folder: it contains no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(
-                f"the run in {path} cannot be resumed, because it has finished"
+                f"the run in {path} cannot be resumed, because it has finished. Start a new run"
             ).with_code("files.finished")
         try:
             plain_files(path)  # a pipe, or a link to another file, is neither read nor written
@@ -143,7 +143,9 @@ class RunFolder:
         The lock prevents two processes from writing the same run.
         """
         with writing(self.path):
-            busy = OutputError(f"another process is still writing into {self.path}")
+            busy = OutputError(
+                f"another process is still writing into {self.path}. Wait until it ends"
+            )
             self._lock = claim(self.path / LOCK, busy)
 
     def release(self) -> None:

@@ -121,7 +121,10 @@ def _verified(
             problems.append(_problem(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
-        text = f"the run used fedsynth {version}, but this is fedsynth {__version__}"
+        text = (
+            f"the run used fedsynth {version}, but this is fedsynth {__version__}. Install the "
+            "version of the run"
+        )
         problems.append(Problem("provenance.fedsynth", text))
     return Verification(problems, [*notes, TAKEN_AS_STATED])
 

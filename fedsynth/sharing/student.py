@@ -113,7 +113,9 @@ def require_place(file: Path) -> Path:
             be changed.
     """
     if file.is_dir():
-        raise OutputError(f"{file} is a folder, but the model needs a file name")
+        raise OutputError(
+            f"{file} is a folder, but the model needs a file name. Add a name such as model.pt"
+        )
     if any((folder / SUMS).is_file() for folder in file.resolve().parents):
         raise OutputError(f"{file} is inside a synthetic set. Choose another folder for the model")
     return file
@@ -167,7 +169,7 @@ def student_of_set(
     student_settings = student_settings or settings_for(synthetic.spec.image_shape)
     check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        reason = "must be 'hard' or 'auto', because the set has no soft labels"
+        reason = "must be 'hard' or 'auto', because the set has no soft labels. Choose one of them"
         raise SettingError(None, "labels", reason)
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
