@@ -11,7 +11,7 @@ import ast
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,40 +47,36 @@ VERBS = (
     "Add|Ask|Call|Change|Charge|Check|Choose|Clip|Close|Compute|Convert|Copy|Correct|Create|Declare|"
     "Define|Divide|Download|Enlarge|Enter|Export|Fill|Get|Increase|Inherit|Install|Keep|Let|Load|"
     "Lower|Make|Move|Name|Override|Pass|Put|Raise|Reduce|Remove|Rename|Repair|Repeat|Replace|Rescale|"
-    "Restore|Resume|Run|Sample|Save|Select|Send|Set|Split|Start|Train|Try|Unpack|Update|Use|Verify|"
+    "Restore|Return|Resume|Run|Sample|Save|Select|Send|Set|Split|Start|Train|Try|Unpack|Update|Use|Verify|"
     "Wait|Write"
 )
 IMPERATIVE = re.compile(
     rf"((To|For|If|With|In|On) [^.]*?, )?({VERBS}|{VERBS.lower()})\b|pip install|did you mean"
 )
-# Remedies of messages without their own. The first match of "code: message" counts. A message of
-# the command line has its own remedy, except where many messages share one: those below.
+# The remedies that many messages share, which they do not repeat, and the reason. The first pattern
+# counts that matches "code: message". All other messages must have a remedy of their own.
 SHARED = {
-    # what the other side of a network sent: its operator, who does not read the message, must act
+    # what the other side of a network sent: its operator must act, who does not read the message
     r"upload\.": "Update fedsynth at the client, whose upload was left out.",
-    r"(message|request|sums)\.": "Use one version of fedsynth on all machines, and start the run "
-    "again. If it fails again, ask the other side's operator.",
+    r"(message|request|sums)\.": "Use one version of fedsynth on all machines, and start again. If "
+    "it fails again, ask the other side's operator.",
     r"flower\.": "Correct the cause in the message or the log, and start the process again.",
-    # findings of `fedsynth privacy verify`: a list, whose remedy is the same for each
+    # findings of `fedsynth privacy verify`, which are listed together
     r"(audit|config\.toml|metrics\.jsonl|noise_multiplier|privacy_start|provenance|report|resumed|"
-    r"rounds_done|schema|sources|summary\.json)\b": "Restore the run folder from a backup, and verify "
-    "it again. Do not rely on a report that fails.",
-    r"(ledger|privacy\.refused|records|files\.(resumed|\{)|files:|\{name\})": "Restore the folder or "
-    "the ledger from a backup. Do not rely on a report that fails.",
-    # the operating system's or another library's reason, which is in the message
-    r"(checkpoint|data\.(damaged|unlistable|unreadable_images)|files|the file|data\.missing)\b": "Correct the path or its permissions, or restore the file from its source.",
+    r"rounds_done|schema|sources|summary\.json|ledger|privacy\.refused|records|files:|"
+    r"files\.(resumed|\{)|\{name\})": "Restore the folder or the ledger from a backup. Do not rely "
+    "on a report that fails.",
+    # the operating system's reason
+    r"(checkpoint|data\.(damaged|missing|unlistable|unreadable_images)|files|the file)\b": "Correct "
+    "the path or its permissions, or restore the file from its source.",
+    # another message or library's reason
     r".*\{(error|reason|fault|faults|finding|findings|text|name|settings|place|cause|why|rule|"
-    r"deviations|advice)\}\W*$": "Follow the reason at the end of the message.",
-    # code that calls the library
-    r"(mechanism|release)\.": "Correct the method, so that it keeps to its release plans.",
-    r"(dimension|function|image_shape|blocks|network|teacher|\{field\}|\{key\})\b": "Correct the "
-    "named function or class.",
+    r"deviations|advice|value)\}\W*$": "Follow the reason at the end of the message.",
+    # a method's or a feature map's code
+    r"(mechanism|release|dimension|function|image_shape|blocks|network|teacher|\{key\})\b": "Correct "
+    "the named function or class.",
     # the expected values are the remedy
-    r".*\b(must|needs?|requires?|cannot|too small|are outside|can be|is neither)\b": "Use an expected "
-    "value.",
-    r"(options|preset|privacy|model|method|data|folder|labels|run|clients|sweep)\b": "Change the named "
-    "setting or file.",
-    r"\{section\}": "Correct the named file or function.",
+    r".*\b(must|needs?|requires?) .*\b(got|is|has|does)\b": "Use an expected value.",
 }
 
 
@@ -159,11 +155,15 @@ class Sources:
                         code = codes[0] if codes else self.classes[base][1]
                         self.classes.setdefault(node.name, (base, code))
 
-    def calls(self) -> Iterator[tuple[Module, ast.Call]]:
+    @cached_property
+    def calls(self) -> dict[str, list[tuple[Module, ast.Call]]]:
+        """The calls of each function or class, by its name."""
+        found: dict[str, list[tuple[Module, ast.Call]]] = {}
         for module in self.modules:
-            for node in ast.walk(module.tree):
+            for node in module.parents:
                 if isinstance(node, ast.Call):
-                    yield module, node
+                    found.setdefault(name_of(node), []).append((module, node))
+        return found
 
     # --------------------------------------------------------------------------- texts
     def texts(self, node: Node | None, scope: Scope, depth: int = 0) -> list[str]:
@@ -208,14 +208,14 @@ class Sources:
     def messages(self) -> list[Message]:
         """Returns all messages, sorted by code."""
         found = set()
-        for module, call in self.calls():
-            if name_of(call) in (*self.classes, "Problem"):
+        for name in (*self.classes, "Problem"):
+            for module, call in self.calls.get(name, []):
                 for scope in self.scopes(module, call):
                     for bound in in_loops(scope):
                         found |= self.of_call(call, bound)
-        found = {
-            m for m in found if m.code and not m.code.startswith(("{code}", "metrics.jsonl: "))
-        }
+        wrappers = ("{code}", "metrics.jsonl: ", "privacy_start.json: ")  # a place, without a fault
+        found = {m for m in found if m.code and not m.code.startswith(wrappers)}
+        found = {m for m in found if not IMPERATIVE.match(m.text.removeprefix(f"{m.code} "))}
         return sorted(found, key=lambda message: (message.code, message.text))
 
     def scopes(self, module: Module, call: ast.Call) -> list[Scope]:
@@ -226,8 +226,8 @@ class Sources:
             return plain
         names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
         scopes = []
-        for other, caller in self.calls():
-            if name_of(caller) != function.name or other.function_of(caller) is function:
+        for other, caller in self.calls.get(function.name, []):
+            if other.function_of(caller) is function:
                 continue
             start = 1 if names[:1] in (["self"], ["cls"]) else 0
             values = dict(zip(names[start:], caller.args, strict=False))

@@ -71,7 +71,9 @@ def make_floats(settings: Any) -> None:
 def needs_a_budget() -> PrivacySettingError:
     """Returns the error for settings without a noise multiplier and a budget."""
     return PrivacySettingError(
-        "privacy", "noise_multiplier", "or privacy.epsilon must be set for differential privacy"
+        "privacy",
+        "noise_multiplier",
+        "or privacy.epsilon must be set for differential privacy. Set one of them",
     )
 
 
@@ -173,8 +175,8 @@ class PrivacySettings:
         _require(is_unit, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "requires privacy.nominal_size, a client's approximate number of users, or "
-                "`users` in the data's declaration"
+                "must come with privacy.nominal_size, a client's approximate number of users, or "
+                "with `users` in the data's declaration. Set one of them"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER

@@ -106,7 +106,9 @@ def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -
     """
     library, _, model = name.partition(":")
     if not _NAME.fullmatch(model):
-        raise _refused(place, name, f"must be {library}: followed by a network's name")
+        raise _refused(
+            place, name, f"must be {library}: followed by a network's name. Name a network"
+        )
     load = {"timm": _timm, "torchvision": _torchvision}[library]
     try:
         network, expected = load(name, model, weights == PRETRAINED, place)

@@ -281,6 +281,6 @@ def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Privac
             raise needs_a_budget()
         plans.append(plan_of(settings))
     if not plans:
-        reason = f"cannot run with differential privacy: {method.refusal}"
+        reason = f"cannot run with differential privacy: {method.refusal}. Use fedavg"
         raise SettingError("run", "method", reason, value=method.name)
     return plans

@@ -178,7 +178,10 @@ class ModelSettings:
         if self.features not in feature_names():
             refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
-            reason = f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set"
+            reason = (
+                f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set. Choose one "
+                "of them"
+            )
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
             raise SettingError(

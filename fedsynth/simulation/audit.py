@@ -244,7 +244,9 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
     size of the original run.
     """
     if settings.privacy is None:
-        reason = "or privacy.epsilon must be set, because an audit tests a stated ε"
+        reason = (
+            "or privacy.epsilon must be set, because an audit tests a stated ε. Set one of them"
+        )
         raise SettingError("privacy", "noise_multiplier", reason)
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:

@@ -127,7 +127,10 @@ class Simulation(ActiveRun):
         if encoder is None or encoder.encoder or not encoder.encoder_cache:
             return
         if not isinstance(network, OnFeatures | FeatureLinear):
-            reason = "has no effect, because the run has no encoder and its model no feature map"
+            reason = (
+                "has no effect, because the run has no encoder and its model no feature map. Remove "
+                "it"
+            )
             raise SettingError("data", "encoder_cache", reason)
         if self.context.isolated:
             return
