@@ -278,10 +278,9 @@ class DistributionMatcher(matching.MatchingObjective):
                 ):
                     out[:, :width] = loss_gradient(self._custom, real[weights > 0], u[:, :width])
             except Exception as error:
-                reason = (
-                    f"cannot be used, because the loss raises {type(error).__name__}. Correct it: "
-                )
-                raise SettingError("method", "matching", reason + one_line(error)) from error
+                cause = f"{type(error).__name__}: {one_line(error)}"
+                reason = f"cannot be used, because the loss raises {cause}. Correct the loss"
+                raise SettingError("method", "matching", reason) from error
             return gradient
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
