@@ -151,7 +151,9 @@ class Sources:
             for node in definitions:
                 for base in (b.id for b in node.bases if isinstance(b, ast.Name)):
                     if base in self.classes:
-                        codes = [k.value.value for k in node.keywords if k.arg == "code"]
+                        codes = [
+                            ast.literal_eval(k.value) for k in node.keywords if k.arg == "code"
+                        ]
                         code = codes[0] if codes else self.classes[base][1]
                         self.classes.setdefault(node.name, (base, code))
 
@@ -252,7 +254,10 @@ class Sources:
             args[:1] = [ast.Constant("{section}"), ast.Constant("{key}")]
         args += [None] * 4
         base, code = self.classes.get(kind, ("", ""))
-        text = lambda node: self.texts(node, scope)  # noqa: E731
+
+        def text(node: ast.expr | None) -> list[str]:
+            return self.texts(node, scope)
+
         if "SettingError" in (kind, base):
             names = [joined(a, b) for a in text(args[0]) for b in text(args[1])]
             pairs = [(n, f"{n} {reason}") for n in names[:MOST] for reason in text(args[2])]
@@ -327,12 +332,12 @@ def assigned(name: ast.Name, scope: Scope) -> list[ast.expr]:
         node
         for node in ast.walk(function)
         if isinstance(node, ast.Assign | ast.AugAssign | ast.NamedExpr)
-        and node.lineno <= scope.site.lineno
+        and node.lineno <= getattr(scope.site, "lineno", 0)
         and module.function_of(node) is function
     ]
     above = module.ancestors(scope.site)
     values: list[ast.expr] = []
-    for node in sorted(before, key=lambda node: node.lineno):
+    for node in sorted(before, key=lambda node: getattr(node, "lineno", 0)):
         match node:
             case ast.NamedExpr(target=ast.Name(id=name.id), value=value):
                 values = [value]
@@ -342,7 +347,7 @@ def assigned(name: ast.Name, scope: Scope) -> list[ast.expr]:
                 values = new if new and sure else values + new
             case ast.AugAssign(target=ast.Name(id=target_name), value=value):
                 if target_name == name.id:
-                    longer = [ast.BinOp(v, ast.Add(), value) for v in values]
+                    longer: list[ast.expr] = [ast.BinOp(v, ast.Add(), value) for v in values]
                     values = longer if module.parents[node] in above else values + longer
     return values
 
