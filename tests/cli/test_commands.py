@@ -256,7 +256,7 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
     preset = library.load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
     assert settings == choose_speed(preset, torch.device("cpu"))
-    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no results for method moon")
+    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no cell with method moon")
 
 
 def test_installed_script_works_in_ascii_locale(tmp_path: Path) -> None:
