@@ -199,12 +199,12 @@ class UpdateGuard:
 
         Raises:
             BudgetExceededError: the answer would exceed the budget. Nothing was charged.
-            PrivacyError: the names or shapes differ. Nothing was charged.
+            PrivacyError: the names, shapes or types differ. Nothing was charged.
         """
         public = {name: _tensor(name, value) for name, value in received.items()}
         trained = {name: _tensor(name, value) for name, value in answer.items()}
         self._check_same(public, trained)
-        names = [name for name in public if self._released(name, public[name])]
+        names = [name for name in public if self._released(name, trained[name])]
         leaving = {name: torch.zeros_like(t) if difference else t for name, t in public.items()}
         if names:
             update = [
@@ -235,12 +235,18 @@ class UpdateGuard:
 
     def _check_same(self, received: Mapping[str, Tensor], answer: Mapping[str, Tensor]) -> None:
         for name in sorted(received.keys() | answer.keys()):
-            both = name in received and name in answer
-            if not both or received[name].shape != answer[name].shape:
+            sent, own = received.get(name), answer.get(name)
+            # servers average counts, too, so a count that was received may be no integer
+            if (
+                sent is None
+                or own is None
+                or sent.shape != own.shape
+                or (own.is_floating_point() and not sent.is_floating_point())
+            ):
                 raise PrivacyError(
                     f"the job of client {self.client!r} must answer with the arrays that it "
-                    f"received, but array {short_repr(name)} is missing or has another shape. Let "
-                    "the server send the whole initial model"
+                    f"received, but array {short_repr(name)} is missing or has another shape or "
+                    "type. Let the server send the whole initial model"
                 ).with_code("guard.arrays")
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:

@@ -104,7 +104,9 @@ def protected(guard: UpdateGuard, message: Message, answer: RecordDict) -> Recor
                 ).with_code("guard.arrays")
             [received] = message.content.array_records.values()
             meta = message.metadata
-            request = (meta.run_id, meta.group_id, meta.message_type)
+            request = [meta.run_id, meta.group_id, meta.message_type]
+            for key, settings in message.content.config_records.items():  # such as the round
+                request.append((key, sorted(settings.items())))
             arrays = guard.protect(request, _arrays(received), _arrays(record))
             leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
         else:
