@@ -61,7 +61,7 @@ def train(message: Message, context: Context) -> Message:
         loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
-    metrics = MetricRecord({"train_loss": float(loss), "num-examples": len(labels)})
+    metrics = MetricRecord({"train_loss": loss.item(), "num-examples": len(labels)})
     content = {"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}
     return Message(content=RecordDict(content), reply_to=message)
 

@@ -20,6 +20,8 @@ those of NVFlare's SummaryWriter, pass no filter, so they are switched off.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from copy import deepcopy
 from typing import Any
 
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -56,7 +58,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         A refused result is replaced by an error code, and the site's log has the reason.
         """
         if fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN:
-            fl_ctx.set_prop(RECEIVED, shareable, private=True, sticky=False)
+            fl_ctx.set_prop(RECEIVED, _copy(shareable), private=True, sticky=False)
             fl_ctx.get_engine().get_widget(WidgetID.FED_EVENT_RUNNER).ready = False
             return shareable
         code = shareable.get_return_code(ReturnCode.OK)
@@ -73,8 +75,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
             self.log_error(fl_ctx, str(error))
             return make_reply(ReturnCode.TASK_RESULT_FILTER_ERROR)
         for header in HEADERS:
-            if task.get_header(header) is not None:
-                result.set_header(header, task.get_header(header))
+            result.set_header(header, task.get_header(header))
         return result
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
@@ -82,7 +83,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
 
         Args:
             dxo: the job's result.
-            shareable: the task.
+            shareable: the task, as it was received.
             fl_ctx: the context of the task.
 
         Raises:
@@ -105,6 +106,17 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         if initial:
             meta[MetaKey.INITIAL_METRICS] = initial
         return DXO(dxo.data_kind, arrays, meta)
+
+
+def _copy(task: Shareable) -> Shareable:
+    """Copies the parts of a task that the guard needs, as a job may change the task's arrays."""
+    copy = Shareable()
+    with suppress(ValueError):  # a task without data
+        dxo = from_shareable(task)
+        copy = DXO(dxo.data_kind, deepcopy(dxo.data)).to_shareable()
+    for header in HEADERS:
+        copy.set_header(header, task.get_header(header))
+    return copy
 
 
 def _dxo(shareable: Shareable) -> DXO:

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
@@ -50,10 +51,12 @@ def guard_mod(
     """
     try:
         guard = guard_of(context.node_config)
+        request, received = identity(message), _copies(message.content)  # jobs may change both
         answer = call_next(message, context)
         if answer.has_error():
             return Message(Error(ErrorCode.UNKNOWN, FAILED), reply_to=message)
-        return Message(protected(guard, message, answer.content), reply_to=message)
+        content = protected(guard, request, received, answer.content)
+        return Message(content, reply_to=message)
     except FedsynthError as error:
         _LOGGER.error("%s", error)
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
@@ -80,12 +83,27 @@ def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
     return UpdateGuard(str(folder), str(name))
 
 
-def protected(guard: UpdateGuard, message: Message, answer: RecordDict) -> RecordDict:
+def identity(message: Message) -> list[object]:
+    """Returns what identifies a request besides its arrays, such as the run and the round."""
+    meta = message.metadata
+    request: list[object] = [meta.run_id, meta.group_id, meta.message_type]
+    for name, settings in message.content.config_records.items():
+        request.append((name, sorted(settings.items())))
+    return request
+
+
+def protected(
+    guard: UpdateGuard,
+    request: Sequence[object],
+    received: Sequence[Mapping[str, Any]],
+    answer: RecordDict,
+) -> RecordDict:
     """Returns the content that may leave in place of a job's answer.
 
     Args:
         guard: the client's guard.
-        message: the request.
+        request: what identifies the request.
+        received: the arrays of each array record of the request.
         answer: the content of the job's answer.
 
     Raises:
@@ -94,20 +112,15 @@ def protected(guard: UpdateGuard, message: Message, answer: RecordDict) -> Recor
         PrivacyError: the arrays of both differ.
     """
     leaving = RecordDict()
+    trained = _copies(answer)
+    if trained and (len(received), len(trained)) != (1, 1):
+        raise MessageError(
+            f"request and answer must have one array record each, got {len(received)} and "
+            f"{len(trained)}. Let the job send one model"
+        ).with_code("guard.arrays")
     for name, record in answer.items():
         if isinstance(record, ArrayRecord):
-            both = len(answer.array_records), len(message.content.array_records)
-            if both != (1, 1):
-                raise MessageError(
-                    f"request and answer must have one array record each, got {both[1]} and "
-                    f"{both[0]}. Let the job send one model"
-                ).with_code("guard.arrays")
-            [received] = message.content.array_records.values()
-            meta = message.metadata
-            request = [meta.run_id, meta.group_id, meta.message_type]
-            for key, settings in message.content.config_records.items():  # such as the round
-                request.append((key, sorted(settings.items())))
-            arrays = guard.protect(request, _arrays(received), _arrays(record))
+            arrays = guard.protect(request, received[0], trained[0])
             leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
         else:
             kind = MetricRecord if isinstance(record, MetricRecord) else ConfigRecord
@@ -116,5 +129,6 @@ def protected(guard: UpdateGuard, message: Message, answer: RecordDict) -> Recor
     return leaving
 
 
-def _arrays(record: ArrayRecord) -> dict[str, Any]:
-    return {name: array.numpy() for name, array in record.items()}
+def _copies(content: RecordDict) -> list[dict[str, Any]]:
+    records = content.array_records.values()
+    return [{name: np.array(array.numpy()) for name, array in one.items()} for one in records]
