@@ -41,7 +41,7 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
-from fedsynth.errors import LedgerError, PrivacyError, faults_as, short_repr
+from fedsynth.errors import PrivacyError, faults_as, short_repr
 from fedsynth.files import file_hash, load_toml, lock, open_regular, write_whole
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier
 from fedsynth.privacy.ledger import Ledger, read_ledger
@@ -84,8 +84,8 @@ class GuardSettings(Part):
     rounds: Annotated[int, Field(ge=1)] | None = None
     noise_multiplier: Positive | None = None
     adjacency: Literal["zero-out", "replace-one"] = "zero-out"
-    left_out: list[str] = []
-    nominal: dict[str, int | float] = {}
+    left_out: list[str] = Field(default=[])
+    nominal: dict[str, int | float] = Field(default={})
 
     @classmethod
     def read(cls, file: Path) -> GuardSettings:
@@ -119,7 +119,11 @@ class GuardSettings(Part):
 
 
 def noisy_update(
-    update_D: Tensor, plan: ReleasePlan, sigma: float, enforcer: BudgetEnforcer, secret: SecretGenerator
+    update_D: Tensor,
+    plan: ReleasePlan,
+    sigma: float,
+    enforcer: BudgetEnforcer,
+    secret: SecretGenerator,
 ) -> Released:
     """Charges the ledger for one update, clips it and adds noise, [D].
 
@@ -235,13 +239,13 @@ class UpdateGuard:
 
     def _check_same(self, received: Mapping[str, Tensor], answer: Mapping[str, Tensor]) -> None:
         for name in sorted(received.keys() | answer.keys()):
-            sent, own = received.get(name), answer.get(name)
+            sent, trained = received.get(name), answer.get(name)
             # servers average counts, too, so a count that was received may be no integer
             if (
                 sent is None
-                or own is None
-                or sent.shape != own.shape
-                or (own.is_floating_point() and not sent.is_floating_point())
+                or trained is None
+                or sent.shape != trained.shape
+                or (trained.is_floating_point() and not sent.is_floating_point())
             ):
                 raise PrivacyError(
                     f"the job of client {self.client!r} must answer with the arrays that it "
@@ -254,9 +258,9 @@ class UpdateGuard:
         sent = self.folder / f"{self.client}.safetensors"
         with _locked(self.folder / f"{self.client}.lock"):
             if sent.exists():
-                with safe_open(sent, "pt") as before:
-                    if digest in before.keys():  # noqa: SIM118  # no mapping
-                        return before.get_tensor(digest)
+                with safe_open(sent, "pt") as answers:
+                    if digest in answers.keys():  # noqa: SIM118  # no mapping
+                        return answers.get_tensor(digest)
             plan = ReleasePlan(
                 name="update",
                 quantity="model update",
@@ -267,9 +271,7 @@ class UpdateGuard:
                 steps=1,
                 dimension=len(update_D),
             )
-            noisy = noisy_update(
-                update_D, plan, self.settings.sigma, self._enforcer, self._secret
-            )
+            noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
             write_whole(sent, safetensors.torch.save({digest: noisy}))
             self._ledger.note_files(self._stated)
         with _locked(self.folder / "report.lock"):
@@ -378,8 +380,8 @@ def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -
     problems, notes = page_problems(report, folder)
     problems += rows.problems
     stated = file_hash(folder / SETTINGS)
-    for client, each in rows.ledgers.items():
-        if [noted for _, noted in each.lines.files][-1:] != [stated]:
+    for client, charged in rows.ledgers.items():
+        if [noted for _, noted in charged.lines.files][-1:] != [stated]:
             text = f"the ledger of {client} was charged with other settings than {SETTINGS}"
             problems.append(Problem(f"files.{SETTINGS}", text))
     problems += report_problems(report, facts, rows, {})

@@ -213,10 +213,11 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
     clients.
 
     Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
-    the noise multiplier σ/size. Clients change one sum each, which gives σ/√size. With subsampling, group privacy is used (the chain of neighbours in
-    Theorem 2.2 of Dwork & Roth 2014). If (ε', δ') holds for one unit, then size·ε' holds for `size`
-    units at δ'·(1 + e^ε' + … + e^{(size−1)ε'}). The smallest such ε' on a grid is used. Often δ'
-    would have to be so small that the accountant cannot compute it.
+    the noise multiplier σ/size. Clients change one sum each, which gives σ/√size. With subsampling,
+    group privacy is used (the chain of neighbours in Theorem 2.2 of Dwork & Roth 2014). If (ε', δ')
+    holds for one unit, then size·ε' holds for `size` units at δ'·(1 + e^ε' + … + e^{(size−1)ε'}).
+    The smallest such ε' on a grid is used. Often δ' would have to be so small that the accountant
+    cannot compute it.
 
     Args:
         rows: the ledger rows of the client.

@@ -320,7 +320,9 @@ def test_report_states_the_client_level_first(tmp_path: Path) -> None:
     assert facts["guarantee"]["epsilon"] < 8
     assert {entry["unit"] for entry in facts["ledger"]} == {"client"}
     two = next(group for group in facts["guarantee"]["groups"] if group["units"] == 2)
-    assert two["epsilon"] < 2 * facts["guarantee"]["epsilon"]  # √2 times μ, as releases are separate
+    assert (
+        two["epsilon"] < 2 * facts["guarantee"]["epsilon"]
+    )  # √2 times μ, as releases are separate
     replaced = tmp_path / "replaced"
     make(replaced, 'rounds = 1\nadjacency = "replace-one"')
     update_of(replaced, 0)

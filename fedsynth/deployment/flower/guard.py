@@ -62,9 +62,7 @@ def guard_mod(
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
     except Exception:  # Flower would send its text, which may show private values
         _LOGGER.exception("the job failed")
-        return Message(
-            Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, FAILED), reply_to=message
-        )
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, FAILED), reply_to=message)
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
@@ -131,4 +129,4 @@ def protected(
 
 def _copies(content: RecordDict) -> list[dict[str, Any]]:
     records = content.array_records.values()
-    return [{name: np.array(array.numpy()) for name, array in one.items()} for one in records]
+    return [{name: np.array(array.numpy()) for name, array in record.items()} for record in records]
