@@ -301,7 +301,7 @@ def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
     hashed = hashlib.sha256(repr(request).encode())
     for name, tensor in received.items():
         hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-        hashed.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy())
+        hashed.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()
 
 
