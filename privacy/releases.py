@@ -24,9 +24,10 @@ ADJACENCIES = ("add-remove", "zero-out", "replace-one")
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
-# The privacy units: one example, or one user with all their examples. Neighbouring data sets
-# differ in one unit.
-UNITS = (RECORD, USER)
+CLIENT = "client"
+# The privacy units: one example, one user with all their examples, or one client with all its data.
+# Neighbouring data sets differ in one unit.
+UNITS = (RECORD, USER, CLIENT)
 
 POISSON, FULL = SAMPLERS = ("poisson", "full")
 

@@ -13,7 +13,7 @@ from fedsynth.errors import PrivacySettingError
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
-    UNITS,
+    RECORD,
     USER,
     check_adjacency,
     check_delta,
@@ -171,8 +171,8 @@ class PrivacySettings:
             self._check_without_guarantee(self.mechanism)
 
     def _check_unit(self) -> None:
-        is_unit = self.unit in (None, *UNITS)
-        _require(is_unit, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
+        is_unit = self.unit in (None, RECORD, USER)  # only a guard protects whole clients
+        _require(is_unit, "unit", f"must be one of {RECORD}, {USER}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
                 "must come with privacy.nominal_size, a client's approximate number of users, or "
