@@ -55,24 +55,28 @@ class SumsOverPeriods(SummedUploads):
         """Returns the method whose run costs as much as all periods together."""
         return replace(self, periods=1, period=1)
 
-    def over_periods(self, plans: Plans, continued: tuple[str, ...], rounds: int) -> Plans:
+    def over_periods(
+        self, plans: Plans, continued: tuple[str, ...], context: RoundContext
+    ) -> Plans:
         """Returns the plans of the current period.
 
         Args:
             plans: the plans of a run without periods.
             continued: the names of the plans whose sums later periods continue. The others are
                 released in period 1 only.
-            rounds: the number of rounds of the run.
+            context: the public context of the run.
 
         Raises:
             SettingError: a run with several periods has several rounds.
         """
         if self.periods == 1:
             return plans
-        if rounds != 1:
+        if context.rounds != 1:
             reason = "must be 1 with several periods, because old records take no later steps"
-            raise SettingError("run", "rounds", reason, value=rounds)
+            raise SettingError("run", "rounds", reason, value=context.rounds)
         factor = charged_factor(self.period, self.periods)
+        # the expected signal is that of the running sum, whose noise differs from the row's
+        gain = self.total_records(context) / context.nominal_size / sum_factor(self.period)
         result = []
         for plan in plans:
             quantity = in_period(plan.quantity, self.period, self.periods)
@@ -81,7 +85,9 @@ class SumsOverPeriods(SummedUploads):
                 noise *= factor
             elif self.period > 1:
                 continue
-            result.append(replace(plan, quantity=quantity, relative_noise_multiplier=noise))
+            signal = None if plan.signal is None else plan.signal * gain
+            changed = replace(plan, quantity=quantity, signal=signal)
+            result.append(replace(changed, relative_noise_multiplier=noise))
         return tuple(result)
 
     def total_records(self, context: RoundContext) -> float:

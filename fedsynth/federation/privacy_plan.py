@@ -29,7 +29,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.plans import EXCHANGES, Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
-from fedsynth.privacy.releases import RECORD, Release, check_delta
+from fedsynth.privacy.releases import RECORD, USER, Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -81,8 +81,11 @@ class PrivacyPlan:
         checks.check_unit(stated, spec)
         mechanism = checks.mechanism_of(method, stated)
         limit = checks.most_records(spec, stated)
-        if isinstance(method, SumsOverPeriods):
+        if isinstance(method, SumsOverPeriods) and method.periods > 1:
             limit *= method.periods
+            if stated.unit == USER:
+                reason = "must be 'record' with several periods, because users may return"
+                raise SettingError("privacy", "unit", reason, value=USER)
         check_delta(stated.delta, limit)
         privacy = replace(stated, mechanism=mechanism)
         plans = tuple(method.release_plans(privacy, context))

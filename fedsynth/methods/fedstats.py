@@ -554,7 +554,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             *plan(COVARIANCES, covariances, matrices, grams_width(features.blocks), white),
             *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
         )
-        return self.over_periods(plans, CONTINUED, context.rounds)
+        return self.over_periods(plans, CONTINUED, context)
 
     def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
