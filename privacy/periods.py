@@ -57,7 +57,7 @@ def coefficients(count: int) -> list[float]:
 
 
 def column_norm(periods: int) -> float:
-    """Returns ‖c‖, the norm of the longest column of C for this number of periods.
+    """Returns ‖c‖, the longest column's norm in C for this number of periods.
 
     >>> round(column_norm(12) ** 2, 3)
     1.851
@@ -66,7 +66,7 @@ def column_norm(periods: int) -> float:
 
 
 def charged_factor(period: int, periods: int) -> float:
-    """Returns ‖c‖/c_{t−1}, the noise multiplier of period t's ledger row divided by σ."""
+    """Returns ‖c‖/c_{t−1}, which is the ratio between the noise multiplier in period t's row and σ."""
     return column_norm(periods) / coefficients(period)[-1]
 
 
@@ -163,7 +163,7 @@ class ReleaseSequence:
         return any(self.folder.glob(f"{self.period:03d}-*"))
 
     def is_charged(self, rows: Sequence[Release]) -> bool:
-        """Returns True if one of the ledger rows is for a release of the current period."""
+        """Returns True if a ledger row is for a release in the current period."""
         return any(period_of(row.quantity) == (self.period, self.periods) for row in rows)
 
     def begin(self, records: str) -> None:
@@ -193,7 +193,7 @@ class ReleaseSequence:
         write_whole(path, _json(facts).encode(), secret=True)
 
     def stored(self, period: int, quantity: str) -> dict[str, Tensor] | None:
-        """Returns the noise and the increment of a release, or None if it was not made.
+        """Returns a release's noise and increment, or None if it was not made.
 
         Raises:
             LedgerError: the file is damaged.
@@ -209,8 +209,8 @@ class ReleaseSequence:
             raise _damaged(path, "it has other tensors")
         return tensors
 
-    def earlier(self, quantity: str) -> list[dict[str, Tensor]]:
-        """Returns the noise and the increments of all earlier periods, oldest first.
+    def earlier_releases(self, quantity: str) -> list[dict[str, Tensor]]:
+        """Returns the noise and increments from all earlier periods, oldest first.
 
         Raises:
             LedgerError: a file is missing or damaged.
@@ -295,16 +295,16 @@ class RunningSumMechanism(GaussianSumMechanism):
         self._fresh = torch.zeros(0)
 
     def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:
-        """Returns the noise of the increment: Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
+        """Returns the increment's noise: Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
         c = coefficients(self._sequence.period)
         self._fresh = self._secret.normal(shape, self.noise_std * c[-1])
         noise = self._fresh.clone()
-        for age, earlier in enumerate(reversed(self._earlier()), start=1):
-            noise += (c[age] - c[age - 1]) * earlier["noise"]
+        for age, tensors in enumerate(reversed(self._earlier_releases()), start=1):
+            noise += (c[age] - c[age - 1]) * tensors["noise"]
         return noise.to(device)
 
-    def _earlier(self) -> list[dict[str, Tensor]]:
-        return self._sequence.earlier(self._release.quantity)
+    def _earlier_releases(self) -> list[dict[str, Tensor]]:
+        return self._sequence.earlier_releases(self._release.quantity)
 
     def release(self) -> Released:
         """Ends the step and returns the running sum [groups, D], float32.
@@ -314,6 +314,6 @@ class RunningSumMechanism(GaussianSumMechanism):
         increment = super().release()
         stored = self._sequence.store(self._release.quantity, self._fresh, increment)
         total = stored.double()
-        for earlier in self._earlier():
-            total += earlier["increment"].double()
+        for tensors in self._earlier_releases():
+            total += tensors["increment"].double()
         return Released(total.float().to(increment.device))

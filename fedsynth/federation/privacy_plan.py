@@ -123,11 +123,11 @@ class PrivacyPlan:
                 "privacy.noise_multiplier"
             ).with_code("release.ledger")
         if privacy.noise_multiplier is None:
-            whole = plan
+            calibrated_plan = plan
             if isinstance(settings.method, SumsOverPeriods):  # σ is for all periods together
                 run = replace(settings, method=settings.method.all_periods())
-                whole = replace(cls.checked(run, context), histories=plan.histories)
-            privacy = replace(privacy, noise_multiplier=whole._calibrated())
+                calibrated_plan = replace(cls.checked(run, context), histories=plan.histories)
+            privacy = replace(privacy, noise_multiplier=calibrated_plan._calibrated())
         return replace(plan, privacy=privacy)
 
     # -------------------------------------------------------------------------- what is released

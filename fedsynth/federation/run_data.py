@@ -467,12 +467,12 @@ class Clients:
         method = run.method
         if not isinstance(method, SumsOverPeriods) or method.periods == 1:
             return {}
-        found = {}
+        sequences = {}
         for name in self.ledger_names:
-            found[name] = ReleaseSequence(
+            sequences[name] = ReleaseSequence(
                 folder / PRIVATE_FILES, name, method.period, method.periods
             )
-        return found
+        return sequences
 
     @property
     def ledger_names(self) -> tuple[str, ...]:

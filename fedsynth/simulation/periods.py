@@ -25,7 +25,7 @@ FREE_SETTINGS = ("ledger", "nominal_size", "max_records", "device", "memory_gb",
 
 
 def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, Any]]:
-    """Returns the settings of the next period of a sequence of runs.
+    """Returns the settings for the next period of a sequence.
 
     They are those of period 1, which are stored with the owner's ledger, with the new data.
 
@@ -45,8 +45,8 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
         ).with_code("files.synthetic_set")
     check_hashes(share)
     report = read_report(share)
-    found = [period_of(entry["quantity"]) for entry in report["ledger"]]
-    period, periods = max((pair for pair in found if pair), default=(1, 1))
+    pairs = [period_of(entry["quantity"]) for entry in report["ledger"]]
+    period, periods = max((pair for pair in pairs if pair), default=(1, 1))
     if period >= periods:
         reason = (
             f"allows no further period, because {share} is of period {period} of {periods}. Start a "
@@ -70,7 +70,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
 def _complete(
     facts: list[PeriodFacts | None], ledger: Ledger | None, chain: str, folder: Path
 ) -> list[PeriodFacts]:
-    """Returns the facts of all periods of a share.
+    """Returns the facts of all periods that a share covers.
 
     Raises:
         LedgerError: a period is missing, or the ledger is not that of the share.
@@ -101,8 +101,10 @@ def _ledger_folder(sections: Sections) -> Path:
     stated = sections.get("privacy", {}).get("ledger")
     data = sections.get("data", {})
     if stated is None and "folder" in data:
-        known = {key: data[key] for key in data if key in FolderSettings.__dataclass_fields__}
-        declaration = from_mapping(FolderSettings, known).declared()
+        folder_settings = {
+            key: data[key] for key in data if key in FolderSettings.__dataclass_fields__
+        }
+        declaration = from_mapping(FolderSettings, folder_settings).declared()
         stated = None if declaration is None else declaration.ledger
     if stated is None:
         reason = "must be set, because it contains the noise of the earlier periods"

@@ -26,6 +26,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.feature_cache import keep_on_disk
 from fedsynth.core.messages import Tensors
+from fedsynth.core.periods import has_periods
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
 from fedsynth.errors import SettingError
@@ -291,6 +292,8 @@ class Simulation(ActiveRun):
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
+        if has_periods(self.method):
+            return f"{progress}{self._spent()}. Repeat the command, which charges nothing again"
         charge_note = ". Resuming charges the interrupted round again" if self._private else ""
         return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
 

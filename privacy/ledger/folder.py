@@ -308,9 +308,14 @@ class LedgerFolder:
                 "was made. Repeat it with those records"
             ).with_code("sequence.records")
         for period in range(1, number):
-            earlier = sequence.stored_facts(period)
-            records = None if earlier is None else index.records_of(earlier.records)
-            if earlier is None or not earlier.finished or ledger is None or records is None:
+            earlier_facts = sequence.stored_facts(period)
+            records = None if earlier_facts is None else index.records_of(earlier_facts.records)
+            if (
+                earlier_facts is None
+                or not earlier_facts.finished
+                or ledger is None
+                or records is None
+            ):
                 raise LedgerError(
                     f"folder {self.path} does not contain the finished period {period} of client "
                     f"{name!r}. Finish it, or restore the folder from a backup"
@@ -320,7 +325,7 @@ class LedgerFolder:
                     f"{repeated} records of client {name!r} are already in period {period}, but a "
                     "record may be in one period only. Remove them from the new data"
                 ).with_code("sequence.repeated")
-            if stored is None and sequence.is_charged(rows[earlier.rows :]):
+            if stored is None and sequence.is_charged(rows[earlier_facts.rows :]):
                 raise LedgerError(
                     f"the ledger of client {name!r} was charged for period {number}, but the noise "
                     f"of this period is not in {sequence.folder}. Restore it from a backup"

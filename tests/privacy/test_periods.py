@@ -131,9 +131,9 @@ class FreshNoise(RunningSumMechanism):
 class RedrawnNoise(RunningSumMechanism):
     """Draws new noise in place of that of earlier periods."""
 
-    def _earlier(self) -> list[dict[str, torch.Tensor]]:
+    def _earlier_releases(self) -> list[dict[str, torch.Tensor]]:
         c = coefficients(self._sequence.period)[-1]
-        earlier = super()._earlier()
+        earlier = super()._earlier_releases()
         for tensors in earlier:
             shape = (1, WIDTH)
             tensors["noise"] = self._secret.normal(shape, self.noise_std * c)
@@ -216,7 +216,7 @@ def test_missing_or_damaged_noise_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"x" * 50, None):
         file.write_bytes(content) if content is not None else file.unlink()
         with raises(LedgerError, "sequence.missing"):
-            ReleaseSequence(tmp_path, "c", 2, 2).earlier(in_period("sums", 2, 2))
+            ReleaseSequence(tmp_path, "c", 2, 2).earlier_releases(in_period("sums", 2, 2))
     sequence = ReleaseSequence(tmp_path, "c", 1, 2)
     (sequence.folder / "001.json").write_text("[]")
     with raises(LedgerError, "sequence.missing"):
