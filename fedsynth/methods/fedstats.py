@@ -44,7 +44,8 @@ from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, released
 from fedsynth.core.method import ClientStates, Plans, ReleasePlan, Results
-from fedsynth.core.sums import Pool, SummedUploads
+from fedsynth.core.periods import SumsOverPeriods
+from fedsynth.core.sums import Pool
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
@@ -72,6 +73,8 @@ CENTRE, PIXELS, COVARIANCES, MOMENTS, STEP = "centre", "pixels", "covariances", 
 
 # The releases of round 1, the main release first (`Method.release_plans`).
 FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
+# The releases that later periods continue. Their z has the centre and whitening of period 1.
+CONTINUED = (MOMENTS, PIXELS)
 
 
 @dataclass(frozen=True)
@@ -113,12 +116,12 @@ class FedStatsState(ImagesState):
 
 
 @dataclass(frozen=True)
-class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
+class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
     """FedStats: the server computes a linear model on fixed features from clients' noisy sums.
 
     A run takes one gradient step in each round, but with second moments none in round 1. Below,
-    e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`
-    and `SummedUploads` document further settings.
+    e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`,
+    `SummedUploads` and `SumsOverPeriods` document further settings.
 
     Args:
         features: name of the feature map φ, either built in (`fedsynth.features.feature_names`) or
@@ -197,7 +200,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def first_broadcast(
         self, state: FedStatsState, context: RoundContext
     ) -> ModelParameters | None:
-        if context.round > 1:
+        if context.round > 1 or not (self.period == 1 or self.releases_pictures(context.spec)):
             return None
         return ModelParameters(state.parameters, 1.0)
 
@@ -210,13 +213,14 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         for synthetic images, and products of features for whitening, where they are released.
         """
         features = self.map_of(context.spec)
-        sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
-        small = covariances = torch.zeros(len(sums), 0, device=sums.device)
+        sums = small = covariances = torch.zeros(len(states), 0, device=context.device)
+        if self.period == 1:
+            sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
         if self.releases_pictures(context.spec):
             rows = partial(images.pixel_rows, classes=context.spec.classes)
             cells = low_pass(context.spec.image_shape)
             small = self._sums(PIXELS, cells, rows, clients)
-        if self.has_covariances(context.privacy, context.spec):
+        if self.period == 1 and self.has_covariances(context.privacy, context.spec):
             covariances = self._sums(
                 COVARIANCES, features, lambda f, y: moments.covariance_rows(f, features), clients
             )
@@ -232,10 +236,11 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         """Returns the state with the first exchange's releases: the centre m, and the whitening
         matrices and the small pictures' moments if they are released.
         """
-        pool = self.pooled(total.sums, clients, CENTRE, context)
-        centre = (pool.sums / pool.records).float()
-        state = _with_parameters(state, {"centre": centre})
-        if self.has_covariances(context.privacy, context.spec):
+        if self.period == 1:
+            pool = self.pooled(total.sums, clients, CENTRE, context)
+            centre = (pool.sums / pool.records).float()
+            state = _with_parameters(state, {"centre": centre})
+        if self.period == 1 and self.has_covariances(context.privacy, context.spec):
             covariance_pool = self.pooled(total.covariances, clients, COVARIANCES, context)
             noise = pool.noise_std / pool.records
             features = self.map_of(context.spec)
@@ -529,13 +534,14 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             "sum of gradients of a linear model on features",
             "p − y of each example, and z",
         )
-        return (
+        plans = (
             *plan(MOMENTS, products, z, width, by_class),
             *plan(CENTRE, "sum of features", centre, d, 1.0, clip=features.norm_bound),
             *plan(PIXELS, pictures, u, pixels, by_class),
             *plan(COVARIANCES, covariances, matrices, grams_width(features.blocks), white),
             *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
         )
+        return self.over_periods(plans, CONTINUED, context)
 
     def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
@@ -547,7 +553,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         in all rounds, whereas `pooled` describes the sum over the clients that answered. All
         gradients count with the clip c, including the first (see `logit_noise`).
         """
-        records = context.nominal_size * context.clients
+        records = self.total_records(context) * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
         return moments.step_rate(
             noise_std * self.step_clip / records / math.sqrt(context.rounds),

@@ -477,6 +477,30 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     assert (second.epsilon, second.spec) == (synthetic.epsilon, synthetic.spec)
 
 
+def test_synthesize_continues_a_shared_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fedsynth: Call
+) -> None:
+    """The commands of docs/periods.md."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/periods.md").read_text("utf-8")
+    commands = re.findall("^fedsynth (synthesize .*)", page, re.MULTILINE)
+    for seed, month in enumerate(("january", "february", "march")):
+        for number in range(12):
+            label = "ill" if number % 2 else "well"
+            write_image(tmp_path / month / label / f"{number}.png", 100 * seed + number)
+        assert fedsynth(f"data describe {month} --name scans").ok
+        toml = tmp_path / month / "fedsynth.toml"
+        text = re.sub("(?m)^ledger = .*", 'ledger = "../scans-ledger"', sign(toml))
+        toml.write_text(text)
+    small = " --set ipc=1 --set drawn_ipc=0 --set image_steps=1 --set features=pixels"
+    for number, line in enumerate(commands):
+        assert fedsynth(line + small * (number == 0)).ok
+    report = (tmp_path / "share-3" / "privacy_report.md").read_text("utf-8")
+    assert "period 3 of 12" in report
+    refused = fedsynth("synthesize --continue share-3 --data march --dp-epsilon 9 --out share-4")
+    refused.assert_refused("privacy.epsilon must not be changed")
+
+
 def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> None:
     folder = make_image_folder(tmp_path / "scans")
     (folder / "north" / "ill" / "00.png").write_bytes(b"x")
