@@ -46,6 +46,7 @@ from fedsynth.results.charges import plan_when_it_began
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
 from fedsynth.results.run_folder import ROUNDS, RunFolder
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
+from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
 
@@ -65,6 +66,7 @@ class Simulation(ActiveRun):
         download: True lets torchvision download missing public images.
         resumed: the folder of the run to resume. None begins a new run.
         trained: the folder in which runs of one round share trained clients, or None.
+        trial: the trial of a private selection that this run is, or None.
     """
 
     backend: InProcess
@@ -80,6 +82,7 @@ class Simulation(ActiveRun):
         download: bool = False,
         resumed: RunFolder | None = None,
         trained: Path | None = None,
+        trial: Trial | None = None,
     ) -> None:
         settings = choose_speed(settings, train.labels.device)
         parts = list(map(torch.from_numpy, clients.parts))
@@ -88,6 +91,7 @@ class Simulation(ActiveRun):
         self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
+        self._trial = trial
         checkpoint = None
         if resumed is not None:
             self.checkpoints = self._checkpoints_of(resumed)
@@ -101,12 +105,20 @@ class Simulation(ActiveRun):
             self.folder = self._new_folder(output, clients)
         self._begin_record(*test, simulated=True)
         if self.folder is not None:
-            self.record.begin(self.backend.histories())
+            self._begin_folder()
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
             self.folder.write_partition(counts)
         self._announce(new=resumed is None)
         if resumed is not None:
             self._restore(resumed, checkpoint)
+
+    def _begin_folder(self) -> None:
+        """Writes the initial state of the run into its folder."""
+        if self._trial is None:
+            self.record.begin(self.backend.histories())
+        else:
+            before = [ledger.before for ledger in self._trial.ledgers]
+            self.record.begin(before, self._trial.began)
 
     @property
     def _private(self) -> bool:
@@ -149,7 +161,9 @@ class Simulation(ActiveRun):
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
         names = clients.ledger_names
         folder = settings.privacy.ledger_folder if settings.privacy is not None else settings.ledger
-        if folder is not None:
+        if self._trial is not None:
+            ledgers = self._trial.ledgers
+        elif folder is not None:
             ledgers = clients.kept_ledgers(folder, settings)
         elif resumed is not None and self._private:
             if resumed.has_begun:
@@ -196,6 +210,8 @@ class Simulation(ActiveRun):
             budgets = [client.budget for client in self.backend.clients]
             secret = all(budget.secret.is_secret for budget in budgets if budget is not None)
             result = self._finish(histories, secret=secret)
+            if self._trial is not None:
+                self._trial.measure(result.model, self.backend.clients, self.context)
             summary = result.summary
             return result
         except KeyboardInterrupt:
@@ -270,7 +286,9 @@ class Simulation(ActiveRun):
 
         If the ledgers are not kept elsewhere, the clients get new ledgers in this folder.
         """
-        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}")
+        trial = self._trial
+        stated = () if trial is None else (trial.began, trial.home)
+        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}", *stated)
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources(own_sources(self.settings).values())
         privacy = self.settings.privacy

@@ -36,6 +36,7 @@ from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
 from fedsynth.simulation.run import Simulation
+from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 
@@ -52,6 +53,7 @@ def simulate(
     resume: Path | str | None = None,
     quiet: bool = False,
     trained: Path | str | None = None,
+    trial: Trial | None = None,
 ) -> RunResult:
     """Simulates a federation on one machine.
 
@@ -84,6 +86,8 @@ def simulate(
             round without differential privacy and with `output`. A run loads a client that another
             run has trained from the same weights on the same data in the same order. The recorded
             seconds of the round include the original training time.
+        trial: the trial of a private selection (`fedsynth.experiments.selection`) that this run is.
+            Its releases are not charged, as they were with the selection.
 
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
@@ -131,6 +135,7 @@ def simulate(
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
             None if trained is None else Path(trained),
+            trial,
         ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")

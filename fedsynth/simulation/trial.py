@@ -1,0 +1,114 @@
+"""One trial of a private selection: a run whose releases the selection has paid for, and its score.
+
+The score is the number of held-out records that the run's model classifies correctly, with Gaussian
+noise of each client. It is released by `GaussianSumMechanism`, as all releases are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedsynth.core.context import RoundContext
+from fedsynth.data.images import normalise
+from fedsynth.evaluation.accuracy import scores
+from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
+from fedsynth.privacy.ledger.trial import TrialLedger
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
+from fedsynth.privacy.passes import (
+    Parts,
+    Units,
+    Values,
+    noisy_sums,
+    padded,
+    pass_size,
+    values_of_each,
+)
+from fedsynth.privacy.releases import FULL, RECORD, USER, Release
+
+RECORDS_AT_ONCE = 512
+# The cost of a forward pass that does not depend on its number of records, in records.
+START_OVER_ROW = 4.0
+
+
+def score_row(noise_multiplier: float, unit: str = RECORD) -> Release:
+    """Returns the ledger row of a client's score, for which a selection is charged."""
+    return Release(
+        round=0,
+        quantity="number of correct held-out records",
+        mechanism="score",
+        clipped="1 if a held-out record is classified correctly, else 0",
+        noise_multiplier=noise_multiplier,
+        sensitivity=1.0,
+        sample_rate=1.0,
+        sampler=FULL,
+        steps=1,
+        dimension=1,
+        unit=unit,
+    )
+
+
+@dataclass(eq=False)
+class Trial:
+    """One trial of a private selection.
+
+    Args:
+        ledgers: the ledgers of the clients.
+        row: the ledger row of a client's score.
+        began: the time when the selection began. All trials state it, because their own times would
+            reveal their number.
+        home: the folder to which the run folder of the best trial is moved. All trials state it.
+
+    Attributes:
+        score: the sum of the clients' noisy scores. It is −∞ before the run has ended.
+    """
+
+    ledgers: Sequence[TrialLedger]
+    row: Release
+    began: datetime
+    home: Path
+    score: float = -math.inf
+
+    def measure(
+        self, model: nn.Module, clients: Sequence[ClientRuntime], context: RoundContext
+    ) -> None:
+        """Releases the score of the run's final model on the held-out records of all clients."""
+        released = [_released(model, client, self.row, context) for client in clients]
+        self.score = math.fsum(float(sums) for sums in released)
+
+
+def _released(
+    model: nn.Module, client: ClientRuntime, row: Release, context: RoundContext
+) -> Released:
+    """Releases the noisy number of a client's held-out records that a model classifies correctly."""
+    budget: ClientBudget | None = client.budget
+    assert budget is not None and client.ledger is not None  # a trial is private
+    guard = BudgetEnforcer(client.ledger, adjacency=budget.plan.privacy.adjacency, unit=row.unit)
+    mechanism = GaussianSumMechanism(row, 1, guard, budget.secret)
+    data, held_out = client.data.resident, client.data.held_out
+    users = None
+    if row.unit == USER and data.groups is not None:
+        users = data.groups.cpu()[held_out.cpu()]
+    expected = context.nominal_size  # more than are held out, and public
+    length, count = pass_size(expected, START_OVER_ROW, RECORDS_AT_ONCE, isolated=context.isolated)
+
+    def right(images: Tensor, labels: Tensor) -> Tensor:
+        with torch.no_grad():
+            return scores(model(normalise(images, data.spec)), labels)[:, None]
+
+    def values(parts: Parts) -> Sequence[Values]:
+        ((_, part),) = parts
+        places = held_out.to(data.labels.device)[part.records.to(data.labels.device)]
+        inputs = padded(data.images[places], length), padded(data.labels[places], length)
+        rows = values_of_each(right, inputs, context.note)[: len(part)]
+        return [(rows, torch.zeros(len(part), dtype=torch.int64, device=rows.device))]
+
+    model.eval()
+    (released,) = noisy_sums([mechanism], [Units(len(held_out), users)], count, lambda _: values)
+    return released
