@@ -92,7 +92,11 @@ class Merged:
         about q·√(e^{1/σ²} − 1). It is large enough that one step has at most 6e4 grid points and
         the composition 1.5e6, which takes well under a second. A coarser grid only increases ε.
         """
-        if self.selections or not self.sampled or max(steps for _, _, steps in self.sampled) > MAX_STEPS:
+        if (
+            self.selections
+            or not self.sampled
+            or max(steps for _, _, steps in self.sampled) > MAX_STEPS
+        ):
             return None
         single = 0.0
         variance = self.mu**2
@@ -143,9 +147,7 @@ class Totals:
     selections: Selections = ()
 
     @classmethod
-    def of(
-        cls, rows: Iterable[tuple[float, float, int]], selections: Selections = ()
-    ) -> Totals:
+    def of(cls, rows: Iterable[tuple[float, float, int]], selections: Selections = ()) -> Totals:
         """Creates totals from rows (σ, q, steps), and adds the steps of rows with equal σ and q."""
         counts: Counter[tuple[float, float]] = Counter()
         for σ, q, steps in rows:
