@@ -96,9 +96,8 @@ class Selection:
     @property
     def mean(self) -> float:
         """E[K], the expected number of trials."""
-        if self.poisson_mean is not None:
-            return self.poisson_mean
-        assert self.eta is not None and self.gamma is not None
+        if self.eta is None or self.gamma is None:
+            return self.poisson_mean or math.nan
         return _mean(self.eta, self.gamma)
 
     def number_of_trials(self, uniform: float) -> int:
@@ -138,11 +137,11 @@ class Selection:
             delta: a function that returns, for an ε, a δ for which one trial is (ε, δ)-DP.
         """
         λ = np.asarray(orders)
-        if self.poisson_mean is not None:
+        extra: Any
+        if self.eta is None or self.gamma is None:
             δ = np.array([delta(math.log1p(1 / (order - 1))) for order in orders])
             extra = self.mean * δ
         else:
-            assert self.eta is not None and self.gamma is not None
             log = -math.log(self.gamma)
             # the first λ̂ is 1, where the trial's RDP has no weight
             extra = (1 + self.eta) * min(log, np.min((1 - 1 / λ) * trial + log / λ))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,19 @@ from fedsynth.data.registry import CLASSIFICATION
 from fedsynth.errors import DivergedError, PrivacySettingError, SettingError, writing
 from fedsynth.experiments.rows import settings_hash
 from fedsynth.experiments.runner import locked
-from fedsynth.experiments.sweep import Sweep
+from fedsynth.experiments.sweep import SelectionSettings, Sweep
 from fedsynth.federation.context import plan_of
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import data_of_run
 from fedsynth.files import load_json, write_whole
-from fedsynth.privacy.accounting import Merged, calibrate_noise_multiplier, epsilon_of, totals
+from fedsynth.privacy.accounting import (
+    Merged,
+    Totals,
+    calibrate_noise_multiplier,
+    epsilon_of,
+    totals,
+)
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.ledger.trial import TrialLedger
@@ -58,6 +64,7 @@ class SelectionPlan:
         sweep: the sweep, whose runs are the candidates.
         plans: the privacy plan of a trial of each candidate.
         row: the row that each client's ledger is charged.
+        selection: the selection in the row.
         trial_epsilon: the ε of the run of one trial, at the same δ.
         epsilon: the largest ε of all clients, of the selection and all earlier releases.
     """
@@ -65,6 +72,7 @@ class SelectionPlan:
     sweep: Sweep
     plans: tuple[PrivacyPlan, ...]
     row: Release
+    selection: Selection
     trial_epsilon: float
     epsilon: float
 
@@ -92,45 +100,53 @@ def plan_selection(sweep: Sweep) -> SelectionPlan:
         SettingError: the sweep has no private score, or its runs have different data or budgets.
         BudgetExceededError: the earlier releases of a client have spent the budget.
     """
-    selection = sweep.selection
-    if selection is None:
+    if sweep.selection is None:
         raise SettingError("selection", "law", "is missing. Add a section [selection]")
     _check(sweep)
     plans = tuple(plan_of(cell.settings) for cell in sweep.cells)
     _check_plans(plans)
-    first = plans[0]
-    privacy, budget = first.privacy, first.privacy.epsilon or 0.0
-    ratio = math.sqrt(1 / selection.score_share - 1)
-    shares = max(plan.chief.shares for plan in plans)
+    histories, privacy = plans[0].histories, plans[0].privacy
+    row = cache(partial(_row, plans, sweep.selection))
 
-    def trial_epsilon(scale: float) -> float:
-        return epsilon_of(Merged(1 / scale), privacy.delta)
+    def needed_scale(spent: Totals) -> float:
+        def charged(scale: float) -> Totals:
+            return spent + totals([row(scale)[0]])
 
-    @cache
-    def row(scale: float) -> Release:
-        candidates = [plan.as_trial(trial_epsilon(scale)).totals.steps for plan in plans]
-        law = (selection.law, selection.trials, selection.eta)
-        return replace(
-            score_row(scale * ratio, first.unit),
-            quantity="the best of a random number of runs, with its score",
-            mechanism="private selection",
-            clipped="as in the runs, and 1 if a held-out record is classified correctly",
-            shares=shares,
-            selection=Selection.of_mean(list(dict.fromkeys(candidates)), *law),
-        )
+        budget = privacy.epsilon or math.inf
+        return calibrate_noise_multiplier(budget, privacy.delta, charged, privacy.adjacency)
 
-    earlier = {totals(history.releases) for history in first.histories}
-    common = (privacy.delta, privacy.adjacency)
-    scale = max(
-        calibrate_noise_multiplier(
-            budget, common[0], lambda s, spent=spent: spent + totals([row(s)]), common[1]
-        )
-        for spent in earlier
-    )
-    trial = trial_epsilon(scale)
-    histories = [replace(h, releases=(*h.releases, row(scale))) for h in first.histories]
+    scale = max(map(needed_scale, {totals(history.releases) for history in histories}))
+    charge, selection = row(scale)
+    charged_histories = [replace(h, releases=(*h.releases, charge)) for h in histories]
+    epsilon = plans[0].epsilon(charged_histories)
+    trial = _trial_epsilon(scale, privacy.delta)
     trials = tuple(plan.as_trial(trial) for plan in plans)
-    return SelectionPlan(sweep, trials, row(scale), trial, first.epsilon(histories))
+    return SelectionPlan(sweep, trials, charge, selection, trial, epsilon)
+
+
+def _trial_epsilon(scale: float, delta: float) -> float:
+    """Returns the ε of each trial's run, that of a Gaussian mechanism with σ = `scale`."""
+    return epsilon_of(Merged(1 / scale), delta)
+
+
+def _row(
+    plans: Sequence[PrivacyPlan], settings: SelectionSettings, scale: float
+) -> tuple[Release, Selection]:
+    """Returns the row for which each client is charged, and the selection in the row."""
+    epsilon = _trial_epsilon(scale, plans[0].privacy.delta)
+    candidates = [plan.as_trial(epsilon).totals.steps for plan in plans]
+    selection = Selection.of_mean(
+        list(dict.fromkeys(candidates)), settings.law, settings.trials, settings.eta
+    )
+    row = replace(
+        score_row(scale * math.sqrt(1 / settings.score_share - 1), plans[0].unit),
+        quantity="the best of a random number of runs, with its score",
+        mechanism="private selection",
+        clipped="as in the runs, and 1 if a held-out record is classified correctly",
+        shares=max(plan.chief.shares for plan in plans),
+        selection=selection,
+    )
+    return row, selection
 
 
 def _check(sweep: Sweep) -> None:
@@ -182,9 +198,7 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
     if plans[0].spec.task != CLASSIFICATION:
         raise SettingError("data", "dataset", "must have classes, as a score counts correct labels")
     for plan in plans:
-        if plan.privacy.ledger_folder is None:
-            reason = "must be a folder, in which the ledgers count the selection"
-            raise PrivacySettingError("privacy", "ledger", reason)
+        _ledger_folder(plan)
         if not plan.facts.guaranteed:
             reason = "has no guarantee, so a selection has none. Use another one"
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
@@ -192,6 +206,19 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
         if sampled and plan.privacy.adjacency == "replace-one":
             reason = "has no accounting of subsampled runs in a selection. Use add-remove"
             raise PrivacySettingError("privacy", "adjacency", reason, value="replace-one")
+
+
+def _ledger_folder(plan: PrivacyPlan) -> Path:
+    """Returns the folder of the ledgers.
+
+    Raises:
+        PrivacySettingError: the ledgers are not kept.
+    """
+    folder = plan.privacy.ledger_folder
+    if folder is None:
+        reason = "must be a folder, in which the ledgers count the selection"
+        raise PrivacySettingError("privacy", "ledger", reason)
+    return folder
 
 
 def select_privately(
@@ -236,11 +263,9 @@ def result_folder(sweep: Sweep) -> Path:
 
 def describe(plan: SelectionPlan) -> str:
     """Returns a sentence about the law and the cost of a selection."""
-    selection = plan.row.selection
-    assert selection is not None
     delta = plan.plans[0].privacy.delta
     return (
-        f"private selection among {len(plan.sweep.cells)} runs: {selection.mean:g} trials are "
+        f"private selection among {len(plan.sweep.cells)} runs: {plan.selection.mean:g} trials are "
         f"expected, each with ε = {plan.trial_epsilon:.3g}; in total ε = {plan.epsilon:.3g} at δ = "
         f"{delta:g}; the noise of a score has standard deviation {plan.score_noise:.2g}"
     )
@@ -279,12 +304,10 @@ class _Trials:
         Returns:
             The best trial, or None if no trial was drawn or all have diverged.
         """
-        ledgers, before = self._charged()
-        selection = self._plan.row.selection
-        assert selection is not None
+        ledgers, histories = self._charged()
         best: _Best | None = None
-        for _ in range(selection.number_of_trials(self._secret.uniform())):
-            best = self._better(best, self._executed(ledgers, before))
+        for _ in range(self._plan.selection.number_of_trials(self._secret.uniform())):
+            best = self._better(best, self._executed(ledgers, histories))
         if best is None:
             return None
         for ledger, of_trial in zip(ledgers, best.trial.ledgers, strict=True):
@@ -304,28 +327,27 @@ class _Trials:
         loaded = data_of_run(settings, None, None, lambda text: None, download=self._download)
         loaded, clients = among_clients(loaded)
         plan = plan_of(settings)
-        folder = plan.privacy.ledger_folder
-        assert folder is not None
-        ledgers = clients.kept_ledgers(folder, loaded.settings)
-        before = [ledger.history() for ledger in ledgers]
+        ledgers = clients.kept_ledgers(_ledger_folder(plan), loaded.settings)
+        histories = [ledger.history() for ledger in ledgers]
         for ledger in ledgers:
             plan.guard(ledger).check([self._plan.row])
         for ledger in ledgers:
             plan.guard(ledger).charge(self._plan.row)
-        return ledgers, before
+        return ledgers, histories
 
-    def _executed(self, ledgers: Sequence[Ledger], before: Sequence[History]) -> _Best:
+    def _executed(self, ledgers: Sequence[Ledger], histories: Sequence[History]) -> _Best:
         """Executes one trial of a candidate that is drawn at random."""
         candidate = int(len(self._plan.plans) * self._secret.uniform())
         plan = self._plan.plans[candidate]
         row = score_row(self._plan.row.noise_multiplier, plan.unit)
         covered = plan.totals + totals([row])
-        of_trial = [TrialLedger(*pair, covered) for pair in zip(ledgers, before, strict=True)]
+        of_trial = [TrialLedger(*pair, covered) for pair in zip(ledgers, histories, strict=True)]
         trial = Trial(of_trial, row, self._began, self._home)
         place = Path(tempfile.mkdtemp(dir=self._staging))
         settings = self._plan.sweep.cells[candidate].settings
-        assert settings.privacy is not None
-        privacy = replace(settings.privacy, epsilon=None, noise_multiplier=plan.sigma)
+        privacy = settings.privacy
+        if privacy is not None:
+            privacy = replace(privacy, epsilon=None, noise_multiplier=plan.sigma)
         with suppress(DivergedError):  # the score then stays −∞
             simulate(
                 replace(settings, privacy=privacy),
@@ -347,8 +369,6 @@ class _Trials:
 
 def _result(plan: SelectionPlan, best: _Best | None) -> dict[str, Any]:
     """Returns the content of selection.json, which consists of public and released values."""
-    selection = plan.row.selection
-    assert selection is not None
     result: dict[str, Any] = {
         "run": None,
         "values": None,
@@ -357,7 +377,7 @@ def _result(plan: SelectionPlan, best: _Best | None) -> dict[str, Any]:
         "epsilon": plan.epsilon,
         "delta": plan.plans[0].privacy.delta,
         "trial_epsilon": plan.trial_epsilon,
-        "expected_trials": selection.mean,
+        "expected_trials": plan.selection.mean,
         "candidates": len(plan.sweep.cells),
     }
     if best is not None:

@@ -117,8 +117,8 @@ class Simulation(ActiveRun):
         if self._trial is None:
             self.record.begin(self.backend.histories())
         else:
-            before = [ledger.before for ledger in self._trial.ledgers]
-            self.record.begin(before, self._trial.began)
+            histories = [ledger.history_at_start for ledger in self._trial.ledgers]
+            self.record.begin(histories, self._trial.began)
 
     @property
     def _private(self) -> bool:

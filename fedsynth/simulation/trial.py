@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedsynth.core.context import RoundContext
 from fedsynth.data.images import normalise
 from fedsynth.evaluation.accuracy import scores
-from fedsynth.federation.client_runtime import ClientBudget, ClientRuntime
+from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.privacy.ledger.trial import TrialLedger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.passes import (
@@ -79,21 +79,28 @@ class Trial:
         self, model: nn.Module, clients: Sequence[ClientRuntime], context: RoundContext
     ) -> None:
         """Releases the score of the run's final model on the held-out records of all clients."""
-        released = [_released(model, client, self.row, context) for client in clients]
-        self.score = math.fsum(float(sums) for sums in released)
+        budgets = [client.budget for client in clients if client.budget is not None]
+        released = []
+        for client, budget in zip(clients, budgets, strict=True):
+            guard = BudgetEnforcer(
+                budget.ledger, adjacency=budget.plan.privacy.adjacency, unit=self.row.unit
+            )
+            mechanism = GaussianSumMechanism(self.row, 1, guard, budget.secret)
+            released.append(_released(mechanism, model, client, self.row.unit, context))
+        self.score = math.fsum(map(float, released))
 
 
 def _released(
-    model: nn.Module, client: ClientRuntime, row: Release, context: RoundContext
+    mechanism: GaussianSumMechanism,
+    model: nn.Module,
+    client: ClientRuntime,
+    unit: str,
+    context: RoundContext,
 ) -> Released:
     """Releases the noisy number of a client's held-out records that a model classifies correctly."""
-    budget: ClientBudget | None = client.budget
-    assert budget is not None and client.ledger is not None  # a trial is private
-    guard = BudgetEnforcer(client.ledger, adjacency=budget.plan.privacy.adjacency, unit=row.unit)
-    mechanism = GaussianSumMechanism(row, 1, guard, budget.secret)
     data, held_out = client.data.resident, client.data.held_out
     users = None
-    if row.unit == USER and data.groups is not None:
+    if unit == USER and data.groups is not None:
         users = data.groups.cpu()[held_out.cpu()]
     expected = context.nominal_size  # more than are held out, and public
     length, count = pass_size(expected, START_OVER_ROW, RECORDS_AT_ONCE, isolated=context.isolated)

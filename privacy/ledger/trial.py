@@ -19,22 +19,22 @@ class TrialLedger(Ledger):
 
     Args:
         ledger: the client's ledger, whose last row is the selection's.
-        before: the content of the ledger before this row.
+        history_at_start: the content of the ledger before this row.
         covered: the releases of one trial, with its score.
 
     Attributes:
         files: the hash of the files that the trial's run has written.
     """
 
-    def __init__(self, ledger: Ledger, before: History, covered: Totals) -> None:
+    def __init__(self, ledger: Ledger, history_at_start: History, covered: Totals) -> None:
         super().__init__(ledger.client, dataset=ledger.dataset)
         history = ledger.history()
         chains = () if history.chain is None else (history.chain,)
         self.lines = replace(self.lines, releases=history.releases, chains=chains)
-        self.before = before
+        self.history_at_start = history_at_start
         self.files = ""
         self._covered = covered
-        self._made = Totals()
+        self._released = Totals()
 
     def charge(
         self,
@@ -46,13 +46,13 @@ class TrialLedger(Ledger):
         Raises:
             LedgerError: the selection does not cover the release.
         """
-        made = self._made + totals([release])
-        if not self._covered.covers(made):
+        released = self._released + totals([release])
+        if not self._covered.covers(released):
             raise LedgerError(
                 f"a trial's release of {release.quantity} is not among the releases for which "
                 f"the selection was charged to client {self.client!r}. Start the selection again"
             ).with_code("ledger.uncovered")
-        self._made = made
+        self._released = released
 
     def note_files(self, sha256: str) -> None:
         """Keeps the hash of the files, which is noted in the client's ledger if the trial wins."""
