@@ -86,7 +86,7 @@ def on_public(cell: Cell, public: ImageData) -> tuple[float, float]:
     """
     train, test = part(public, 0, PUBLIC_TRAIN), part(public, PUBLIC_TRAIN, PUBLIC)
     plan = plan_of(candidate(cell, 1.0, 1.0, {"epsilon": cell.epsilon}))
-    sizes = {"nominal_size": PUBLIC_TRAIN * 0.8, "max_records": 1000}
+    sizes = {"nominal_size": PUBLIC_TRAIN * 0.8}
     noise = plan.sigma * sizes["nominal_size"] / plan.nominal_size
     accuracies = {}
     for clip, rate in product(CLIPS, RATES):
