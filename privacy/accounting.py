@@ -65,7 +65,7 @@ class Merged:
     μ already contains this factor. σ does not, because dp-accounting's REPLACE_ONE applies it.
     """
     selections: tuple[tuple[Selection, tuple[Merged, ...]], ...] = ()
-    """Each selection with the releases of a trial of each candidate, among them the score."""
+    """Each selection with its candidates' releases in a trial, among them the score."""
 
     @property
     def slack(self) -> float:
@@ -291,7 +291,7 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 
 @lru_cache(maxsize=256)  # at most 1 kB each
 def rdp_curve(merged: Merged) -> npt.NDArray[np.float64]:
-    """Returns the RDP of the merged releases at dp-accounting's orders, DEFAULT_RDP_ORDERS.
+    """Returns the merged releases' RDP at dp-accounting's orders, DEFAULT_RDP_ORDERS.
 
     A trial's candidate is drawn independently of the data, so the RDP of a trial is at most the
     largest of all candidates.

@@ -39,8 +39,7 @@ class Selection:
     """The public facts about a selection, from which its privacy cost is computed.
 
     Attributes:
-        candidates: the releases of one run of each candidate, as (σ, q, steps). The score is not
-            among them.
+        candidates: each candidate's releases in one run, as (σ, q, steps), without the score.
         poisson_mean: E[K] of a Poisson law, above 1. None with the other law.
         eta, gamma: η and γ of a truncated negative binomial law, from −0.5 to 100 and in (0, 1).
             None with a Poisson law. η = 0 is the logarithmic law, η = 1 the geometric one.
@@ -129,11 +128,11 @@ class Selection:
         trial: npt.NDArray[np.float64],
         delta: Callable[[float], float],
     ) -> npt.NDArray[np.float64]:
-        """Returns the RDP ε'(λ) of the selection at each order λ.
+        """Returns the selection's RDP ε'(λ) at each order λ.
 
         Args:
             orders: the orders, ascending, all above 1.
-            trial: the RDP ε(λ) of one trial at each order.
+            trial: one trial's RDP ε(λ) at each order.
             delta: a function that returns, for an ε, a δ for which one trial is (ε, δ)-DP.
         """
         λ = np.asarray(orders)

@@ -66,7 +66,7 @@ class SelectionPlan:
         row: the row that each client's ledger is charged.
         selection: the selection in the row.
         trial_epsilon: the ε of the run of one trial, at the same δ.
-        epsilon: the largest ε of all clients, of the selection and all earlier releases.
+        epsilon: the ε after the selection, with all earlier releases, of the worst client.
     """
 
     sweep: Sweep
@@ -78,14 +78,14 @@ class SelectionPlan:
 
     @cached_property
     def held_out(self) -> float:
-        """The public number of held-out records of all clients, which divides a score."""
+        """The clients' public number of held-out records, which divides a score."""
         partition = self.plans[0].run.partition
         share = partition.local_test / (1 - partition.local_test)
         return partition.clients * self.plans[0].nominal_size * share
 
     @property
     def score_noise(self) -> float:
-        """The standard deviation of the noise of a score, as a share of the held-out records."""
+        """The standard deviation of a score's noise, as a share of the held-out records."""
         clients = self.plans[0].run.partition.clients
         return self.row.noise_multiplier * math.sqrt(clients) / self.held_out
 
@@ -262,12 +262,12 @@ def result_folder(sweep: Sweep) -> Path:
 
 
 def describe(plan: SelectionPlan) -> str:
-    """Returns a sentence about the law and the cost of a selection."""
+    """Describes a selection's law and cost in a sentence."""
     delta = plan.plans[0].privacy.delta
     return (
         f"private selection among {len(plan.sweep.cells)} runs: {plan.selection.mean:g} trials are "
         f"expected, each with ε = {plan.trial_epsilon:.3g}; in total ε = {plan.epsilon:.3g} at δ = "
-        f"{delta:g}; the noise of a score has standard deviation {plan.score_noise:.2g}"
+        f"{delta:g}; a score's noise has standard deviation {plan.score_noise:.2g}"
     )
 
 

@@ -33,7 +33,7 @@ from fedsynth.privacy.passes import (
 from fedsynth.privacy.releases import FULL, RECORD, USER, Release
 
 RECORDS_AT_ONCE = 512
-# The cost of a forward pass that does not depend on its number of records, in records.
+# The fixed cost of a forward pass, in records.
 START_OVER_ROW = 4.0
 
 
@@ -66,7 +66,7 @@ class Trial:
         home: the folder to which the run folder of the best trial is moved. All trials state it.
 
     Attributes:
-        score: the sum of the clients' noisy scores. It is −∞ before the run has ended.
+        score: the clients' noisy scores, added up. It is −∞ before the run has ended.
     """
 
     ledgers: Sequence[TrialLedger]
@@ -78,7 +78,7 @@ class Trial:
     def measure(
         self, model: nn.Module, clients: Sequence[ClientRuntime], context: RoundContext
     ) -> None:
-        """Releases the score of the run's final model on the held-out records of all clients."""
+        """Releases the final model's score on all clients' held-out records."""
         budgets = [client.budget for client in clients if client.budget is not None]
         released = []
         for client, budget in zip(clients, budgets, strict=True):
@@ -97,7 +97,7 @@ def _released(
     unit: str,
     context: RoundContext,
 ) -> Released:
-    """Releases the noisy number of a client's held-out records that a model classifies correctly."""
+    """Releases how many held-out records a model classifies correctly, with the client's noise."""
     data, held_out = client.data.resident, client.data.held_out
     users = None
     if unit == USER and data.groups is not None:
