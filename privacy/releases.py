@@ -5,16 +5,14 @@ A row describes one release of a client. It states all numbers from which its ε
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedsynth.errors import PrivacySettingError, short_repr
-
-if TYPE_CHECKING:
-    from fedsynth.privacy.selection import Selection
+from fedsynth.privacy.ranges import is_real as is_real
+from fedsynth.privacy.ranges import require as require
+from fedsynth.privacy.selection import Selection
 
 # The definitions of neighbouring data sets.
 #
@@ -127,8 +125,6 @@ class Release:
         Raises:
             PrivacySettingError: a field is missing or unknown, or a value is out of range.
         """
-        from fedsynth.privacy.selection import Selection
-
         names = sorted(cls.__dataclass_fields__)
         values = {"selection": None, **row}
         require(
@@ -140,33 +136,6 @@ class Release:
             if type(value) is str:  # a ledger's rows share strings, most of their memory
                 values[key] = sys.intern(value)
         return cls(**values)
-
-
-def is_real(value: object) -> bool:
-    """Returns True if the value is an int or a float that is finite as a float, but not a bool."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return False
-
-
-def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
-    """Raises an error about a setting unless `ok` is True.
-
-    Args:
-        ok: the result of the check.
-        key: the name of the setting or argument.
-        rule: the rest of the message, which begins with a verb, such as "must be above 0".
-        value: the wrong value, which the message shows.
-        section: the section of the config file. None if `key` is an argument.
-
-    Raises:
-        PrivacySettingError: `ok` is False.
-    """
-    if not ok:
-        raise PrivacySettingError(section, key, f"{rule}, got {short_repr(value)}")
 
 
 def check_adjacency(adjacency: str) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedsynth.privacy.releases import is_real, require
+from fedsynth.privacy.ranges import is_real, require
 
 POISSON_LAW, NEGATIVE_BINOMIAL = LAWS = ("poisson", "negative-binomial")
 MAX_TRIALS = 500.0
