@@ -18,14 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.errors import DivergedError, FedsynthError, OutputError, writing
+from fedsynth.errors import DivergedError, FedsynthError, OutputError, SettingError, writing
 from fedsynth.experiments.rows import (
     Row,
     Rows,
@@ -268,6 +268,20 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
             sweep resumes them.
         OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
+    if sweep.selection is not None:
+        reason = "selects one run. Call select_privately instead of run_sweep"
+        raise SettingError("selection", "law", reason)
+    with locked(sweep) as lock:
+        return _run_waiting(sweep, report, lock)
+
+
+@contextmanager
+def locked(sweep: Sweep) -> Iterator[FileIO]:
+    """Creates and locks the folder of a sweep, and yields the locked file.
+
+    Raises:
+        OutputError: another sweep is active in the folder, or the folder cannot be written.
+    """
     place = sweep.output / LOCK
     with writing(sweep.output):
         sweep.output.mkdir(parents=True, exist_ok=True)
@@ -275,7 +289,7 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     with lock:
         lock.truncate(0)
         _note_process(lock, os.getpid())
-        return _run_waiting(sweep, report, lock)
+        yield lock
 
 
 def _note_process(lock: FileIO, process_id: int) -> None:

@@ -26,10 +26,11 @@ from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError, short_repr
 from fedsynth.experiments.rows import current, settings_hash
 from fedsynth.methods import DEFAULT_METHOD, method_class
+from fedsynth.privacy.selection import LAWS, POISSON_LAW
 from fedsynth.results import finished
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.finished import Spread, value_at, words_of
-from fedsynth.validation import check_number, converted, read_sections
+from fedsynth.validation import check_choice, check_number, converted, read_sections
 
 MAX_RUNS = 10_000
 MAX_JOBS = 1000
@@ -65,6 +66,30 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class SelectionSettings:
+    """The settings of a private selection, the section `[selection]` of a sweep's file.
+
+    Args:
+        law: the law of the number of trials, "poisson" or "negative-binomial".
+        trials: the expected number of trials, above 1.
+        eta: η of the law "negative-binomial". A smaller η costs less, and makes few trials likelier.
+        score_share: the share of a trial's μ² that its score gets.
+
+    Raises:
+        SettingError: `score_share` is not between 0 and 1.
+    """
+
+    law: str = POISSON_LAW
+    trials: float = 10.0
+    eta: float = 0.0
+    score_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("selection", "law", self.law, LAWS)
+        check_number("selection", "score_share", self.score_share, 0.001, 0.999)
+
+
+@dataclass(frozen=True)
 class Sweep:
     """A sweep: its settings and all its runs.
 
@@ -73,12 +98,14 @@ class Sweep:
         jobs: the maximum number of active runs.
         metrics: dotted paths in summary.json, which are the columns of the table.
         cells: the runs.
+        selection: the settings of a private selection. None executes all runs.
     """
 
     output: Path
     jobs: int
     metrics: tuple[str, ...]
     cells: tuple[Cell, ...]
+    selection: SelectionSettings | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -115,6 +142,7 @@ def read_sweep(file: Path) -> Sweep:
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
     grid = sections.pop("grid", {})
+    selection: Any = sections.pop("selection", None)
     try:
         metrics = _choices("sweep.metrics", sweep.pop("metrics", ["test_accuracy"]))
         cells = _cells(sections, grid)
@@ -124,7 +152,10 @@ def read_sweep(file: Path) -> Sweep:
     jobs = settings.get("jobs", 1)
     check_number("sweep", "jobs", jobs, 1, MAX_JOBS, integer=True)
     output = settings.get("output", Path("sweeps", file.stem))
-    return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells))
+    if selection is not None:
+        types = {"law": str, "trials": float, "eta": float, "score_share": float}
+        selection = SelectionSettings(**converted("selection", selection, types, "selection"))
+    return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells), selection)
 
 
 def _cells(shared: Sections, grid: Values) -> list[Cell]:

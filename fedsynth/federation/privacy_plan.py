@@ -388,6 +388,28 @@ class PrivacyPlan:
             history = histories[client]
             self.guard(Ledger(history.client)).check_budget(history.releases, planned)
 
+    @property
+    def totals(self) -> Totals:
+        """The totals of all releases of a client that takes part most often."""
+        return self._totals(self.most_rounds())
+
+    def as_trial(self, epsilon: float) -> PrivacyPlan:
+        """Returns the plan of the same run as a trial of a private selection.
+
+        A trial has its own budget and no earlier releases. Its plan has the σ for the budget, and no
+        cap, because the selection has been charged for the trial.
+
+        Args:
+            epsilon: the budget of the trial.
+        """
+        plan = replace(
+            self,
+            privacy=replace(self.privacy, epsilon=epsilon, noise_multiplier=None),
+            histories=tuple(History(history.client) for history in self.histories),
+        )
+        privacy = replace(plan.privacy, epsilon=None, noise_multiplier=plan._calibrated())
+        return replace(plan, privacy=privacy)
+
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
         """Pairs of earlier releases and numbers of rounds, from which the clients' ε is computed.

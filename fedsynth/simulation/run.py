@@ -49,6 +49,7 @@ from fedsynth.results.charges import plan_when_it_began
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
 from fedsynth.results.run_folder import ROUNDS, RunFolder
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
+from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
 
@@ -70,6 +71,7 @@ class Simulation(ActiveRun):
         trained: the folder in which runs of one round share trained clients, or None.
         continued: the released model of the first period, from which a later period takes the
             centre and the whitening of the features. None in a first period.
+        trial: the trial of a private selection that this run is, or None.
     """
 
     backend: InProcess
@@ -86,6 +88,7 @@ class Simulation(ActiveRun):
         resumed: RunFolder | None = None,
         trained: Path | None = None,
         continued: Tensors | None = None,
+        trial: Trial | None = None,
     ) -> None:
         settings = choose_speed(settings, train.labels.device)
         parts = list(map(torch.from_numpy, clients.parts))
@@ -96,6 +99,7 @@ class Simulation(ActiveRun):
         self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
+        self._trial = trial
         checkpoint = None
         if resumed is not None:
             self.checkpoints = self._checkpoints_of(resumed)
@@ -110,8 +114,7 @@ class Simulation(ActiveRun):
             self.folder = self._new_folder(output, clients)
         self._begin_record(*test, simulated=True)
         if self.folder is not None:
-            histories = [client.history() for client in self.backend.clients]
-            self.record.begin([history for history in histories if history is not None])
+            self._begin_folder()
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
             self.folder.write_partition(counts)
         self._announce(new=resumed is None)
@@ -127,6 +130,14 @@ class Simulation(ActiveRun):
                 client.sequence.facts = PeriodFacts(
                     self.plan.sigma, self.context.nominal_size, sections
                 )
+
+    def _begin_folder(self) -> None:
+        """Writes the initial state of the run into its folder."""
+        if self._trial is None:
+            self.record.begin(self.backend.histories())
+        else:
+            histories = [ledger.history_at_start for ledger in self._trial.ledgers]
+            self.record.begin(histories, self._trial.began)
 
     @property
     def _private(self) -> bool:
@@ -173,9 +184,11 @@ class Simulation(ActiveRun):
         names = clients.ledger_names
         folder = settings.privacy.ledger_folder if settings.privacy is not None else settings.ledger
         sequences: Mapping[str, ReleaseSequence] = {}
-        if folder is not None and self._private:
+        if folder is not None and self._private and self._trial is None:
             sequences = clients.sequences(folder, settings)
-        if folder is not None:
+        if self._trial is not None:
+            ledgers = self._trial.ledgers
+        elif folder is not None:
             ledgers = clients.kept_ledgers(folder, settings, sequences)
         elif resumed is not None and self._private:
             if resumed.has_begun:
@@ -229,6 +242,8 @@ class Simulation(ActiveRun):
                 for client in self.backend.clients:
                     if client.sequence is not None:
                         client.sequence.finish()
+            if self._trial is not None:
+                self._trial.measure(result.model, self.backend.clients, self.context)
             summary = result.summary
             return result
         except KeyboardInterrupt:
@@ -305,7 +320,9 @@ class Simulation(ActiveRun):
 
         If the ledgers are not kept elsewhere, the clients get new ledgers in this folder.
         """
-        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}")
+        trial = self._trial
+        stated = () if trial is None else (trial.began, trial.home)
+        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}", *stated)
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources(own_sources(self.settings).values())
         privacy = self.settings.privacy

@@ -38,6 +38,7 @@ from fedsynth.results.run_record import RunResult
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
 from fedsynth.simulation.periods import continued_sections, released_model
 from fedsynth.simulation.run import Simulation
+from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 
@@ -55,6 +56,7 @@ def simulate(
     quiet: bool = False,
     trained: Path | str | None = None,
     continued: Path | str | None = None,
+    trial: Trial | None = None,
 ) -> RunResult:
     """Simulates a federation on one machine.
 
@@ -89,6 +91,8 @@ def simulate(
             seconds of the round include the original training time.
         continued: the shared set of the period before, if the run is a later one of several
             periods (`owner_settings`).
+        trial: the trial of a private selection (`fedsynth.experiments.selection`) that this run is.
+            Its releases are not charged, as they were with the selection.
 
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
@@ -138,6 +142,7 @@ def simulate(
             None if resume is None else RunFolder.reopen(Path(resume)),
             None if trained is None else Path(trained),
             None if continued is None else released_model(Path(continued), type(settings.method)),
+            trial,
         ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")

@@ -228,7 +228,7 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
     Returns:
         ε, and True if it is exact. ε is infinite if it cannot be computed.
     """
-    if all(row.sample_rate == 1 for row in rows):
+    if all(row.sample_rate == 1 and row.selection is None for row in rows):
         # several clients have separate releases: their μ² add up
         factor = math.sqrt(size) if any(row.unit == CLIENT for row in rows) else size
         scaled = [replace(row, noise_multiplier=row.noise_multiplier / factor) for row in rows]
@@ -289,6 +289,8 @@ def accountant(
     computation = "exact Gaussian composition (nothing is subsampled)"
     if worst is None:
         computation = "none: no guarantee to compute"
+    elif merged.selections:
+        computation = "Rényi differential privacy, which covers private selections"
     elif merged.interval is not None:
         computation = "discretised PLD, connect-the-dots"
     elif merged.sampled:
