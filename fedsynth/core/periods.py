@@ -72,7 +72,9 @@ class SumsOverPeriods(SummedUploads):
         if self.periods == 1:
             return plans
         if context.rounds != 1:
-            reason = "must be 1 with several periods, because old records take no later steps"
+            reason = (
+                "must be 1 with several periods, because steps need old records. Set run.rounds=1"
+            )
             raise SettingError("run", "rounds", reason, value=context.rounds)
         factor = charged_factor(self.period, self.periods)
         # the expected signal is that of the running sum, whose noise differs from the row's

@@ -95,7 +95,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         if dxo.data_kind == DataKind.METRICS:
             return DXO(DataKind.METRICS, guard.nominal(dxo.data))
         if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF):
-            raise _refused(f"data of kind {dxo.data_kind}")
+            raise _wrong_kind(f"data of kind {dxo.data_kind}")
         task = fl_ctx.get_prop(FLContextKey.TASK_NAME)
         request = (fl_ctx.get_job_id(), task, *map(shareable.get_header, HEADERS))
         difference = dxo.data_kind == DataKind.WEIGHT_DIFF
@@ -123,11 +123,11 @@ def _dxo(shareable: Shareable) -> DXO:
     try:
         return from_shareable(shareable)
     except ValueError:
-        raise _refused("no DXO") from None
+        raise _wrong_kind("no DXO") from None
 
 
-def _refused(what: str) -> MessageError:
+def _wrong_kind(kind: str) -> MessageError:
     return MessageError(
         f"a task and its result must be weights, and a result may also be their difference or "
-        f"metrics, got {what}. Remove the task from the job"
+        f"metrics, got {kind}. Remove the task from the job"
     ).with_code("guard.kind")

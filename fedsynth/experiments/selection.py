@@ -157,18 +157,21 @@ def _check(sweep: Sweep) -> None:
         SettingError: a run has no private score or no budget, or the runs have different data.
     """
     if sweep.jobs != 1:
-        reason = "must be 1, as the trials of a selection are executed one after another"
+        reason = "must be 1, because trials are executed one after another. Set sweep.jobs=1"
         raise SettingError("sweep", "jobs", reason, value=sweep.jobs)
     for cell in sweep.cells:
         privacy = cell.settings.privacy
         if privacy is None or privacy.epsilon is None or privacy.noise_multiplier is not None:
             reason = (
-                "must be set without privacy.noise_multiplier, as a selection computes the noise"
+                "must be set, and privacy.noise_multiplier must not, because a selection computes the "
+                "noise. Set privacy.epsilon only"
             )
             raise PrivacySettingError("privacy", "epsilon", reason)
         method = cell.settings.method
         if isinstance(method, SumsOverPeriods) and method.periods > 1:
-            reason = "must be 1 in a selection, as a trial keeps no sums for later periods"
+            reason = (
+                "must be 1, because a trial stores no sums for later periods. Set method.periods=1"
+            )
             raise SettingError("method", "periods", reason, value=method.periods)
         if not cell.settings.partition.local_test:
             reason = (
@@ -201,7 +204,11 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
             not defined.
     """
     if plans[0].spec.task != CLASSIFICATION:
-        raise SettingError("data", "dataset", "must have classes, as a score counts correct labels")
+        raise SettingError(
+            "data",
+            "dataset",
+            "must have classes, because a score counts correct labels. Remove [selection]",
+        )
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
@@ -221,7 +228,7 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
     """
     folder = plan.privacy.ledger_folder
     if folder is None:
-        reason = "must be a folder, in which the ledgers count the selection"
+        reason = "must be a folder, whose ledgers count the selection. Set privacy.ledger"
         raise PrivacySettingError("privacy", "ledger", reason)
     return folder
 

@@ -84,7 +84,10 @@ class PrivacyPlan:
         if isinstance(method, SumsOverPeriods) and method.periods > 1:
             limit *= method.periods
             if stated.unit == USER:
-                reason = "must be 'record' with several periods, because users may return"
+                reason = (
+                    "must be 'record' with several periods, because users may return. Set "
+                    "privacy.unit=record"
+                )
                 raise SettingError("privacy", "unit", reason, value=USER)
         check_delta(stated.delta, limit)
         privacy = replace(stated, mechanism=mechanism)

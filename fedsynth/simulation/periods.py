@@ -107,7 +107,7 @@ def _ledger_folder(sections: Sections) -> Path:
         declaration = from_mapping(FolderSettings, folder_settings).declared()
         stated = None if declaration is None else declaration.ledger
     if stated is None:
-        reason = "must be set, because it contains the noise of the earlier periods"
+        reason = "must be set, because it stores the noise of earlier periods. Set privacy.ledger"
         raise PrivacySettingError("privacy", "ledger", reason)
     return Path(stated).expanduser()
 

@@ -298,7 +298,7 @@ class LedgerFolder:
         sequence.rows = len(rows) if stored is None else stored.rows
         if stored is not None and stored.finished:
             raise LedgerError(
-                f"period {number} of client {name!r} is finished. Continue its shared set, or "
+                f"period {number} of client {name!r} is complete. Continue its shared set, or "
                 "export its run folder again with fedsynth export"
             ).with_code("sequence.finished")
         is_current = ledger is not None and index.is_current(name, present)
@@ -318,7 +318,7 @@ class LedgerFolder:
             ):
                 raise LedgerError(
                     f"folder {self.path} does not contain the finished period {period} of client "
-                    f"{name!r}. Finish it, or restore the folder from a backup"
+                    f"{name!r}. Complete that period, or restore the folder from a backup"
                 ).with_code("sequence.missing")
             if repeated := len(present.keys() & records.keys()):
                 raise LedgerError(
