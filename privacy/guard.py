@@ -226,7 +226,8 @@ class UpdateGuard:
             sizes = [public[name].numel() for name in names]
             for name, part in zip(names, noisy.to(torch.float64).split(sizes), strict=True):
                 base = leaving[name]
-                leaving[name] = (base.cpu() + part.view(base.shape)).to(base.device, base.dtype)
+                total = base.to("cpu", torch.float64) + part.view(base.shape)
+                leaving[name] = total.to(base.device, base.dtype)
         return {
             name: tensor if isinstance(received[name], Tensor) else tensor.numpy()
             for name, tensor in leaving.items()

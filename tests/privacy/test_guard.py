@@ -211,6 +211,17 @@ def test_extreme_updates_keep_the_clip(
     assert np.linalg.norm(released) == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
+def test_arrays_of_low_precision_are_released(
+    kind: torch.dtype, tmp_path: Path, without_noise: None
+) -> None:
+    """An answer that fails after its charge would cost budget for nothing."""
+    received = {"w": torch.zeros(4, dtype=kind)}
+    answer = make(tmp_path).protect([0], received, {"w": torch.full((4,), 100.0).to(kind)})
+    assert answer["w"].dtype == kind
+    assert answer["w"].double().tolist() == [CLIP / 2] * 4
+
+
 def test_nominal_values_are_those_declared(tmp_path: Path) -> None:
     clinic = make(tmp_path, "rounds = 3\nnominal = {num-examples = 500}")
     assert clinic.nominal == {"num-examples": 500}
