@@ -433,7 +433,9 @@ class PrivateClientView(_ClientView):
 
         def prepare(client: int, samples: list[Sample]) -> Callable[[Parts], Any]:
             (sample,) = samples
-            client_records = self._records[client]  # a trial replaces the records after each release
+            client_records = self._records[
+                client
+            ]  # a trial replaces the records after each release
             records = client_records[sample.records]
             isolated = self._isolated
             look_up = feature_table(
