@@ -16,8 +16,10 @@ see. Adding the noisy vector to the received model, which is public, is post-pro
 is that of one client alone, so the server need not be trusted. The mean over K clients has noise of
 σ𝒞/√K in each coordinate.
 
-What else an answer contains is either public or left out: arrays of other types and the arrays of
-`left_out` are those received, and a metric is replaced by its declared nominal value or dropped.
+What else an answer contains is either public or left out. Whether an array is released follows from
+its received name and type, since a job could state records by the choice of its answer's types.
+Integers, counts and the arrays of `left_out` are those received. Every answer has all declared
+nominal values as its metrics, since a job could state records by the choice of their names.
 
 A repeated request gets the answer that was computed before, without a charge. The answer is on the
 disk before it leaves. If a crash comes between charge and answer, the charge counts, and the repeated
@@ -59,6 +61,9 @@ from fedsynth.version import __version__
 
 SETTINGS = "guard.toml"  # the name of a file that only a guard's folder contains
 DATASET = "all data of a client, behind a guard of model updates"
+COUNTS = (
+    "*num_batches_tracked"  # of batch norm. Servers average them, so they may be received as floats
+)
 Arrays = Mapping[str, Any]  # NumPy arrays or tensors by name
 Positive = Annotated[float, Field(gt=0)]
 
@@ -74,8 +79,8 @@ class GuardSettings(Part):
         noise_multiplier: σ, in place of `rounds`.
         adjacency: "zero-out" or "replace-one", which doubles the sensitivity.
         left_out: patterns of array names, such as "*.running_var". These arrays are not released.
-        nominal: the public values that replace metrics of the same name, such as the number of
-            examples. Other metrics are dropped.
+        nominal: the public values, such as the number of examples, that every answer states as its
+            metrics. The job's metrics are dropped.
     """
 
     clip: Annotated[float, Field(ge=1e-12, le=1e12)]
@@ -208,7 +213,7 @@ class UpdateGuard:
         public = {name: _tensor(name, value) for name, value in received.items()}
         trained = {name: _tensor(name, value) for name, value in answer.items()}
         self._check_same(public, trained)
-        names = [name for name in public if self._released(name, trained[name])]
+        names = [name for name, array in public.items() if self._released(name, array)]
         leaving = {name: torch.zeros_like(t) if difference else t for name, t in public.items()}
         if names:
             update = [
@@ -221,26 +226,26 @@ class UpdateGuard:
             sizes = [public[name].numel() for name in names]
             for name, part in zip(names, noisy.to(torch.float64).split(sizes), strict=True):
                 base = leaving[name]
-                leaving[name] = (base.cpu() + part.view(base.shape)).to(base.device, base.dtype)
+                total = base.to("cpu", torch.float64) + part.view(base.shape)
+                leaving[name] = total.to(base.device, base.dtype)
         return {
             name: tensor if isinstance(received[name], Tensor) else tensor.numpy()
             for name, tensor in leaving.items()
         }
 
-    def nominal(self, metrics: Mapping[str, Any]) -> dict[str, int | float]:
-        """Returns the declared nominal values in place of the metrics, without all others."""
-        declared = self.settings.nominal
-        return {name: declared[name] for name in metrics if name in declared}
+    @property
+    def nominal(self) -> dict[str, int | float]:
+        """The declared nominal values, which every answer states in place of the job's metrics."""
+        return dict(self.settings.nominal)
 
-    def _released(self, name: str, array: Tensor) -> bool:
-        patterns = self.settings.left_out
+    def _released(self, name: str, received: Tensor) -> bool:
+        patterns = (COUNTS, *self.settings.left_out)
         public = any(fnmatchcase(name, pattern) for pattern in patterns)
-        return array.is_floating_point() and array.numel() > 0 and not public
+        return received.is_floating_point() and received.numel() > 0 and not public
 
     def _check_same(self, received: Mapping[str, Tensor], answer: Mapping[str, Tensor]) -> None:
         for name in sorted(received.keys() | answer.keys()):
             sent, trained = received.get(name), answer.get(name)
-            # servers average counts, too, so a count that was received may be no integer
             if (
                 sent is None
                 or trained is None

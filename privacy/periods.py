@@ -22,7 +22,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedsynth.errors import HOSTILE, LedgerError, one_line
-from fedsynth.files import create_once, read_regular, write_whole
+from fedsynth.files import create_once, lock, open_regular, read_regular, write_whole
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -122,7 +123,8 @@ class ReleaseSequence:
 
     Only the current user can read the files (mode 0600). Whoever has the noise can subtract it from
     the releases. The noise is on the disk before a release is returned, and a repeated period
-    returns the same release. So a killed period neither draws nor releases twice.
+    returns the same release. So a killed period neither draws nor releases twice. Of processes that
+    begin the same period with other records or settings, only the last can release.
 
     Args:
         folder: the private part of the ledger folder.
@@ -142,6 +144,7 @@ class ReleaseSequence:
         self.periods = periods
         self.facts = PeriodFacts(0.0, 0.0)
         self.rows = 0
+        self._begun = ""
 
     def stored_facts(self, period: int) -> PeriodFacts | None:
         """Returns the facts of a period, or None if the period has not begun.
@@ -172,15 +175,17 @@ class ReleaseSequence:
         Raises:
             LedgerError: a release of this period was made with other settings or another σ.
         """
-        stored = self.stored_facts(self.period)
         facts = replace(self.facts, rows=self.rows, records=records)
-        if stored is not None and self.has_releases and _json(stored) != _json(facts):
-            raise LedgerError(
-                f"period {self.period} began with other settings. Repeat it with the settings in "
-                f"{self.folder}"
-            ).with_code("sequence.settings")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._write(facts)
+        with self._locked():
+            stored = self.stored_facts(self.period)
+            if stored is not None and self.has_releases and _json(stored) != _json(facts):
+                raise LedgerError(
+                    f"period {self.period} began with other settings. Repeat it with the settings "
+                    f"in {self.folder}"
+                ).with_code("sequence.settings")
+            self._write(facts)
+        self._begun = _json(facts)
 
     def finish(self) -> None:
         """Notes that the run of the current period has finished."""
@@ -228,11 +233,29 @@ class ReleaseSequence:
 
         Returns:
             The increment that is on the disk now.
+
+        Raises:
+            LedgerError: another process has begun the period with other records or settings.
         """
         tensors = {"noise": noise.cpu().contiguous(), "increment": increment.cpu().contiguous()}
-        create_once(self._path(self.period, quantity), save(tensors))
+        with self._locked():
+            facts = self.stored_facts(self.period)
+            if facts is None or _json(replace(facts, finished=False)) != self._begun:
+                raise LedgerError(
+                    f"another process began period {self.period} with other records or settings. "
+                    "Wait for it, then repeat the period with them"
+                ).with_code("sequence.begun")
+            create_once(self._path(self.period, quantity), save(tensors))
         stored = self.stored(self.period, quantity) or tensors
         return stored["increment"]
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        path = self.folder / "lock"
+        create_once(path, b"")
+        with open_regular(path, writing=True) as file:  # closing releases the lock
+            lock(file, path)
+            yield
 
     def _path(self, period: int, quantity: str) -> Path:
         name = re.sub(r"\W+", "-", _PERIOD.sub("", quantity))

@@ -431,8 +431,11 @@ class PrivateClientView(_ClientView):
         self._check_owners(mechanisms)
         length, count = self._pass_size(mechanisms, FEATURE_START, FEATURE_PASS)
 
-        def prepare(client_records: Tensor, samples: list[Sample]) -> Callable[[Parts], Any]:
+        def prepare(client: int, samples: list[Sample]) -> Callable[[Parts], Any]:
             (sample,) = samples
+            client_records = self._records[
+                client
+            ]  # a trial replaces the records after each release
             records = client_records[sample.records]
             isolated = self._isolated
             look_up = feature_table(
@@ -449,8 +452,8 @@ class PrivateClientView(_ClientView):
             return compute
 
         released = []
-        for records, units, mechanism in zip(self._records, self._units, mechanisms, strict=True):
-            of_client = functools.partial(prepare, records)
+        for client, (units, mechanism) in enumerate(zip(self._units, mechanisms, strict=True)):
+            of_client = functools.partial(prepare, client)
             released += self._sums([mechanism], [units], count, of_client)
         return self._released(released)
 

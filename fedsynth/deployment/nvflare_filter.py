@@ -13,8 +13,9 @@ at the site passes it unchanged:
 PATH is `fedsynth.deployment.nvflare_filter.GuardFilter`, and FOLDER contains guard.toml
 (`fedsynth.privacy.guard`). The client's name is the site's.
 
-Every result is written anew. Weights, or their differences, pass the guard. Metrics are dropped, or
-have the nominal values of guard.toml. Results of other kinds are refused. Federated events, such as
+Every result is written anew. Weights, or their differences, pass the guard. Metrics are the nominal
+values of guard.toml. Results of other kinds are refused. All failures of a job have the same code,
+since a job could state records by the choice of a code. Federated events, such as
 those of NVFlare's SummaryWriter, pass no filter, so they are switched off.
 """
 
@@ -38,7 +39,6 @@ from fedsynth.privacy.guard import UpdateGuard
 RECEIVED = "__fedsynth_received__"  # the property of a task's context with its task data
 # The headers of a result that are those of the task.
 HEADERS = (AppConstants.START_ROUND, AppConstants.CURRENT_ROUND, AppConstants.NUM_ROUNDS)
-KNOWN_CODES = {value for name, value in vars(ReturnCode).items() if name.isupper()}
 
 
 class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-checked
@@ -61,9 +61,8 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
             fl_ctx.set_prop(RECEIVED, _copy(shareable), private=True, sticky=False)
             fl_ctx.get_engine().get_widget(WidgetID.FED_EVENT_RUNNER).ready = False
             return shareable
-        code = shareable.get_return_code(ReturnCode.OK)
-        if code != ReturnCode.OK:
-            return make_reply(code if code in KNOWN_CODES else ReturnCode.EXECUTION_EXCEPTION)
+        if shareable.get_return_code(ReturnCode.OK) != ReturnCode.OK:
+            return make_reply(ReturnCode.EXECUTION_EXCEPTION)
         try:
             task = fl_ctx.get_prop(RECEIVED)
             if task is None:
@@ -93,7 +92,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         """
         guard = UpdateGuard(self.folder, fl_ctx.get_identity_name())
         if dxo.data_kind == DataKind.METRICS:
-            return DXO(DataKind.METRICS, guard.nominal(dxo.data))
+            return DXO(DataKind.METRICS, guard.nominal)
         if dxo.data_kind not in (DataKind.WEIGHTS, DataKind.WEIGHT_DIFF):
             raise _wrong_kind(f"data of kind {dxo.data_kind}")
         task = fl_ctx.get_prop(FLContextKey.TASK_NAME)
@@ -101,10 +100,9 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         difference = dxo.data_kind == DataKind.WEIGHT_DIFF
         received = _dxo(shareable).data
         arrays = guard.protect(request, received, dxo.data, difference=difference)
-        meta: dict[str, Any] = dict(guard.nominal(dxo.meta))
-        initial = guard.nominal(dxo.meta.get(MetaKey.INITIAL_METRICS) or {})
-        if initial:
-            meta[MetaKey.INITIAL_METRICS] = initial
+        meta: dict[str, Any] = guard.nominal
+        if meta:
+            meta[MetaKey.INITIAL_METRICS] = guard.nominal
         return DXO(dxo.data_kind, arrays, meta)
 
 

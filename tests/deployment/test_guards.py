@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedsynth.errors import MessageError
+from fedsynth.errors import BudgetExceededError, MessageError
 from fedsynth.privacy import read_ledger
 from fedsynth.results.verification import verify_run
 from tests.raising import raises
@@ -32,6 +32,7 @@ num-examples = 500
 num_examples = 500
 NUM_STEPS_CURRENT_ROUND = 10
 """
+NOMINAL = {"num-examples": 500, "num_examples": 500, "NUM_STEPS_CURRENT_ROUND": 10}
 
 
 @pytest.fixture
@@ -172,8 +173,8 @@ def test_flower_answers_are_written_anew(flower: Any, folder: Path) -> None:
     texts = flower.ConfigRecord({"patient": "Smith"})
     job = answering(flower, arrays=weights(flower, 1e6), metrics=metrics, notes=texts)
     answer = ask(flower, folder, job)
-    assert dict(answer.content["metrics"]) == {"num-examples": 500}
-    assert dict(answer.content["notes"]) == {}
+    assert dict(answer.content["metrics"]) == NOMINAL
+    assert set(answer.content) == {"arrays", "metrics"}
     array = answer.content["arrays"]["w"].numpy()
     assert array.dtype == np.float32
     assert np.abs(array).max() < 20  # clipped to 1, with noise of about 0.85
@@ -202,27 +203,74 @@ def test_flower_job_may_change_what_it_received(flower: Any, folder: Path) -> No
 
 
 def test_flower_evaluations_are_nominal_and_free(flower: Any, folder: Path) -> None:
-    status = flower.ConfigRecord({"code": 3, "message": "Smith"})
-    loss = flower.MetricRecord({"loss": 0.5})
-    count = flower.MetricRecord({"num_examples": 312})
-    job = answering(flower, **{"e.loss": loss, "e.num_examples": count, "e.status": status})
-    answer = ask(flower, folder, job).content
-    assert {name: dict(record) for name, record in answer.items()} == {
-        "e.loss": {},
-        "e.num_examples": {"num_examples": 500},
-        "e.status": {"code": 0, "message": ""},
-    }
+    for metrics in ({}, {"num-examples": 312}, {"patient": 7.0}):
+        record = flower.MetricRecord(metrics)
+        for records in ({"metrics": record}, {"Smith": record}, {"b": record, "a": record}, {}):
+            answer = ask(flower, folder, answering(flower, **records)).content
+            assert {name: dict(record) for name, record in answer.items()} == {"metrics": NOMINAL}
     assert rows(folder, "client-003") == 0
 
 
-def test_flower_errors_state_no_private_values(flower: Any, folder: Path) -> None:
-    def fails(message: Any, context: Any) -> Any:
-        raise ValueError("patient Smith")
+@pytest.mark.parametrize("kind", ["fit", "evaluate"])
+def test_flower_older_answers_have_their_records(flower: Any, folder: Path, kind: str) -> None:
+    content = {f"{kind}ins.parameters": weights(flower, 0.0), f"{kind}ins.config": {}}
+    content[f"{kind}ins.config"] = flower.ConfigRecord({})
+    asked = flower.Message(flower.RecordDict(content), dst_node_id=1, message_type="train")
+    arrays = {f"{kind}res.parameters": weights(flower, 1e6)} if kind == "fit" else {}
+    status = flower.ConfigRecord({"code": 3, "message": "Smith"})
+    job = answering(flower, **arrays, **{f"{kind}res.status": status, "Smith": status})
+    context = SimpleNamespace(node_config={"guard": str(folder)})
+    answer = dict(flower.guard_mod(asked, context, job).content)
+    if arrays:
+        assert np.abs(answer.pop("fitres.parameters")["w"].numpy()).max() < 20
+    else:
+        assert dict(answer.pop("evaluateres.loss")) == NOMINAL
+    assert {name: dict(record) for name, record in answer.items()} == {
+        f"{kind}res.num_examples": NOMINAL,
+        f"{kind}res.metrics": NOMINAL,
+        f"{kind}res.status": {"code": 0, "message": ""},
+    }
 
-    assert "Smith" not in ask(flower, folder, fails).error.reason
-    two = answering(flower, a=weights(flower, 1.0), b=weights(flower, 2.0))
-    refused = ask(flower, folder, two)
-    assert "one array record each" in refused.error.reason
+
+def test_flower_answers_have_the_metadata_of_the_request(flower: Any, folder: Path) -> None:
+    def job(message: Any, context: Any) -> Any:
+        message.metadata.group_id = "Smith"
+        message.metadata.message_type = "train.Smith"
+        return flower.Message(content=flower.RecordDict(), reply_to=message)
+
+    asked = request(flower, 1)
+    replied: list[Any] = []
+    kind = flower.Message
+
+    def reply(*content: Any, reply_to: Any) -> Any:
+        replied.append(reply_to.metadata)
+        return kind(*content, reply_to=reply_to)
+
+    flower.Message = reply
+    context = SimpleNamespace(node_config={"guard": str(folder)})
+    flower.guard_mod(asked, context, lambda *_: job(asked, context))
+    assert asked.metadata.group_id == "Smith"
+    assert (replied[-1].group_id, replied[-1].message_type) == ("", "train")
+
+
+def test_flower_errors_state_no_private_values(flower: Any, folder: Path) -> None:
+    def failing(error: Exception) -> Callable[[Any, Any], Any]:
+        def job(message: Any, context: Any) -> Any:
+            raise error
+
+        return job
+
+    named = flower.ArrayRecord({"Smith": flower.Array(np.zeros(4, np.float32))})
+    jobs = [
+        failing(ValueError("patient Smith")),
+        failing(MessageError("patient Smith")),
+        failing(BudgetExceededError("patient Smith", ("Smith", 1.0, 2.0))),
+        answering(flower, a=weights(flower, 1.0), b=weights(flower, 2.0)),
+        answering(flower, arrays=named),
+        lambda message, context: None,
+    ]
+    errors = [ask(flower, folder, job).error for job in jobs]
+    assert {(error.code, error.reason) for error in errors} == {(0, flower.FAILED)}
     assert rows(folder, "client-003") == 0
 
 
@@ -252,7 +300,7 @@ def test_flower_example_trains_behind_the_guard(
     config = {"guard": str(folder), "partition-id": 0}
     context = Context(1, 1, config, RecordDict(), {})
     answer = script["app"](message, context)
-    assert dict(answer.content["metrics"]) == {"num-examples": 500}
+    assert dict(answer.content["metrics"]) == NOMINAL
     assert list(answer.content["arrays"]) == list(arrays)
     assert rows(folder, "client-000") == 1
 
@@ -400,7 +448,7 @@ def test_nvflare_results_are_written_anew(nvflare: Any, folder: Path, kind: str)
     answer = result_of(nvflare, folder, trained())
     content = nvflare.from_shareable(answer)
     assert content.data_kind == nvflare.DataKind[kind]
-    assert content.meta == {"NUM_STEPS_CURRENT_ROUND": 10}
+    assert content.meta == {**NOMINAL, "initial_metrics": NOMINAL}
     assert np.abs(content.data["w"]).max() < 20
     assert answer.get_header(nvflare.AppConstants.CURRENT_ROUND) == 0
     assert "Smith" not in str(answer)
@@ -418,12 +466,12 @@ def test_nvflare_results_are_written_anew(nvflare: Any, folder: Path, kind: str)
 def test_nvflare_metrics_and_errors_state_no_private_values(nvflare: Any, folder: Path) -> None:
     metrics = nvflare.DXO(nvflare.DataKind.METRICS, {"auc": 0.9, "num-examples": 312})
     answer = nvflare.from_shareable(result_of(nvflare, folder, metrics.to_shareable()))
-    assert dict(answer.data) == {"num-examples": 500}
-    for code, expected in (("Smith", "EXECUTION_EXCEPTION"), ("EXECUTION_EXCEPTION",) * 2):
+    assert dict(answer.data) == NOMINAL
+    for code in ("Smith", "EXECUTION_EXCEPTION", "TASK_ABORTED", "TIMEOUT"):
         failed = nvflare.make_reply(code)
         failed.set_header("patient", "Smith")
         answer = result_of(nvflare, folder, failed)
-        assert answer.get_return_code() == expected
+        assert answer.get_return_code() == nvflare.ReturnCode.EXECUTION_EXCEPTION
         assert "Smith" not in str(answer)
     assert rows(folder, "site-1") == 0
 

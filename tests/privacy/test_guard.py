@@ -188,10 +188,43 @@ def test_other_arrays_are_refused_before_the_charge(answer: dict[str, Any], tmp_
     assert rows(tmp_path) == 0
 
 
-def test_metrics_are_dropped_or_nominal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [np.int64, np.bool_, np.float16, np.float64])
+def test_types_of_an_answer_do_not_decide_what_is_released(kind: Any, tmp_path: Path) -> None:
+    """Else a job could state one bit with each array, without noise or a charge."""
+    received = {"w": np.zeros(4, np.float32), "v": np.zeros(4, np.float32)}
+    trained = {"w": np.zeros(4, kind), "v": np.zeros(4, kind)}
+    answer = make(tmp_path).protect([0], received, trained)
+    assert all(array.all() for array in answer.values())  # each has noise
+    assert [row.dimension for row in read_ledger(tmp_path / "clinic.jsonl").releases] == [8]
+
+
+@pytest.mark.parametrize(
+    ("value", "received", "norm"),
+    [(1e300, 0.0, 0.0), (1.7e308, -1.7e308, 0.0), (5e-324, 0.0, 0.0), (6e4, -6e4, CLIP)],
+)
+def test_extreme_updates_keep_the_clip(
+    value: float, received: float, norm: float, tmp_path: Path, without_noise: None
+) -> None:
+    clinic = make(tmp_path, "noise_multiplier = 3")
+    base, trained = {"w": np.full(3, received)}, {"w": np.full(3, value)}
+    released = clinic.protect([0], base, trained)["w"] - base["w"]
+    assert np.linalg.norm(released) == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.bfloat16, torch.float16])
+def test_arrays_of_low_precision_are_released(
+    kind: torch.dtype, tmp_path: Path, without_noise: None
+) -> None:
+    """An answer that fails after its charge would cost budget for nothing."""
+    received = {"w": torch.zeros(4, dtype=kind)}
+    answer = make(tmp_path).protect([0], received, {"w": torch.full((4,), 100.0).to(kind)})
+    assert answer["w"].dtype == kind
+    assert answer["w"].double().tolist() == [CLIP / 2] * 4
+
+
+def test_nominal_values_are_those_declared(tmp_path: Path) -> None:
     clinic = make(tmp_path, "rounds = 3\nnominal = {num-examples = 500}")
-    assert clinic.nominal({"num-examples": 312, "accuracy": 0.93}) == {"num-examples": 500}
-    assert clinic.nominal({}) == {}
+    assert clinic.nominal == {"num-examples": 500}
 
 
 # --------------------------------------------------------------- retries, crashes, concurrency

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save
 
 from fedsynth.errors import LedgerError
 from fedsynth.privacy import periods
@@ -208,6 +209,30 @@ def test_a_repeated_period_is_charged_and_drawn_once(tmp_path: Path) -> None:
     sequence.facts = replace(sequence.facts, noise_multiplier=3.0)
     with raises(LedgerError, "sequence.settings"):
         sequence.begin("records")
+
+
+@pytest.mark.parametrize("changed", ["records", "settings"])
+def test_only_the_last_of_two_processes_releases(tmp_path: Path, changed: str) -> None:
+    """Else the first process's records would be known in no period, and could be in two."""
+    ledger, secret, mechanisms = Ledger("c"), SecretGenerator(), []
+    for number in range(2):
+        sequence = ReleaseSequence(tmp_path, "c", 2, 3)
+        sequence.facts = PeriodFacts(1.0, 10.0 + (changed == "settings") * number)
+        sequence.begin(f"records {(changed == 'records') * number}")
+        (sequence.folder / "001-sums.safetensors").write_bytes(
+            save({"noise": torch.zeros(1, WIDTH), "increment": torch.zeros(1, WIDTH)})
+        )
+        guard = PeriodEnforcer(ledger, rows=0)
+        mechanism = RunningSumMechanism(sequence, row(2, 3), 1, guard, secret)
+        mechanism.sample(1)
+        mechanisms.append(mechanism)
+    with raises(LedgerError, "sequence.begun"):
+        mechanisms[0].release()
+    assert not sequence.has_releases
+    mechanisms[1].release()
+    assert sequence.has_releases
+    with raises(LedgerError, "sequence.settings"):
+        sequence.begin("other")
 
 
 def test_missing_or_damaged_noise_is_refused(tmp_path: Path) -> None:

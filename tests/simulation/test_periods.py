@@ -80,6 +80,8 @@ def test_periods_share_one_budget(owner: Owner) -> None:
         assert result.folder is not None
         assert not verify_run(result.folder).problems
     for share in shares:
+        warnings = read_report(owner.root / share)["verdict"]["warnings"]
+        assert not [text for text in warnings if "could not run" in text]
         report = read_report(owner.root / share)
         spent.append(report["guarantee"]["epsilon"])
         quantities = [entry["quantity"] for entry in report["ledger"]]

@@ -12,7 +12,8 @@ Flower's SuperNode runs the app that the server sends. So the mod protects an ow
 the app, or who runs an app of their own.
 
 Every answer is written anew. Its arrays pass the guard, with the arrays of the request as the
-received model. Its metrics and settings are dropped, or have the nominal values of guard.toml.
+received model. Its metrics are the nominal values of guard.toml. The names of its records follow from
+the request, and it has no text of the job, since a job could state records in either.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,29 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.app.error import Error
 from flwr.common.constant import ErrorCode
 
-from fedsynth.errors import FedsynthError, MessageError
+from fedsynth.errors import BudgetExceededError, MessageError
 from fedsynth.privacy.guard import UpdateGuard
 
 _LOGGER = logging.getLogger(__name__)
 STATUS = {"code": 0, "message": ""}  # of the answers of Flower's older clients
-FAILED = "the job failed on the client. The reason is in the client's log only"
+# The records with which Flower's older clients answer, by the prefix of the request's records.
+OLDER: dict[str, dict[str, type]] = {
+    "fitins": {
+        "parameters": ArrayRecord,
+        "num_examples": MetricRecord,
+        "metrics": ConfigRecord,
+        "status": ConfigRecord,
+    },
+    "evaluateins": {
+        "loss": MetricRecord,
+        "num_examples": MetricRecord,
+        "metrics": ConfigRecord,
+        "status": ConfigRecord,
+    },
+    "getparametersins": {"parameters": ArrayRecord, "status": ConfigRecord},
+    "getpropertiesins": {"properties": ConfigRecord, "status": ConfigRecord},
+}
+FAILED = "the client sends no answer. The reason is in the client's log only"
 
 
 def guard_mod(
@@ -47,22 +66,40 @@ def guard_mod(
 
     Returns:
         The answer. It is an error of one line if the guard refuses it, for example because the
-        budget is spent.
+        budget is spent. The error has no text of the job.
     """
+    original = deepcopy(message)  # jobs may change a request, and answers copy its metadata
+    reason = FAILED
     try:
         guard = guard_of(context.node_config)
-        request, received = identity(message), _copies(message.content)  # jobs may change both
-        answer = call_next(message, context)
-        if answer.has_error():
-            return Message(Error(ErrorCode.UNKNOWN, FAILED), reply_to=message)
-        content = protected(guard, request, received, answer.content)
-        return Message(content, reply_to=message)
-    except FedsynthError as error:
+        answer = _answer(call_next, message, context)
+        content = protected(guard, identity(original), original.content, answer.content)
+        return Message(content, reply_to=original)
+    except BudgetExceededError as error:
+        reason = str(error)
         _LOGGER.error("%s", error)
-        return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
-    except Exception:  # Flower would send its text, which may show private values
+    except Exception as error:
+        _LOGGER.error("%s", error)
+    return Message(Error(ErrorCode.UNKNOWN, reason), reply_to=original)
+
+
+def _answer(
+    call_next: Callable[[Message, Context], Message], message: Message, context: Context
+) -> Message:
+    """Returns the job's answer.
+
+    Raises:
+        MessageError: the job failed, whatever it raised.
+    """
+    try:
+        answer = call_next(message, context)
+        failed = answer.has_error()
+    except Exception:
         _LOGGER.exception("the job failed")
-        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, FAILED), reply_to=message)
+        failed = True
+    if failed:
+        raise MessageError("the job failed. See the lines above").with_code("guard.job")
+    return answer
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
@@ -91,17 +128,14 @@ def identity(message: Message) -> list[object]:
 
 
 def protected(
-    guard: UpdateGuard,
-    request: Sequence[object],
-    received: Sequence[Mapping[str, Any]],
-    answer: RecordDict,
+    guard: UpdateGuard, request: Sequence[object], received_content: RecordDict, answer: RecordDict
 ) -> RecordDict:
     """Returns the content that may leave in place of a job's answer.
 
     Args:
         guard: the client's guard.
         request: what identifies the request.
-        received: the arrays of each array record of the request.
+        received_content: the content of the request.
         answer: the content of the job's answer.
 
     Raises:
@@ -109,22 +143,29 @@ def protected(
         MessageError: answer and request do not have one array record each.
         PrivacyError: the arrays of both differ.
     """
-    leaving = RecordDict()
-    trained = _copies(answer)
+    received, trained = _copies(received_content), _copies(answer)
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
             f"request and answer must have one array record each, got {len(received)} and "
             f"{len(trained)}. Let the job send one model"
         ).with_code("guard.arrays")
-    for name, record in answer.items():
-        if isinstance(record, ArrayRecord):
+    leaving = RecordDict()
+    for name, kind in _records(received_content).items():
+        if kind is not ArrayRecord:
+            leaving[name] = kind(STATUS if name.endswith(".status") else guard.nominal)
+        elif trained:
             arrays = guard.protect(request, received[0], trained[0])
             leaving[name] = ArrayRecord({key: Array(value) for key, value in arrays.items()})
-        else:
-            kind = MetricRecord if isinstance(record, MetricRecord) else ConfigRecord
-            status = STATUS if name.endswith(".status") else {}
-            leaving[name] = kind({**guard.nominal(record), **status})
     return leaving
+
+
+def _records(received_content: RecordDict) -> dict[str, type]:
+    """Returns the names and kinds of an answer's records, which follow from the request."""
+    prefix = next(iter(received_content), "").partition(".")[0]
+    if prefix in OLDER:
+        answered = prefix.removesuffix("ins") + "res"
+        return {f"{answered}.{name}": kind for name, kind in OLDER[prefix].items()}
+    return {**dict.fromkeys(received_content.array_records, ArrayRecord), "metrics": MetricRecord}
 
 
 def _copies(content: RecordDict) -> list[dict[str, Any]]:
