@@ -207,9 +207,8 @@ def test_invalid_selections(changed: dict[str, object], code: str) -> None:
 
 def test_a_trial_releases_nothing_that_was_not_charged() -> None:
     ledger = Ledger("a")
-    start = ledger.history()
     ledger.charge(row(Selection(RUN, poisson_mean=10.0)))
-    trial = TrialLedger(ledger, start, Totals.of([(9.0, 1.0, 1), (2.8, 1.0, 1)]))
+    trial = TrialLedger(ledger, ledger.lines, Totals.of([(9.0, 1.0, 1), (2.8, 1.0, 1)]))
     trial.charge(row(None))
     trial.charge(row(None, 2.8))
     for again in (row(None), row(None, 2.8), row(None, 1.0)):
