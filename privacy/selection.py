@@ -179,6 +179,6 @@ def _check_eta(η: float | None) -> None:
 
 
 def _mean(η: float, γ: float) -> float:
-    if η == 0:
-        return (1 / γ - 1) / -math.log(γ)
-    return -η * (1 - γ) / (γ * math.expm1(η * math.log(γ)))
+    exponent = η * math.log(γ)
+    factor = exponent / math.expm1(exponent) if exponent else 1.0
+    return (1 - γ) / (-γ * math.log(γ)) * factor

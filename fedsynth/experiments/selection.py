@@ -43,7 +43,7 @@ from fedsynth.privacy.accounting import (
     totals,
 )
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.ledger.ledger import Lines
 from fedsynth.privacy.ledger.trial import TrialLedger
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -316,10 +316,11 @@ class _Trials:
         Returns:
             The best trial, or None if no trial was drawn or all have diverged.
         """
-        ledgers, histories = self._charged()
+        ledgers = self._charged()
+        charged = [ledger.lines for ledger in ledgers]
         best: _Best | None = None
         for _ in range(self._plan.selection.number_of_trials(self._secret.uniform())):
-            best = self._better(best, self._executed(ledgers, histories))
+            best = self._better(best, self._executed(ledgers, charged))
         if best is None:
             return None
         for ledger, of_trial in zip(ledgers, best.trial.ledgers, strict=True):
@@ -329,31 +330,26 @@ class _Trials:
         self._home.mkdir(exist_ok=True)
         return replace(best, folder=best.folder.rename(self._home / best.folder.name))
 
-    def _charged(self) -> tuple[list[Ledger], list[History]]:
-        """Charges each client's ledger for the selection.
-
-        Returns:
-            The ledgers, and their contents before the charge.
-        """
+    def _charged(self) -> list[Ledger]:
+        """Charges each client's ledger for the selection, and returns the ledgers."""
         settings = self._plan.sweep.cells[0].settings
         loaded = data_of_run(settings, None, None, lambda text: None, download=self._download)
         loaded, clients = among_clients(loaded)
         plan = plan_of(settings)
         ledgers = clients.kept_ledgers(_ledger_folder(plan), loaded.settings)
-        histories = [ledger.history() for ledger in ledgers]
         for ledger in ledgers:
             plan.guard(ledger).check([self._plan.row])
         for ledger in ledgers:
             plan.guard(ledger).charge(self._plan.row)
-        return ledgers, histories
+        return ledgers
 
-    def _executed(self, ledgers: Sequence[Ledger], histories: Sequence[History]) -> _Best:
+    def _executed(self, ledgers: Sequence[Ledger], charged: Sequence[Lines]) -> _Best:
         """Executes one trial of a candidate that is drawn at random."""
         candidate = int(len(self._plan.plans) * self._secret.uniform())
         plan = self._plan.plans[candidate]
         row = score_row(self._plan.row.noise_multiplier, plan.unit)
         covered = plan.totals + totals([row])
-        of_trial = [TrialLedger(*pair, covered) for pair in zip(ledgers, histories, strict=True)]
+        of_trial = [TrialLedger(*pair, covered) for pair in zip(ledgers, charged, strict=True)]
         trial = Trial(of_trial, row, self._began, self._home)
         place = Path(tempfile.mkdtemp(dir=self._staging))
         settings = self._plan.sweep.cells[candidate].settings

@@ -187,9 +187,7 @@ class Simulation(ActiveRun):
         sequences: Mapping[str, ReleaseSequence] = {}
         if folder is not None and self._private and self._trial is None:
             sequences = clients.sequences(folder, settings)
-        if self._trial is not None:
-            ledgers = self._trial.ledgers
-        elif folder is not None:
+        if folder is not None:  # which refuses records that the ledgers were not charged for
             ledgers = clients.kept_ledgers(folder, settings, sequences)
         elif resumed is not None and self._private:
             if resumed.has_begun:
@@ -197,6 +195,8 @@ class Simulation(ActiveRun):
             ledgers = new_ledgers(names, resumed.path / "ledger", settings)
         elif self._private:
             ledgers = new_ledgers(names, None, settings)
+        if self._trial is not None:
+            ledgers = self._trial.ledgers
         runtimes = []
         for number, ledger in enumerate(ledgers):
             data = ClientData(train, training[number], held_out[number])

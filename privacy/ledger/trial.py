@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fedsynth.errors import LedgerError
 from fedsynth.privacy.accounting import Totals, totals
-from fedsynth.privacy.ledger.ledger import History, Ledger, _allow
+from fedsynth.privacy.ledger.ledger import History, Ledger, Lines, _allow
 from fedsynth.privacy.releases import Release
 
 
@@ -18,20 +18,21 @@ class TrialLedger(Ledger):
     but each must be among the releases of the trial's candidate. A losing trial leaves no trace.
 
     Args:
-        ledger: the client's ledger, whose last row is the selection's.
-        history_at_start: the content of the ledger before this row.
+        ledger: the client's ledger.
+        charged: the content of the ledger when the selection was charged. Its last row is the
+            selection's. Later rows, of other runs, would reveal when the trial began.
         covered: the releases of one trial, with its score.
 
     Attributes:
+        history_at_start: the content of the ledger before the selection's row.
         files: the hash of the files that the trial's run has written.
     """
 
-    def __init__(self, ledger: Ledger, history_at_start: History, covered: Totals) -> None:
+    def __init__(self, ledger: Ledger, charged: Lines, covered: Totals) -> None:
         super().__init__(ledger.client, dataset=ledger.dataset)
-        history = ledger.history()
-        chains = () if history.chain is None else (history.chain,)
-        self.lines = replace(self.lines, releases=history.releases, chains=chains)
-        self.history_at_start = history_at_start
+        self.lines = replace(self.lines, releases=charged.releases, chains=charged.chains)
+        chain = charged.chains[-2] if charged.chains else None
+        self.history_at_start = History(self.client, charged.releases[:-1], chain)
         self.files = ""
         self._covered = covered
         self._released = Totals()

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import torch
 from typer.testing import CliRunner
 
 from fedsynth.cli.app import app
-from fedsynth.errors import BudgetExceededError, DivergedError, FedsynthError
+from fedsynth.data.load import load_dataset
+from fedsynth.errors import BudgetExceededError, DivergedError, FedsynthError, LedgerError
 from fedsynth.evaluation.accuracy import predict
 from fedsynth.experiments import read_sweep, select_privately, selection
 from fedsynth.experiments.runner import run_sweep
 from fedsynth.experiments.selection import RESULT, plan_selection, result_folder
+from fedsynth.federation import run_data
 from fedsynth.privacy.accounting import Totals
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
@@ -27,7 +30,7 @@ from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.selection import Selection
 from fedsynth.results import charges
 from fedsynth.results.verification import verify_run
-from fedsynth.simulation.trial import Trial
+from fedsynth.simulation.trial import Trial, score_row
 from tests.raising import raises
 
 FILE = """
@@ -271,6 +274,44 @@ def test_an_interrupted_selection_keeps_only_its_charge(
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     with raises(BudgetExceededError, "budget.spent"):
         select(tmp_path, 2)
+
+
+def test_rows_of_other_runs_do_not_tell_which_trial_won(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Trial.measure
+    scores = iter([1.0, 2.0])
+
+    def charged_meanwhile(self: Trial, *arguments: Any) -> None:
+        measure(self, *arguments)
+        self.score = next(scores)  # the second trial wins
+        for path in (tmp_path / "ledger").glob("*.jsonl"):
+            read_ledger(path).charge(score_row(500.0))
+
+    monkeypatch.setattr(Trial, "measure", charged_meanwhile)
+    select(tmp_path, 2)
+    report = report_of(tmp_path)
+    assert [head["rows"] for head in report["ledger_heads"].values()] == [1, 1]
+    assert [entry["mechanism"] for entry in report["ledger"]] == ["private selection"]
+    assert verify_run(run_of(tmp_path)).problems == []
+
+
+def test_records_that_change_after_the_charge_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executed = selection._Trials._executed
+
+    def on_other_records(self: Any, *arguments: Any) -> Any:
+        def other(*names: Any, **options: Any) -> Any:
+            train, test = load_dataset(*names, **options)
+            return replace(train, images=train.images.flip(-1)), test
+
+        monkeypatch.setattr(run_data, "load_dataset", other)
+        return executed(self, *arguments)
+
+    monkeypatch.setattr(selection._Trials, "_executed", on_other_records)
+    with raises(LedgerError, "ledger.new_records"):
+        select(tmp_path, 1)
 
 
 @pytest.mark.parametrize(

@@ -205,11 +205,19 @@ def test_invalid_selections(changed: dict[str, object], code: str) -> None:
         Selection.from_json({**stated, **changed})
 
 
+@pytest.mark.parametrize("trials", [1 + 1e-7, 10.0, 500.0])
+@pytest.mark.parametrize("eta", [5e-324, -1e-300, 1e-9])
+def test_a_tiny_eta_has_almost_the_logarithmic_law(eta: float, trials: float) -> None:
+    tiny = Selection.of_mean(RUN, "negative-binomial", trials, eta)
+    logarithmic = Selection.of_mean(RUN, "negative-binomial", trials)
+    assert tiny.gamma == pytest.approx(logarithmic.gamma, rel=1e-6)
+    assert tiny.mean == pytest.approx(trials, rel=1e-9)
+
+
 def test_a_trial_releases_nothing_that_was_not_charged() -> None:
     ledger = Ledger("a")
-    start = ledger.history()
     ledger.charge(row(Selection(RUN, poisson_mean=10.0)))
-    trial = TrialLedger(ledger, start, Totals.of([(9.0, 1.0, 1), (2.8, 1.0, 1)]))
+    trial = TrialLedger(ledger, ledger.lines, Totals.of([(9.0, 1.0, 1), (2.8, 1.0, 1)]))
     trial.charge(row(None))
     trial.charge(row(None, 2.8))
     for again in (row(None), row(None, 2.8), row(None, 1.0)):
