@@ -34,7 +34,7 @@ from library.rows import LAST_COMMIT, READ, REMOVED_GRIDS, REPRODUCTION, RowsErr
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
-GENERATED = ("docs/generated/", "docs/_build/")
+GENERATED = ("docs/errors.md", "docs/generated/", "docs/_build/")
 DOCUMENTS = ("README.md", *(page for page in PAGES if not page.startswith(GENERATED)))
 for part in pkgutil.iter_modules(documents.__path__):
     importlib.import_module(f"documents.{part.name}")

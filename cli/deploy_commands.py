@@ -163,7 +163,7 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("set either --data or --trial")
+        raise OptionError("neither or both of --data and --trial are set. Set one of them")
     if data is not None and is_record_file(data):
         raise OptionError(f"--data={data} is no image folder. Convert arrays to images")
     if ca is None and not insecure:

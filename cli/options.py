@@ -185,7 +185,7 @@ def refuse_beside_resume(context: typer.Context) -> None:
         if own_code.intersection(parameter.opts) and any(map(names_a_file, names)):
             continue  # user code has to be given again
         if explicit and name not in BESIDE_RESUME.split():
-            raise OptionError(f"{parameter.opts[0]} cannot be used with --resume")
+            raise OptionError(f"{parameter.opts[0]} cannot be used with --resume. Remove it")
 
 
 PATH = "PATH"

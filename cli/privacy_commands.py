@@ -61,9 +61,10 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     """
     if not run.is_dir():
         return
+    from fedsynth.privacy.guard import SETTINGS
     from fedsynth.results.finished import is_unfinished
 
-    if is_unfinished(run):
+    if not (run / SETTINGS).exists() and is_unfinished(run):
         from fedsynth.privacy.report.build import write_report
         from fedsynth.results.file_names import LOCK
         from fedsynth.results.later_reports import unfinished_report
@@ -103,8 +104,8 @@ def verify(
     if problems:
         raise typer.Exit(1)
     print(
-        "the report follows from the run's settings and ledgers, and agrees with summary.json and "
-        "metrics.jsonl. This does not show that noise was really added"
+        "the report follows from the run's settings and ledgers, and agrees with its other files. "
+        "This does not show that noise was really added"
     )
     for text in (*result.notes, note):
         print(printable(text))
@@ -194,7 +195,7 @@ def audit(
     unusable = (run, config, guesses) if function is not None else (page,)
     if any(option is not None for option in unusable):
         raise OptionError(
-            "--run, --config and --guesses cannot be used with --function, and --page needs it"
+            "--run, --config or --guesses is set with --function, or --page without it. Remove it"
         )
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)

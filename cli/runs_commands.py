@@ -28,6 +28,7 @@ from fedsynth.files import require_folder, write_output
 if TYPE_CHECKING:
     from fedsynth.experiments.comparison import Judgement, Line
     from fedsynth.experiments.presets import Cell, Preset
+    from fedsynth.experiments.sweep import Sweep
     from fedsynth.results.finished import Run
 
 
@@ -141,7 +142,8 @@ def sweep(
     The grid may vary methods, partitions, seeds and any other setting. To resume a sweep that was
     stopped, repeat the command: finished runs are kept, and interrupted runs are resumed. The file
     has the sections of a run's config.toml, which apply to all runs, and a section `[grid]` with a
-    list of values for each setting that varies (docs/sweeps.md).
+    list of values for each setting that varies (docs/sweeps.md). With a section `[selection]`, a
+    random number of runs is tried on private data, and only the best one by a noisy score is kept.
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
@@ -157,6 +159,13 @@ def sweep(
         for cell in plan.cells:
             state = "finished" if plan.finished(cell) else "to do"
             print(f"{state}  {plan.folder(cell)}  {cell.label}")
+        if plan.selection is not None:
+            from fedsynth.experiments.selection import describe, plan_selection
+
+            print(describe(plan_selection(plan)))
+        return
+    if plan.selection is not None:
+        _select(plan, only_result=only_table)
         return
     failed = []
     if not only_table:
@@ -164,6 +173,24 @@ def sweep(
     print(render(plan, sweep_rows(plan), form), end="")
     if failed:
         raise typer.Exit(1)
+
+
+def _select(plan: Sweep, *, only_result: bool) -> None:
+    """Executes the private selection of a sweep, unless it is finished, and prints its result."""
+    from fedsynth.experiments.selection import RESULT, result_folder, select_privately
+
+    folder = result_folder(plan)
+    if only_result and not (folder / RESULT).exists():
+        raise OptionError(f"{folder} has no {RESULT}. Repeat the command without --only-table")
+    result = select_privately(plan, say)
+    if result["run"] is None:
+        say("no run was selected, because no trial was drawn or all diverged. The charge remains")
+        raise typer.Exit(1)
+    values = ", ".join(f"{name}={value}" for name, value in result["values"].items())
+    print(f"selected: {values or 'the only run'}")
+    print(f"score: {result['score']:.3f} (noise ± {result['score_noise']:.3f})")
+    print(f"privacy: ε = {result['epsilon']:.3g} at δ = {result['delta']:g}, with the selection")
+    print(folder / result["run"])
 
 
 # Settings that affect the speed of a run. They affect the results only by rounding errors.

@@ -220,6 +220,16 @@ WithModel = Annotated[
 ]
 
 
+Continued = Annotated[
+    Path | None,
+    options.path_option(
+        "The shared set of the last period. Its sums are continued with the new records of --data.",
+        "--continue",
+        metavar="SHARE",
+    ),
+]
+
+
 @options.takes_settings(
     "data", "privacy", "report", "run.method", "run.rounds", "run.seed", "run.device",
     "run.memory_gb", "method.ipc", "model.name", "model.width", "model.depth", "model.norm",
@@ -231,6 +241,7 @@ def synthesize(
     download: options.Download = False,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
+    continued: Continued = None,
     config: options.Config = None,
     output: options.Output = Path("runs"),
     as_json: options.AsJson = False,
@@ -244,13 +255,16 @@ def synthesize(
 
     Example: run `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then run
     `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.
+
+    If records keep arriving, set the number of periods in the first one (`--method fedstats --set
+    periods=12`). The next one is `fedsynth synthesize --continue share --data new --out share-2`.
     """
     from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.simulation.simulate import check_synthesis, owner_settings
     from fedsynth.simulation.simulate import synthesize as make
 
     sections = options.merged(options.read_config(config), chosen)
-    resolved = owner_settings(sections)
+    resolved = owner_settings(sections, continued)
     if dry_run:
         check_synthesis(resolved, out, unprotected=unprotected)
         print_dry_run(resolved, as_json)
@@ -265,6 +279,7 @@ def synthesize(
             with_model=with_model,
             observer=observer,
             download=download,
+            continued=continued,
         )
     show_result(result, as_json)
     say(f"you may share the folder {out}, but nothing from the run folder")

@@ -510,5 +510,5 @@ def lock(
                     f"that process, or find it with `fuser {path}` and end it"
                 ).with_code("files.lock") from None
         except OSError as error:
-            raise OutputError(f"cannot lock {path}: {error}") from error
+            raise OutputError(f"cannot lock {path}: {error}. Use a local disk") from error
         time.sleep(PAUSE_SECONDS)

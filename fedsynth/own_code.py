@@ -137,7 +137,9 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
     module = _executed(section, key, path, code)
     definition = getattr(module, name, None)
     if definition is None:
-        raise SettingError(section, key, f"names {name!r}, which {path} does not define")
+        raise SettingError(
+            section, key, f"names {name!r}, which {path} does not define. Correct the name"
+        )
     SOURCES[code.label] = code
     return definition, code.label
 

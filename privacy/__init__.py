@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedsynth.privacy.accounting import calibrate_noise_multiplier as calibrate_noise_multiplier
     from fedsynth.privacy.accounting import epsilon as epsilon
     from fedsynth.privacy.function_audit import audit as audit
+    from fedsynth.privacy.guard import UpdateGuard as UpdateGuard
     from fedsynth.privacy.ledger import Ledger as Ledger
     from fedsynth.privacy.ledger import read_ledger as read_ledger
     from fedsynth.privacy.owner import DataOwner as DataOwner

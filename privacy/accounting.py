@@ -6,6 +6,7 @@ The composition of adaptively chosen Gaussian mechanisms without subsampling is 
 mechanism with μ² = Σ steps/σ² (Dong, Roth & Su, "Gaussian differential privacy", 2022, Cor. 3.3),
 so such releases are merged without loss. Poisson-subsampled releases are composed with
 dp-accounting's privacy loss distributions (PLD). All rounding there can only increase ε.
+If there is a private selection among the releases, all of them are composed by Rényi DP (RDP).
 dp_accounting and scipy are slow to load, so they are imported where they are used.
 """
 
@@ -16,11 +17,14 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, reduce
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, reduce
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from fedsynth.errors import PrivacySettingError
 from fedsynth.privacy.releases import (
@@ -31,6 +35,10 @@ from fedsynth.privacy.releases import (
     is_real,
     require,
 )
+from fedsynth.privacy.selection import Selection, Steps
+
+# Selections, each with the σ of a trial's score.
+Selections = tuple[tuple[Selection, float], ...]
 
 SMALLEST_DELTA = 1e-10  # the FFT's rounding error (about 1e-13, either sign) must stay far below δ
 FFT_SLACK = 1e-11  # added to every δ that an FFT gave, at least
@@ -45,7 +53,8 @@ class Merged:
     """A summary of several releases, in the form from which the accountant computes ε.
 
     All releases without subsampling are merged into one Gaussian mechanism with parameter μ.
-    Subsampled releases with the same σ and q are merged into one entry (σ, q, steps).
+    Subsampled releases with the same σ and q are merged into one entry (σ, q, steps). Selections
+    are listed.
     """
 
     mu: float = 0.0
@@ -55,6 +64,8 @@ class Merged:
 
     μ already contains this factor. σ does not, because dp-accounting's REPLACE_ONE applies it.
     """
+    selections: tuple[tuple[Selection, tuple[Merged, ...]], ...] = ()
+    """Each selection with its candidates' releases in a trial, among them the score."""
 
     @property
     def slack(self) -> float:
@@ -81,7 +92,11 @@ class Merged:
         about q·√(e^{1/σ²} − 1). It is large enough that one step has at most 6e4 grid points and
         the composition 1.5e6, which takes well under a second. A coarser grid only increases ε.
         """
-        if not self.sampled or max(steps for _, _, steps in self.sampled) > MAX_STEPS:
+        if (
+            self.selections
+            or not self.sampled
+            or max(steps for _, _, steps in self.sampled) > MAX_STEPS
+        ):
             return None
         single = 0.0
         variance = self.mu**2
@@ -109,8 +124,11 @@ class Merged:
     def without_sampling(self) -> float:
         """The value that μ would have if every subsampled release used all data.
 
-        It gives an upper bound on δ(ε), because subsampling never increases δ(ε).
+        It gives an upper bound on δ(ε), because subsampling never increases δ(ε). It is infinite if
+        there are selections.
         """
+        if self.selections:
+            return math.inf
         lengths = [self.influence * math.sqrt(steps) / σ for σ, _, steps in self.sampled]
         return math.hypot(self.mu, *lengths)
 
@@ -122,36 +140,49 @@ class Totals:
     Attributes:
         steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 means
             releases without a finite ε.
+        selections: the private selections, whose releases are not among the steps.
     """
 
-    steps: tuple[tuple[float, float, int], ...] = ()
+    steps: Steps = ()
+    selections: Selections = ()
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[float, float, int]]) -> Totals:
+    def of(cls, rows: Iterable[tuple[float, float, int]], selections: Selections = ()) -> Totals:
         """Creates totals from rows (σ, q, steps), and adds the steps of rows with equal σ and q."""
         counts: Counter[tuple[float, float]] = Counter()
         for σ, q, steps in rows:
             counts[σ, q] += steps
-        return cls(tuple((*key, counts[key]) for key in sorted(+counts)))
+        return cls(tuple((*key, counts[key]) for key in sorted(+counts)), selections)
 
     def __add__(self, other: Totals) -> Totals:
         """Returns the totals of the releases in `self` and `other` together."""
-        return Totals.of(self.steps + other.steps)
+        return Totals.of(self.steps + other.steps, self.selections + other.selections)
 
     def times(self, number: int) -> Totals:
         """Returns the totals of `number` rounds, if every round makes the releases of `self`."""
-        return Totals.of((σ, q, number * steps) for σ, q, steps in self.steps)
+        rows = [(σ, q, number * steps) for σ, q, steps in self.steps]
+        return Totals.of(rows, number * self.selections)
+
+    def covers(self, other: Totals) -> bool:
+        """Returns True if all steps of `other` are among those of `self`."""
+        counts = {(σ, q): steps for σ, q, steps in self.steps}
+        within = (steps <= counts.get((σ, q), 0) for σ, q, steps in other.steps)
+        return all(within) and not other.selections
 
 
 def totals(releases: Iterable[Release]) -> Totals:
     """Counts the steps of the releases for each pair of noise multiplier σ and sampling rate q."""
     rows = []
+    selections: Selections = ()
     for release in releases:
         σ = float(release.noise_multiplier)
         if release.unaccounted is not None:
             σ = 0.0
-        rows.append((σ, float(release.sample_rate), release.steps))
-    return Totals.of(rows)
+        if release.selection is not None and σ > 0:
+            selections += ((release.selection, σ),)
+        else:
+            rows.append((σ, float(release.sample_rate), release.steps))
+    return Totals.of(rows, selections)
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
@@ -165,8 +196,16 @@ def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None
     if releases.steps and releases.steps[0][0] == 0:
         return None
     influence = 1 + (adjacency == "replace-one")
-    full = sorted(math.sqrt(steps) / σ for σ, q, steps in releases.steps if q == 1)
-    sampled = tuple(row for row in releases.steps if row[1] < 1)
+    selections = []
+    for selection, σ in releases.selections:
+        trials = [Totals.of([*steps, (σ, 1.0, 1)]).steps for steps in selection.candidates]
+        selections.append((selection, tuple(_merged(steps, influence) for steps in trials)))
+    return replace(_merged(releases.steps, influence), selections=tuple(selections))
+
+
+def _merged(steps: Steps, influence: int) -> Merged:
+    full = sorted(math.sqrt(number) / σ for σ, q, number in steps if q == 1)
+    sampled = tuple(row for row in steps if row[1] < 1)
     return Merged(influence * math.hypot(*full), sampled, influence)
 
 
@@ -241,9 +280,38 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 def delta_of(merged: Merged, epsilon: float) -> float:
     """Returns a δ, rounded up, for which the merged releases are (ε, δ)-DP."""
+    if merged.selections:
+        from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+        return float(rdp.compute_delta(rdp.DEFAULT_RDP_ORDERS, rdp_curve(merged), epsilon)[0])
     if merged.interval is None:
         return gaussian_delta(merged.without_sampling, epsilon)
     return min(1.0, float(_composed(merged).get_delta_for_epsilon(epsilon)) + merged.slack)
+
+
+@lru_cache(maxsize=256)  # at most 1 kB each
+def rdp_curve(merged: Merged) -> npt.NDArray[np.float64]:
+    """Returns the merged releases' RDP at dp-accounting's orders, DEFAULT_RDP_ORDERS.
+
+    A trial's candidate is drawn independently of the data, so the RDP of a trial is at most the
+    largest of all candidates.
+    """
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    orders = rdp.DEFAULT_RDP_ORDERS
+    plain = replace(merged, selections=())
+    if plain.influence == 2:  # dp-accounting has no RDP for replace-one with subsampling
+        plain = Merged(plain.without_sampling, influence=2)
+    curve = np.array(_rdp_accountant(plain, orders)._rdp)  # no public attribute has it
+    for selection, trials in merged.selections:
+        worst = np.max([rdp_curve(trial) for trial in trials], axis=0)
+        delta = partial(_largest_delta, trials)
+        curve = curve + selection.rdp(orders, worst, delta)
+    return curve
+
+
+def _largest_delta(trials: Sequence[Merged], epsilon: float) -> float:
+    return max(delta_of(trial, epsilon) for trial in trials)
 
 
 @lru_cache(maxsize=4096)
@@ -312,9 +380,9 @@ def epsilon_rdp(
     """Computes ε with Rényi DP, as an independent check of `epsilon`.
 
     The arguments are those of `epsilon`, and the result is usually larger. Returns None for
-    replace-one adjacency with subsampling, which dp-accounting's Rényi accountant does not support.
+    replace-one adjacency with subsampling, which dp-accounting's Rényi accountant does not support,
+    and for selections, whose `epsilon` is computed with Rényi DP, too.
     """
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
     check_delta(delta, None)
@@ -323,13 +391,21 @@ def epsilon_rdp(
         return math.inf
     if merged == Merged(influence=merged.influence):
         return 0.0
-    if merged.influence == 2 and merged.sampled:
+    if merged.selections or (merged.influence == 2 and merged.sampled):
         return None
     best = 1 + math.sqrt(2 * math.log(1 / delta)) / merged.without_sampling
     orders = set(rdp.DEFAULT_RDP_ORDERS)
     for factor in (0.7, 1.0, 1.4):
         orders.add(1 + (best - 1) * factor)
-    accountant = rdp.RdpAccountant(sorted(orders))
+    return float(_rdp_accountant(merged, sorted(orders)).get_epsilon(delta))
+
+
+def _rdp_accountant(merged: Merged, orders: Sequence[float]) -> Any:
+    """Returns dp-accounting's Rényi accountant with the merged releases, without selections."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.rdp import rdp_privacy_accountant as rdp
+
+    accountant = rdp.RdpAccountant(orders)
     logger = logging.getLogger("absl")
     level = logger.level
     # The library logs and skips every order whose mechanism does not converge; skipping it is safe.
@@ -339,9 +415,9 @@ def epsilon_rdp(
             accountant.compose(GaussianDpEvent(1 / merged.mu))
         for σ, q, steps in merged.sampled:
             accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(σ)), steps)
-        return float(accountant.get_epsilon(delta))
     finally:
         logger.setLevel(level)
+    return accountant
 
 
 def epsilon_by_round(
@@ -393,7 +469,9 @@ def calibrate_noise_multiplier(
     at_low = at_high = excess(1.0)
     while at_high > 0:
         if high > 1e6:
-            reason = "is too small, because even a noise multiplier of 1e6 gives a larger ε"
+            reason = (
+                "is too small, because even a noise multiplier of 1e6 gives a larger ε. Raise it"
+            )
             raise PrivacySettingError("privacy", "epsilon", reason, value=f"{target_epsilon:g}")
         low, at_low = high, at_high
         high = 4 * high

@@ -167,7 +167,7 @@ def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = A
     merged = merge(releases, adjacency)
     if merged is None:
         return 1.0
-    if merged.interval is None:
+    if merged.interval is None and not merged.selections:
         return float(ndtr(ndtri(alpha) + merged.without_sampling))
 
     def first(e: float) -> float:

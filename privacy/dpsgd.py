@@ -507,7 +507,8 @@ class ExampleGradients:
         losses, calls, uses = self._forward(x_NCHW, labels_N)
         if calls != self._calls:
             raise PrivacyError(
-                "the model calls other layers for private images than for random ones"
+                "the model calls other layers for private images than for random ones. Remove "
+                "branches that depend on the data"
             )
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(

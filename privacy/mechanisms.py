@@ -128,7 +128,8 @@ class BudgetEnforcer:
                 raise BudgetExceededError(
                     f"the planned release would raise ε of client {self.ledger.client!r} from "
                     f"{format_epsilon(cost)} to {format_epsilon(new_cost)}, above the cap "
-                    f"{cap.epsilon:g} (at δ = {cap.delta:g})",
+                    f"{cap.epsilon:g} (at δ = {cap.delta:g}). Raise the cap, or plan fewer or "
+                    "noisier releases",
                     (self.ledger.client, cost, new_cost),
                 )
 
@@ -508,10 +509,13 @@ class GaussianSumMechanism:
         self.steps_left -= 1
         self._thread = None
         self._step.release()
-        noise = self._secret.normal((self._groups, self._width), self.noise_std, sums.device)
+        noise = self._noise((self._groups, self._width), sums.device)
         if self.grid is None:
             return Released((sums + noise).to(torch.float32))
         return Released(on_grid(sums, noise, self.grid))
+
+    def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:
+        return self._secret.normal(shape, self.noise_std, device)
 
     def _refuse_forks(self) -> None:
         if self._process != this_process():

@@ -114,6 +114,10 @@ class SecretGenerator:
         """
         return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
 
+    def uniform(self) -> float:
+        """Returns a number from [0, 1), for the secret draws of a private selection."""
+        return float(self._generator.random())
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret generator cannot be copied, because a copy draws the same noise")
 

@@ -5,13 +5,14 @@ A row describes one release of a client. It states all numbers from which its ε
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fedsynth.errors import PrivacySettingError, short_repr
+from fedsynth.privacy.ranges import is_real as is_real
+from fedsynth.privacy.ranges import require as require
+from fedsynth.privacy.selection import Selection
 
 # The definitions of neighbouring data sets.
 #
@@ -24,9 +25,10 @@ ADJACENCIES = ("add-remove", "zero-out", "replace-one")
 ADD_REMOVE = "add-remove"
 RECORD = "record"
 USER = "user"
-# The privacy units: one example, or one user with all their examples. Neighbouring data sets
-# differ in one unit.
-UNITS = (RECORD, USER)
+CLIENT = "client"
+# The privacy units: one example, one user with all their examples, or one client with all its data.
+# Neighbouring data sets differ in one unit.
+UNITS = (RECORD, USER, CLIENT)
 
 POISSON, FULL = SAMPLERS = ("poisson", "full")
 
@@ -59,6 +61,9 @@ class Release:
         shares: the number H of clients that together add the charged noise under secure
             aggregation. Each adds noise with 1/√H of the standard deviation. With 1, the client
             adds all of the noise.
+        selection: the private selection for which the row is charged. The other numbers are then
+            those of one trial's score, and the selection has those of its runs. None for all other
+            releases.
 
     Raises:
         PrivacySettingError: a value is out of range.
@@ -77,6 +82,7 @@ class Release:
     unaccounted: str | None = None
     unit: str = RECORD
     shares: int = 1
+    selection: Selection | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in (("round", 0), ("steps", 1), ("dimension", 1), ("shares", 1)):
@@ -100,10 +106,18 @@ class Release:
         require(is_real(q) and 0 < q <= 1, "sample_rate", "must be in (0, 1]", q)
         require(self.sampler in SAMPLERS, "sampler", samplers, self.sampler)
         require(self.sampler != FULL or q == 1, "sample_rate", full, q)
+        single = self.selection is None or (q == 1 and self.steps == 1)
+        require(single, "steps", "must be 1, of all data, for a score", (self.steps, q))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row as a flat, JSON-serialisable dict. `from_json` is the inverse."""
-        return asdict(self)
+        """Returns the row as a JSON-serialisable dict. `from_json` is the inverse.
+
+        A row that is not a selection's has no key `selection`, as in older ledgers.
+        """
+        row = {**asdict(self), "selection": self.selection and self.selection.to_json()}
+        if row["selection"] is None:
+            del row["selection"]
+        return row
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Release:
@@ -113,39 +127,16 @@ class Release:
             PrivacySettingError: a field is missing or unknown, or a value is out of range.
         """
         names = sorted(cls.__dataclass_fields__)
-        require(sorted(row) == names, "row", f"must have exactly the fields {names}", sorted(row))
-        values = dict(row)
+        values = {"selection": None, **row}
+        require(
+            sorted(values) == names, "row", f"must have exactly the fields {names}", sorted(row)
+        )
+        if values["selection"] is not None:
+            values["selection"] = Selection.from_json(values["selection"])
         for key, value in row.items():
             if type(value) is str:  # a ledger's rows share strings, most of their memory
                 values[key] = sys.intern(value)
         return cls(**values)
-
-
-def is_real(value: object) -> bool:
-    """Returns True if the value is an int or a float that is finite as a float, but not a bool."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        return False
-
-
-def require(ok: bool, key: str, rule: str, value: object, section: str | None = None) -> None:
-    """Raises an error about a setting unless `ok` is True.
-
-    Args:
-        ok: the result of the check.
-        key: the name of the setting or argument.
-        rule: the rest of the message, which begins with a verb, such as "must be above 0".
-        value: the wrong value, which the message shows.
-        section: the section of the config file. None if `key` is an argument.
-
-    Raises:
-        PrivacySettingError: `ok` is False.
-    """
-    if not ok:
-        raise PrivacySettingError(section, key, f"{rule}, got {short_repr(value)}")
 
 
 def check_adjacency(adjacency: str) -> None:

@@ -13,7 +13,7 @@ from fedsynth.errors import PrivacySettingError
 from fedsynth.privacy.disclosure import mechanism_facts
 from fedsynth.privacy.releases import (
     ADD_REMOVE,
-    UNITS,
+    RECORD,
     USER,
     check_adjacency,
     check_delta,
@@ -71,7 +71,9 @@ def make_floats(settings: Any) -> None:
 def needs_a_budget() -> PrivacySettingError:
     """Returns the error for settings without a noise multiplier and a budget."""
     return PrivacySettingError(
-        "privacy", "noise_multiplier", "or privacy.epsilon must be set for differential privacy"
+        "privacy",
+        "noise_multiplier",
+        "or privacy.epsilon must be set for differential privacy. Set one of them",
     )
 
 
@@ -169,12 +171,12 @@ class PrivacySettings:
             self._check_without_guarantee(self.mechanism)
 
     def _check_unit(self) -> None:
-        is_unit = self.unit in (None, *UNITS)
-        _require(is_unit, "unit", f"must be one of {', '.join(UNITS)}", self.unit)
+        is_unit = self.unit in (None, RECORD, USER)  # only a guard protects whole clients
+        _require(is_unit, "unit", f"must be one of {RECORD}, {USER}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "requires privacy.nominal_size, a client's approximate number of users, or "
-                "`users` in the data's declaration"
+                "must come with privacy.nominal_size, a client's approximate number of users, or "
+                "with `users` in the data's declaration. Set one of them"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
@@ -183,7 +185,10 @@ class PrivacySettings:
     def _check_without_guarantee(self, mechanism: str) -> None:
         reason = ""
         if self.unit == USER:
-            reason = "has no privacy guarantee, so it cannot be used with privacy.unit=user"
+            reason = (
+                "has no privacy guarantee, so it cannot be used with privacy.unit=user. Use another "
+                "mechanism"
+            )
         elif self.epsilon is not None:
             reason = "has no guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
         if reason:

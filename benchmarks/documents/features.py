@@ -39,6 +39,8 @@ def _random_process() -> list[float]:
 def _private_baselines() -> str:
     ways = {
         "DP-FedAvg, ConvNet": ("convnet", 3),
+        "FPL, ConvNet": ("fpl", 3),
+        "CCVR, ConvNet": ("ccvr", 3),
         "DP-FedAvg, linear on features": ("linear", 5),
         "FedStats": ("fedstats", 5),
     }

@@ -23,8 +23,8 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 
 UNIT_IS_UNSET = (
-    "must be set, because the data name the person of each record: 'user' protects all records of "
-    "a person, 'record' only one. All runs on these data must have the same unit"
+    "must be set, because the data name the person of each record. Set it to 'user' to protect "
+    "all records of a person, or 'record' to protect one, in all runs on these data"
 )
 
 
@@ -69,7 +69,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = f"must be at least the {spec.train_size} declared records"
+        reason = f"must be at least the {spec.train_size} declared records. Raise it"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
@@ -100,7 +100,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
         reason += "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
         raise SettingError("run", "method", reason, value=method.name)
     if names != {UNET} or settings.model.projection:
-        reason = f"must be {UNET!r}, without projection, because {spec.name} has masks"
+        reason = f"must be {UNET!r}, without projection, for masks. Set both"
         raise SettingError("model", "name", reason, value=settings.model.name)
 
 
@@ -154,7 +154,10 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
         return  # a method knows all clients, and determines itself how many it counts on
     method = settings.method
     if isinstance(method, VaryingReleases):
-        reason = f"must be 1 with {method.name}, because a client's releases vary between rounds"
+        reason = (
+            f"must be 1 with {method.name}, because a client's releases vary between rounds. Set "
+            "run.participation=1"
+        )
         raise SettingError("run", "participation", reason, value=settings.participation)
     shares = max(plan.shares for plan in plans)
     active = active_clients(settings.partition.clients, settings.participation)

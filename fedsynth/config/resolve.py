@@ -216,7 +216,10 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
         raise unloaded_file("run", "method", str(stated)) from None
     label = own_label(name)
     if label and label != stated:
-        reason = f"must be the code {short_repr(stated)}, but the named file has {label}"
+        reason = (
+            f"must be the code {short_repr(stated)}, but the named file has {label}. Name the file "
+            "that the run used"
+        )
         raise SettingError("run", "method", reason)
 
 

@@ -89,7 +89,7 @@ class SummedUploads(Method):
         if not self.requires_secure_sum:
             return 1
         if self.honest and self.honest >= clients:
-            reason = f"must be below {clients}, because one client may be the attacker"
+            reason = f"must be below {clients}, because one client may be the attacker. Lower it"
             raise SettingError("method", "honest", reason, value=self.honest)
         return self.honest or max(1, clients - 1)
 

@@ -447,7 +447,8 @@ def _as_tensor(array: Array, what: str) -> Tensor:
         return torch.from_numpy(np.array(array, order="C"))
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{what} must be a NumPy array or a tensor of numbers: {' '.join(str(error).split())}"
+            f"{what} must be a NumPy array or a tensor of numbers: "
+            f"{' '.join(str(error).split())}. Convert it"
         ).with_code("data.array") from None
 
 
@@ -469,7 +470,8 @@ def _checked_numbers(
     wrong = wide[(wide < 0) | (wide >= limit)]
     if len(wrong):
         raise DataError(
-            f"{len(wrong)} {what} of {spec.name} are outside [0, {limit}), such as {int(wrong[0])}"
+            f"{len(wrong)} {what} of {spec.name} are outside [0, {limit}), such as "
+            f"{int(wrong[0])}. Correct them"
         ).with_code("data.label_range")
     return wide.to(torch.uint8) if are_masks else wide
 

@@ -130,7 +130,7 @@ def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
     if shape != expected:
         raise DataFilesCorruptError(
             f"the mask {one_line(path)} has the shape {list(shape)}, but its image needs a mask "
-            f"{list(expected)} with one channel"
+            f"{list(expected)} with one channel. Correct the file"
         ).with_code("data.mask_size")
     return mask
 
@@ -166,8 +166,8 @@ def _as_classes(example: Example, classes: int) -> Bytes:
     wrong = mask[~np.isin(mask, np.arange(classes))]
     if wrong.size:
         raise DataFilesCorruptError(
-            f"the mask {one_line(example.path)} contains the value {wrong.flat[0]:g}. Values must "
-            f"be classes from 0 to {classes - 1}"
+            f"the mask {one_line(example.path)} contains the value {wrong.flat[0]:g}, not a class "
+            f"from 0 to {classes - 1}. Correct the mask"
         ).with_code("data.mask_value")
     return mask.astype(np.uint8)
 

@@ -421,7 +421,7 @@ def declared_spec(settings: FolderSettings, declaration: Declaration) -> Dataset
         if declared != unset:
             numbers = declared if isinstance(declared, tuple) else (declared,)
             text = ("x" if key == "image_size" else ",").join(f"{n:.15g}" for n in numbers)
-            reason = f"must be unset or {text}, the value in {declaration.path}"
+            reason = f"must be unset or {text}, the value in {declaration.path}. Remove it"
         raise SettingError("data", key, reason)
     return spec
 
@@ -530,7 +530,7 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
     if spec.channels not in (1, 3):
         raise DataError(
             f"the data set {spec.name} has {spec.channels} channels, but image files have 1 or 3. "
-            "Store the data in an array file"
+            "Save the data as an array file"
         ).with_code("data.channels")
     decoding = Decoding(spec.window, spec.slice)
     images, faults, losses = read_pixels(files.paths, *spec.image_shape, decoding)

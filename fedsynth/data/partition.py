@@ -134,7 +134,9 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
                 f"{indices.dtype} {indices.shape}"
             ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
-            raise PartitionError(f"client {client}'s example indices must be in [0, {examples})")
+            raise PartitionError(
+                f"client {client}'s example indices must be in [0, {examples}). Remove the others"
+            )
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
             raise PartitionError(

@@ -130,7 +130,10 @@ class DatasetPart:
         train, _ = load_dataset(settings.dataset, None)
         spec = train.spec
         if spec != proposal.spec:
-            raise DataError(f"the proposal does not match {spec.name}'s published specification")
+            raise DataError(
+                f"the proposal does not match {spec.name}'s published specification. Ask the server's "
+                "operator to correct it"
+            )
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
         return replace(train, may_be_empty=True).subset(np.asarray(parts[number], np.int64))

@@ -111,7 +111,8 @@ class NodeBackend(protocol.Backend):
         needed = needed_uploads(self._settings.quorum, len(self._numbers))
         if len(present) < needed:
             raise TooFewClientsError(
-                f"{len(present)} of {len(self._numbers)} clients joined, but the run needs {needed}"
+                f"{len(present)} of {len(self._numbers)} clients joined, but the run needs "
+                f"{needed}. Start the missing nodes"
             )
         frames.write_clients(self.file, self.clients)
         joined = []

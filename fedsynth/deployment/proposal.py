@@ -162,7 +162,7 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
     run = proposal.settings
     if run.privacy is None:
         if run.partition.local_test:
-            raise SettingError("partition", "local_test", "must be 0 in a deployment")
+            raise SettingError("partition", "local_test", "must be 0 in a deployment. Set it to 0")
         if DISSIMILARITY in run.measure_names:
             reason = f"contains {DISSIMILARITY}, which a deployment cannot measure. Remove it"
             raise SettingError("run", "measures", reason)

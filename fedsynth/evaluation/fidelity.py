@@ -69,7 +69,9 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     synthetic, real = synthetic_Nd.double().cpu(), real_Md.double().cpu()
     smaller = min(len(synthetic), len(real))
     if smaller < 2:
-        raise DataError(f"FID and KID need at least 2 images of each kind, got {smaller}")
+        raise DataError(
+            f"FID and KID need at least 2 images of each kind, got {smaller}. Add images"
+        )
     if not (synthetic.isfinite().all() and real.isfinite().all()):
         raise DataError("the network's features are not finite. Use another network")
     identity = nn.Identity()

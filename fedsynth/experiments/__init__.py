@@ -1,4 +1,4 @@
-"""Sweeps and published tables. The names below are stable (docs/sweeps.md)."""
+"""Sweeps and published tables. The names exported below are stable (docs/sweeps.md)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fedsynth._lazy_import import lazy_exports
 
 if TYPE_CHECKING:
     from fedsynth.experiments.runner import run_sweep as run_sweep
+    from fedsynth.experiments.selection import select_privately as select_privately
     from fedsynth.experiments.sweep import read_sweep as read_sweep
     from fedsynth.experiments.sweep import render as render
     from fedsynth.experiments.sweep import sweep_rows as sweep_rows

@@ -1,10 +1,10 @@
-"""Computes published metrics from the results of runs, and compares them with published numbers.
+"""Computes published metrics from runs' results, and compares them with the published numbers.
 
 A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²). Here s_m and s_p
-are the standard deviations over runs, and not those of the means, because the authors and we draw
-different partitions and initial weights, and because the mean of a few seeds is uncertain. If s_p
-is unknown because the paper does not state it, s_m is used for both. If s_m is unknown because
-there is only one seed, s_p is used for both. If both are unknown, there is no verdict.
+are standard deviations over runs, not of the means, for two reasons. The authors and we draw
+different partitions and initial weights, and the mean over a few seeds is uncertain. If the paper
+does not state s_p, s_m replaces it. If a single seed gives no s_m, s_p replaces it. If both are
+unknown, there is no verdict.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from fedsynth.results.finished import Spread
 from fedsynth.validation import flattened
 
 Curve = Mapping[str, Sequence[float | None]]
-# The number of bytes in a megabyte of the papers. FedAF's 1.46 MB are 381,450 numbers of four
-# bytes.
+# The papers' number of bytes in a megabyte. FedAF's 1.46 MB are 381,450 numbers of four bytes.
 MEBI = 2**20
 # Published numbers of rounds until a metric reaches FedAvg's last value, with the metric.
 _REACHED = {
@@ -43,15 +42,14 @@ HOLDS, FAILS, UNRESOLVED = "holds", "does not hold", "not resolved"
 
 @dataclass(frozen=True)
 class Line:
-    """A published number, with the results of the runs that reproduce it.
+    """A published number, with the results of its reproduction runs.
 
     Args:
-        cell: a line of text that identifies the cell in the table.
+        cell: a line of text that identifies the table cell.
         number: the published number.
-        values: a mapping from seeds to reproduced numbers. Runs that diverged are left out.
-        runs: the rows of all runs of the cell.
-        changes: the settings of the runs that differ from the preset.
-        reduced: whether the runs are those of a smaller edition of the table.
+        values: the reproduced numbers by seed, without diverged runs.
+        runs: the rows of all the cell's runs. changes: the runs' settings that differ from the
+            preset. reduced: whether the runs belong to a smaller edition of the table.
     """
 
     cell: str
@@ -68,7 +66,7 @@ class Line:
 
     @property
     def averaged(self) -> Spread:
-        """The test accuracies of students with averaged weights, if the runs have them
+        """The test accuracies of students with averaged weights, if recorded
         (`OneShotSettings.student_weights`)."""
         if self.number.metric != "test_accuracy_pct":
             return Spread.of([])
@@ -77,12 +75,12 @@ class Line:
 
     @property
     def hours(self) -> float:
-        """The total duration of all runs in hours, including runs that diverged."""
+        """The total duration of all runs in hours, including diverged runs."""
         return sum(float(run["seconds"]) for run in self.runs) / 3600
 
     @property
     def commits(self) -> list[str]:
-        """The commits of the code with which the runs were made, or versions if unknown."""
+        """The runs' code commits, or versions if unknown."""
         return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
 
     @property
@@ -115,7 +113,7 @@ class Line:
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
     """Compares reproduced values with a published mean, and returns the verdict.
 
-    The verdict is `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The text of this module states the rule.
+    The verdict is `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The module's docstring states the rule.
     `ABOVE` means that the reproduced mean is larger, which need not be better.
 
     >>> verdict(70.0, 0.3, [69.6, 70.2]), verdict(70.0, 0.3, [60.1, 60.3])
@@ -145,16 +143,12 @@ def jobs_of(
     changes: Changes | None = None,
     speed: Changes | None = None,
 ) -> list[Job]:
-    """Returns one run for each seed and each cell that can be run.
-
-    The runs with the first seed come first.
+    """Returns one run for each seed and each runnable cell, sorted by seed.
 
     Args:
-        table: the preset of the table.
-        cells: some cells of the table.
-        seeds: the seeds of the runs.
-        changes: sections of settings that override those of the preset.
-        speed: sections of settings that do not change results, such as the device.
+        table: the table's preset. cells: some of the table's cells. seeds: the runs' seeds.
+            changes: sections of settings that override the preset's. speed: sections of settings
+            that do not change results, such as the device.
 
     Raises:
         FedsynthError: the changes are invalid, as for `resolve`.
@@ -183,14 +177,12 @@ def lines(
     rows: Mapping[str, Row],
     changes: Changes | None = None,
 ) -> list[Line]:
-    """Returns one line for each published number of the cells.
+    """Returns one line for each of the cells' published numbers.
 
     Args:
-        table: the preset of the table.
-        cells: some cells of the table.
-        seeds: the seeds of the runs that count.
-        rows: a mapping from run hashes to the rows of finished runs (`rows_by_hash`).
-        changes: the changed settings of the runs.
+        table: the table's preset. cells: some of the table's cells. seeds: the seeds to include.
+            rows: the finished runs' rows by run hash (`rows_by_hash`). changes: the runs' changed
+            settings.
     """
 
     result = []
@@ -216,13 +208,13 @@ def lines(
 
 @dataclass(frozen=True)
 class Judgement:
-    """The evidence of the finished runs for a claim of a paper, on one data set and partition.
+    """The finished runs' evidence for a paper's claim, on one data set and partition.
 
     Args:
         claim: the claim.
         data: the data set and the partition.
-        differences: a mapping from each rival to the differences of the metric, one for each seed
-            that both methods have. Positive differences support the claim.
+        differences: the metric's differences by rival, one for each seed that both methods have.
+            Positive differences support the claim.
     """
 
     claim: presets.Claim
@@ -252,7 +244,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _resolved_sign(differences: Sequence[float]) -> int:
-    """Returns the sign of the mean of paired differences, or 0 if zero is in its 95 % interval."""
+    """Returns the paired differences' mean sign, or 0 if the mean's 95 % interval contains zero."""
     mean, std = Spread.of(differences)
     if mean is None or std is None:
         return 0
@@ -265,14 +257,13 @@ def _resolved_sign(differences: Sequence[float]) -> int:
 def judgements(
     table: presets.Preset, rows: Mapping[str, Row], changes: Changes | None = None
 ) -> list[Judgement]:
-    """Judges the claims of a table by the finished runs, on each data set and partition.
+    """Judges a table's claims by the finished runs, on each data set and partition.
 
-    Data sets on which the table lacks one of a claim's methods are left out.
+    Data sets without one of a claim's methods are left out.
 
     Args:
-        table: the preset of the table.
-        rows: a mapping from run hashes to the rows of finished runs (`rows_by_hash`).
-        changes: the changed settings of the runs.
+        table: the table's preset. rows: the finished runs' rows by run hash (`rows_by_hash`).
+            changes: the runs' changed settings.
     """
     values: dict[tuple[str, str], dict[tuple[str, str], Mapping[int, float]]] = {}
     for cell in filterfalse(table.refusal, table.cells):
@@ -295,17 +286,17 @@ def judgements(
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
-    """Returns a mapping from the seed of each finished job to its row."""
+    """Returns the finished jobs' rows, by seed."""
     return {job.entries["seed"]: rows[job.hash] for job in jobs if job.hash in rows}
 
 
 def _fedavg_jobs(
     table: presets.Preset, cell: presets.Cell, seeds: Sequence[int], changes: Changes | None
 ) -> list[Job]:
-    """Returns the runs of FedAvg that are needed to compute the numbers of a cell.
+    """Returns the FedAvg runs needed for a cell's numbers.
 
-    They are needed if a number counts the rounds until FedAvg's accuracy is reached. They use the
-    data set and partition of the cell. Otherwise the list is empty.
+    They are needed if a number counts the rounds until FedAvg's accuracy is reached, and use the
+    cell's data set and partition. Otherwise the list is empty.
     """
     if all("fedavg" not in number.metric for number in cell.numbers):
         return []
@@ -327,17 +318,15 @@ def format_number(mean: float | None, std: float | None) -> str:
 def measured(
     number: presets.Number, row: Row, *, variant: str, dataset: str, fedavg: Row | None = None
 ) -> float | None:
-    """Returns the value with which a finished run reproduces a published number.
+    """Returns a finished run's value for a published number, in the number's unit.
 
-    The value has the unit of the published number. It is None if the run did not compute it.
+    It is None if the run did not compute it.
 
     Args:
         number: the published number.
-        row: the row of the finished run.
-        variant: the final model to which the number refers, if a run has several. Otherwise empty.
-        dataset: the name of the data set in this package.
-        fedavg: the row of the FedAvg run with the same seed. It is needed for the number of rounds
-            until FedAvg's accuracy is reached.
+        row: the finished run's row. variant: the number's final model, if a run has several.
+            Otherwise empty. dataset: fedsynth's name for the data set. fedavg: the FedAvg run's row
+            with the same seed, needed for the number of rounds until FedAvg's accuracy is reached.
     """
     curve = row["curve"]
     if number.metric == "upload_floats_per_round":
@@ -367,10 +356,7 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns the values of a metric after each round.
-
-    They belong to the model `variant` if the run has several final models.
-    """
+    """Returns a metric's values after each round, for the model `variant` if the run has several."""
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
@@ -390,9 +376,9 @@ def _names(dataset: str) -> Names:
 def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
     """Returns the last accuracy on a domain, or the mean over all domains for "average".
 
-    If the run evaluated the test splits of the clients, the accuracy is that of the domain's client
-    on its test split. Otherwise, it is the accuracy on the domain's part of the test set. Returns
-    None if it is missing.
+    If the run evaluated the clients' test splits, it is the accuracy of the domain's client on its
+    split. Otherwise, it is the accuracy on the domain's part of the test set. Returns None if it is
+    missing.
     """
     names = dataset_spec(dataset).domains
     accuracies = {name: _last(curve, f"local.client.{k}") for k, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""Compares finished runs: the settings in which they differ, their names, and a table of results."""
+"""Compares finished runs: their differing settings, short names, and a table of results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fedsynth.formatting import format_epsilon, printable
 from fedsynth.results.finished import NONE, Run, auroc_text, percent, value_at
 
-# Settings that are left out of comparisons. They do not affect a result, or are shown elsewhere.
+# Settings left out of comparisons, which do not affect a result or are shown elsewhere.
 QUIET = (
     "run.method",
     "run.device",
@@ -29,11 +29,11 @@ MAX_LABEL = 36
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns the settings in which the given runs differ, with the values that each run has.
+    """Returns the settings in which runs differ, with each run's values.
 
-    The settings of a method are compared only between runs of the same method. Privacy settings are
-    compared only between private runs. All other settings are compared between all runs, except
-    those in `QUIET`. The keys are as short as on the command line.
+    Method settings are compared only between runs of the same method, and privacy settings only
+    between private runs. All other settings are compared between all runs, except those in `QUIET`.
+    The keys are as short as on the command line.
     """
     differences = []
     for run in runs:
@@ -57,9 +57,8 @@ def _comparable(key: str, run: Run, other: Run) -> bool:
 def labels(runs: Sequence[Run]) -> list[str]:
     """Returns a short name for each run, for legends and headings.
 
-    A name consists of the method, the word "private" if only some of the runs are private, and the
-    settings that differ. The name is cut to `MAX_LABEL` characters. Runs that would have the same
-    name are numbered.
+    A name consists of the method, the word "private" if only some runs are private, and the
+    differing settings. It is cut to `MAX_LABEL` characters. Equal names are numbered.
     """
     mixed = len({run.private for run in runs}) > 1
     names = []
@@ -86,8 +85,8 @@ def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
-# The columns of the table of runs. Each heading has the path of the value in the summary, and a
-# function that formats the value.
+# The columns of the table of runs: the heading, the value's path in the summary, and a function
+# that formats the value.
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "accuracy": ("test_accuracy", percent),
     "Dice": ("test_dice", percent),
@@ -105,11 +104,8 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns a table that compares runs. The first row contains the headings, and each further row
-    describes a run.
-
-    The first column is the method. The other columns are those of `_COLUMNS` in which at least one
-    run has a value.
+    """Returns a table of runs, with the headings in the first row. The first column is the method.
+    The others are those of `_COLUMNS` with a value for at least one run.
     """
     rows = [["method"], *([run.method] for run in runs)]
     for heading, (path, show) in _COLUMNS.items():

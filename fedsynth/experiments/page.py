@@ -1,12 +1,12 @@
 """Draws learning curves, and makes one self-contained HTML page about several runs.
 
 The page shows learning curves, class distributions per client, synthetic images, fairness,
-generators, privacy and settings. It contains no script and loads no other file. Of a private run,
-it shows only what may be shared. The content of `simulation_only` is included only on request, and
-the page then begins with a warning that it must not be shared.
+generators, privacy and settings. It contains no script and loads no other file. For private runs,
+it shows only shareable values. `simulation_only` is included only on request, and the page then
+begins with a warning that it must not be shared.
 
-Each section of the page is a list of parts, which are macros of `templates/parts.html.j2`. The
-macros and `templates/runs.html.j2` escape every text.
+Each section is a list of parts, which are macros of `templates/parts.html.j2`. The macros and
+`templates/runs.html.j2` escape every text.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ class Axis(NamedTuple):
 
     Attributes:
         label: the axis label.
-        key: the key of the quantity in a round's metrics.
-        scale: the factor by which the values are multiplied.
-        cumulative: whether the values of the rounds are added up.
+        key: the quantity's key in a round's metrics. scale: the factor on the values. cumulative:
+            whether values are accumulated over rounds.
     """
 
     label: str
@@ -81,8 +80,7 @@ NEEDS_MATPLOTLIB = "PNG plots need matplotlib: pip install 'fedsynth[plots]', or
 def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
     """Returns the points (x, y) of a run's learning curve.
 
-    There is a point for each round in which both the metric and the quantity on the x axis were
-    recorded.
+    Rounds without the metric or the quantity on the x axis have no point.
 
     Args:
         run: a finished run.
@@ -106,12 +104,11 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
 def curves(
     runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False, note: Note = lambda _: None
 ) -> list[Line]:
-    """Returns the learning curves of several runs, as one line for each run.
+    """Returns several runs' learning curves, one line each.
 
-    With `mean`, there is instead one line for each group of runs that differ only in their seeds.
-    The line is the mean of the group, and a band shows one sample standard deviation above and
-    below the mean. Runs that lack the metric or the x values are left out, and `note` receives a
-    message about each of them.
+    With `mean`, runs that differ only in their seeds share one line, their mean. A band shows one
+    sample standard deviation above and below the mean. Runs without the metric or the x values are
+    left out, with a message to `note` about each.
 
     Raises:
         RunFolderError: no run has any points.
@@ -123,7 +120,9 @@ def curves(
         else:
             note(LEFT_OUT.format(run=run.name, metric=metric, axis=axis))
     if not drawn:
-        raise RunFolderError(f"none of these runs has both {metric} and {axis}")
+        raise RunFolderError(
+            f"none of the runs recorded both {metric} and {axis}. Choose another metric"
+        )
     if not mean:
         named = zip(overview.labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]
@@ -197,7 +196,7 @@ def write_png(path: Path, lines: Sequence[Line], metric: str, axis: str) -> None
 # teachers.
 GENERATED = ("generator.agreement", "generator.class_entropy_share", "generator.student")
 
-MAX_ROUNDS = 5  # the number of rounds of a run whose images are shown
+MAX_ROUNDS = 5  # the number of rounds whose images are shown
 MAX_IMAGE_BYTES = 2**24
 MAX_CLASSES = 20  # the largest confusion matrix that is shown
 MAX_CLIENTS = 100  # the longest table with a row for each client
@@ -205,10 +204,7 @@ Section = Callable[[Sequence[Run]], Iterator[Markup]]
 
 
 def _breakable(text: object) -> Markup:
-    """Converts text to HTML in which a line may break after a dot, an underscore or an equals sign.
-
-    A line does not break within a word.
-    """
+    """Converts text to HTML that allows line breaks after dots, underscores and equals signs."""
     return Markup(re.sub(r"([._=])(?=\w)", r"\1<wbr>", str(escape(printable(str(text))))))
 
 
@@ -223,8 +219,7 @@ def runs_page(runs: Sequence[Run], *, simulation_only: bool = False) -> str:
 
     Args:
         runs: the finished runs.
-        simulation_only: whether to show, for private runs, the values that only a simulation may
-            show.
+        simulation_only: whether private runs' simulation-only values are shown.
     """
     labelled = []
     for run, label in zip(runs, overview.labels(runs), strict=True):
@@ -288,9 +283,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
-    """Yields a plot of a metric, with a line for each run that recorded this metric. Yields nothing
-    if no run recorded the metric.
-    """
+    """Yields a plot of a metric, with a line for each run that recorded it, or nothing if none did."""
     lines = []
     for number, run in enumerate(runs):
         if points := curve(run, metric, axis):
@@ -305,7 +298,7 @@ def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
 def _partitions(simulation_only: bool, runs: Sequence[Run]) -> Iterator[Markup]:
     """Yields a plot of each run's partition: the number of examples by client and class.
 
-    Runs whose class distribution must not be shown are left out.
+    Runs with a confidential class distribution are left out.
     """
     for run in runs:
         if run.private and not simulation_only:
@@ -317,9 +310,7 @@ def _partitions(simulation_only: bool, runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _images(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields synthetic images from several rounds of each run: the first round, the last, and some
-    between.
-    """
+    """Yields each run's synthetic images from the first round, the last, and some between."""
     for run in runs:
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
@@ -337,7 +328,7 @@ _MEASURES = ("accuracy", "balanced accuracy", "AUROC", "F1", "calibration error"
 
 
 def _mapping(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the dictionary with a key, or an empty one if there is none."""
+    """Returns the dictionary at a key, or an empty one if there is none."""
     value = values.get(key)
     return value if isinstance(value, Mapping) else {}
 
@@ -354,8 +345,8 @@ def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
 
 
 def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields tables with the measures of each run on the test set, also by domain and by client,
-    and the confusion matrices.
+    """Yields tables of each run's measures on the test set, also by domain and by client, and the
+    confusion matrices.
     """
     rows, clients = [], []
     for run in runs:
@@ -385,7 +376,7 @@ def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _segmentation(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields a table with the Dice coefficient of each run on the test set, also by domain."""
+    """Yields a table of each run's Dice coefficient on the test set, also by domain."""
     names = NAMES[SEGMENTATION]
     rows = []
     for run in runs:
@@ -400,7 +391,7 @@ def _segmentation(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _confusion(run: Run) -> Iterator[Markup]:
-    """Yields the confusion matrix of a run with at most `MAX_CLASSES` classes, as a table."""
+    """Yields a run's confusion matrix with at most `MAX_CLASSES` classes, as a table."""
     matrix = run.summary.get("confusion_matrix") or []
     if 0 < len(matrix) <= MAX_CLASSES:
         yield _PARTS.heading(f"{run.label}: true classes (rows) and predicted classes")
@@ -440,9 +431,7 @@ def _privacy(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
-    """Returns a table row with the privacy guarantee of a run, and the points (round, ε) of the
-    curve that shows how ε grows.
-    """
+    """Returns a run's privacy guarantee as a table row, and the points (round, ε) of its ε curve."""
     if not run.private:
         return ["no differential privacy"], []
     try:
@@ -465,9 +454,7 @@ def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _settings(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields a table with all settings of all runs. The settings in which the runs differ come
-    first.
-    """
+    """Yields a table with all runs' settings, the differing ones first."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [[key, *(str(run.settings.get(key, NONE)) for run in runs)] for key in keys]
     rows.sort(key=lambda row: len(set(row[1:])) == 1)
@@ -478,8 +465,8 @@ def _settings(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Returns a table as a part of the page. Empty columns are left out. The first cell of each row
-    is the heading of the row.
+    """Returns a table as a part of the page, without empty columns. A row's first cell is its
+    heading.
     """
     columns: list[tuple[str, ...]] = []
     for column in zip(head, *rows, strict=True):

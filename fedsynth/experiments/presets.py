@@ -1,12 +1,11 @@
-"""Presets of published tables: the cells of each table, and the settings with which they are run.
+"""Presets of published tables: each table's cells, and their runs' settings.
 
 A cell contains the rows of published_results.csv that one run reproduces. Rows that differ only in
 their metric or domain are different numbers of the same cell.
 
 The settings of a cell come from blocks of settings in the preset. A later block overrides an
 earlier block. Every block overrides the settings that follow from the words in the cell's columns
-(`sections_of_words`). Settings that no block sets have the default values for the data set and the
-method.
+(`sections_of_words`). All other settings have the defaults for the data set and the method.
 
 Words that mean the same in every table, such as "dirichlet(0.1)", are defined here. Words of one
 paper, such as "cnn (not specified in the paper)", are defined in the preset of the table.
@@ -49,7 +48,7 @@ from fedsynth.methods import METHODS
 
 Sections = dict[str, dict[str, Any]]
 COLUMNS = ("dataset", "partition", "clients", "model", "rounds", "method", "note")
-# A mapping from filters of `Preset.select` to the settings that can select a cell.
+# The settings that can select a cell, by filter of `Preset.select`.
 SELECTORS: Mapping[str, tuple[str, str]] = {
     "dataset": ("data", "dataset"),
     "method": ("run", "method"),
@@ -60,7 +59,7 @@ SELECTORS: Mapping[str, tuple[str, str]] = {
 
 Changes = Mapping[str, Mapping[str, Any]]
 When = Mapping[str, tuple[str, ...]]
-# A mapping from data set names in published_results.csv to different names in this package.
+# fedsynth's data set names by name in published_results.csv, where they differ.
 DATASETS: Mapping[str, str] = {
     "fashion_mnist": "fashion-mnist",
     "emnist_letters": "emnist-letters",
@@ -106,15 +105,15 @@ class Number:
 
     @property
     def label(self) -> str:
-        """The name of the metric, followed by the domain if there is one."""
+        """The metric's name, followed by the domain if there is one."""
         return f"{self.metric} ({self.domain})" if self.domain else self.metric
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The numbers of a published table that one run with one seed reproduces.
+    """The published numbers that one run with one seed reproduces.
 
-    The other attributes are columns of published_results.csv, with the values in that file.
+    The other attributes are the columns of published_results.csv.
 
     Args:
         numbers: the published numbers of the cell.
@@ -130,11 +129,11 @@ class Cell:
     numbers: tuple[Number, ...]
 
     def columns(self) -> dict[str, str]:
-        """Returns the columns that identify the cell, as a mapping from names to values."""
+        """Returns the columns that identify the cell, by name."""
         return {name: getattr(self, name) for name in COLUMNS}
 
     def fits(self, when: When) -> bool:
-        """Returns True if the cell has one of the listed values in each column of `when`."""
+        """Returns True if the cell matches `when`: one of the listed values in each column."""
         return all(getattr(self, column) in values for column, values in when.items())
 
 
@@ -143,12 +142,10 @@ class Block:
     """Settings that apply to some cells, with their source.
 
     Args:
-        source: where the paper states the settings, or a statement that we chose them.
-        sections: the sections of settings.
-        why: the reason for our choice. It may be empty.
-        when: a mapping from columns to values, which selects the cells to which the block applies.
-            If it is empty, the block applies to all cells.
-        variant: the final model to which the numbers refer, if a run has several. Otherwise empty.
+        source: where the paper states the settings, or a statement that we chose them. sections:
+            the sections of settings. why: the reason for our choice, which may be empty. when: the
+            values by column that select the block's cells. If it is empty, the block applies to all
+            cells. variant: the numbers' final model, if a run has several. Otherwise empty.
     """
 
     source: str
@@ -165,9 +162,8 @@ class Claim:
     Args:
         text: the claim in words.
         source: where the paper makes it.
-        ahead: the method that is claimed to be ahead.
-        of: the methods that are claimed to be behind it.
-        metric: the name of the metric.
+        ahead: the method claimed to be ahead. of: the methods claimed to be behind. metric: the
+            metric's name.
         lower: whether smaller values of the metric are better.
     """
 
@@ -181,13 +177,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Edition:
-    """A smaller edition of a table, which has some of its cells and its own sizes.
+    """A smaller edition of a table, with some of its cells and its own sizes.
 
     Args:
         title: what is smaller.
-        seeds: the number of seeds of each cell.
-        when: a mapping from columns to values, which selects the cells.
-        blocks: the blocks of settings that come after those of the table.
+        seeds: the number of seeds per cell. when: the values by column that select the cells.
+            blocks: the blocks of settings that follow the table's.
     """
 
     title: str
@@ -198,19 +193,17 @@ class Edition:
 
 @dataclass(frozen=True)
 class Preset:
-    """A published table, with the settings with which its cells are run.
+    """A published table, with its runs' settings.
 
     Args:
         name: the name of the preset, such as "feddm:table2".
         source, table: the paper and the table, as in published_results.csv.
         title: what the table shows.
         blocks: the blocks of settings. A later block overrides an earlier block.
-        refusals: pairs of columns that select cells, and the reason why these cells cannot be run.
-        cells: the cells in the order of the table.
-        claims: what the paper claims about the order of the methods.
-        editions: the smaller editions of the table by name.
-        seeds: the number of seeds of each cell.
-        reduced: whether this is a smaller edition, so that numbers are not comparable.
+        refusals: pairs of a selection of cells and the reason why they cannot be run. cells: the
+            cells in table order. claims: the paper's claims about the order of the methods.
+            editions: the table's smaller editions by name. seeds: the number of seeds per cell.
+            reduced: whether the preset is a smaller edition, whose numbers are not comparable.
     """
 
     name: str
@@ -250,13 +243,12 @@ class Preset:
         )
 
     def refusal(self, cell: Cell) -> str:
-        """Returns the reason why a cell cannot be run, or an empty string if it can be run."""
+        """Returns the reason why a cell cannot be run, or an empty string."""
         return next((reason for when, reason in self.refusals if cell.fits(when)), "")
 
     def variant(self, cell: Cell) -> str:
-        """Returns the name of the final model to which the numbers of a cell refer.
-
-        Returns an empty string if a run of the cell has only one final model.
+        """Returns the name of the final model behind a cell's numbers, or an empty string if runs
+        have only one.
         """
         variants = [block.variant for block in self.blocks if cell.fits(block.when)]
         return next(filter(None, reversed(variants)), "")
@@ -268,7 +260,10 @@ class Preset:
             PresetError: the cell cannot be run.
         """
         if reason := self.refusal(cell):
-            raise PresetError(f"{self.name} {cell_words(cell, self)} cannot be run: {reason}")
+            raise PresetError(
+                f"the cell {cell_words(cell, self)} of {self.name} cannot be run: {reason}. Choose "
+                "another cell"
+            )
         sections = sections_of_words(cell)
         for block in self.blocks:
             if cell.fits(block.when):
@@ -276,12 +271,12 @@ class Preset:
         return sections
 
     def settings(self, cell: Cell, seed: int = 0, changes: Changes | None = None) -> RunSettings:
-        """Returns the settings of one run of a cell.
+        """Returns the settings of a cell's run.
 
         Args:
             cell: one of `cells`.
-            seed: the seed of the run and of its partition.
-            changes: sections of settings that override those of the preset.
+            seed: the seed of the run and its partition. changes: sections of settings that override
+                the preset's.
 
         Raises:
             PresetError: the cell cannot be run.
@@ -291,12 +286,12 @@ class Preset:
         return resolve(override(sections, changes or {}))
 
     def select(self, **filters: Any) -> tuple[Cell, ...]:
-        """Returns the cells that match all filters, in the order of the table.
+        """Returns the cells that match all filters, in table order.
 
         Args:
             filters: the required value of each column. None allows every value. `dataset` and
-                `method` may be the word in the table or the name in this package. `partition` must
-                be the words in the table. `note` may be a part of the note.
+                `method` may be the table's word or fedsynth's name. `partition` must be the table's
+                words. `note` may be a part of the note.
 
         Raises:
             PresetError: no cell matches all filters. The message lists the possible values.
@@ -309,7 +304,7 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"preset {self.name} has no results for {column} {value}. Use "
+                    f"preset {self.name} contains no cell with {column} {value}. Use "
                     f"{', '.join(filter(None, choices)) or 'no ' + column}"
                 )
             cells = matching
@@ -326,9 +321,8 @@ class Preset:
 
 
 def _value(cell: Cell, column: str) -> str:
-    """Returns the text in one column of a cell. The column "alpha" is α of the partition.
-
-    The text is empty if there is no value.
+    """Returns the text in one column of a cell, which may be empty. The column "alpha" is the
+    partition's α.
     """
     if column != "alpha":
         return str(getattr(cell, column))
@@ -337,16 +331,15 @@ def _value(cell: Cell, column: str) -> str:
 
 
 def dataset_of(word: str) -> str:
-    """Returns this package's name of the data set that a table calls `word`.
-
-    A domain, which may follow the name after a colon, is left out.
+    """Returns fedsynth's name for the data set that a table calls `word`, without a domain after a
+    colon.
     """
     name = word.partition(":")[0]
     return DATASETS.get(name, name)
 
 
 def partition_of(word: str) -> dict[str, Any]:
-    """Returns the settings of the partition that a table describes with these words.
+    """Returns the partition's settings for a table's words.
 
     Raises:
         PresetError: the words are unknown.
@@ -359,11 +352,13 @@ def partition_of(word: str) -> dict[str, Any]:
         for name, text in match.groupdict().items():
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
-    raise PresetError(f"published_results.csv names the unknown partition {word!r}")
+    raise PresetError(
+        f"the partition {word!r} in published_results.csv is unknown. Correct the spelling"
+    )
 
 
 def sections_of_words(cell: Cell) -> Sections:
-    """Returns the settings that follow from the words in a cell's columns, whatever the table."""
+    """Returns the settings that follow from a cell's words, in any table."""
     sections: Sections = {
         "run": {},
         "data": {"dataset": dataset_of(cell.dataset)},
@@ -381,7 +376,7 @@ def sections_of_words(cell: Cell) -> Sections:
 
 
 def override(sections: Changes, changes: Changes) -> Sections:
-    """Returns sections of settings in which the values in `changes` replace those in `sections`."""
+    """Returns `sections` of settings, overridden by `changes`."""
     merged = {name: dict(values) for name, values in sections.items()}
     for name, values in changes.items():
         merged.setdefault(name, {}).update(values)
@@ -389,7 +384,7 @@ def override(sections: Changes, changes: Changes) -> Sections:
 
 
 def cell_words(cell: Cell, preset: Preset) -> str:
-    """Describes a cell in one line, by its method and the columns that vary within the table."""
+    """Describes a cell in one line: its method and the columns that vary within the table."""
     parts = []
     for name, text in cell.columns().items():
         varies = name == "method" or len({getattr(c, name) for c in preset.cells}) > 1
@@ -401,10 +396,10 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
-    """Returns the cell that is used if the filters match several cells of a table.
+    """Returns the cell to use if the filters match several.
 
-    It is the first cell that can be run with the method that the paper proposes. If there is no
-    such cell, it is the first cell that can be run, or else the first cell.
+    It is the first runnable cell with the paper's own method, or else the first runnable cell, or
+    else the first cell.
 
     Raises:
         PresetError: no cell matches the filters.
@@ -416,14 +411,14 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
-    """Returns the settings of a preset with changes, and the cell that the changes select.
+    """Returns a preset's settings with changes, and the cell that the changes select.
 
-    A changed data set or method selects a cell, and the table must have such a cell. A changed α,
-    number of clients or number of rounds selects a cell only if the table has such a cell.
+    The table must have a cell with a changed data set or method. A changed α, number of clients or
+    number of rounds selects a cell only if the table has one.
 
     Args:
         table: the preset.
-        changes: sections of settings that override those of the preset. No value may be None.
+        changes: sections of settings that override the preset's. No value may be None.
 
     Raises:
         PresetError: the table has no cell with the data set or method, or the cell cannot be run.
@@ -453,7 +448,7 @@ _TABLES = DATA / "tables"
 
 @functools.cache
 def published() -> tuple[Mapping[str, str], ...]:
-    """Returns the rows of published_results.csv. A value that a paper does not state is empty."""
+    """Returns the rows of published_results.csv. Values that a paper does not state are empty."""
     text = (DATA / "published_results.csv").read_text(encoding="utf-8")
     return tuple(csv.DictReader(text.splitlines()))
 
@@ -461,15 +456,14 @@ def published() -> tuple[Mapping[str, str], ...]:
 def load_preset(
     name: str, *, seed: int = 0, changes: Changes | None = None, **filters: str | float | None
 ) -> RunSettings:
-    """Returns the settings of one run of a published table, as `fedsynth train --preset` uses them.
+    """Returns the settings of a published table's run, as in `fedsynth train --preset`.
 
     Args:
-        name: the name of the preset, such as "feddm:table2". `fedsynth reproduce` prints all names.
-        seed: the seed of the run.
-        changes: sections of settings that override those of the preset, as for `resolve`.
-        filters: values of dataset, partition, alpha, clients, rounds, method and note, which select
-            a cell of the table. If several cells match, the first cell with the paper's method is
-            used.
+        name: the preset's name, such as "feddm:table2". `fedsynth reproduce` prints all names.
+            seed: the run's seed. changes: sections of settings that override the preset's, as for
+            `resolve`. filters: values of dataset, partition, alpha, clients, rounds, method and
+            note, which select a cell of the table. If several cells match, the first one with the
+            paper's method is used.
 
     Raises:
         UnknownNameError: there is no preset with this name.
@@ -494,7 +488,7 @@ def preset_names() -> tuple[str, ...]:
 
 @functools.cache
 def preset(name: str) -> Preset:
-    """Loads the preset of a published table, given the name of the preset.
+    """Loads a published table's preset by name.
 
     Raises:
         UnknownNameError: there is no preset with this name.
@@ -523,9 +517,8 @@ def preset(name: str) -> Preset:
 
 @functools.cache
 def not_covered() -> tuple[tuple[str, str, str], ...]:
-    """Returns the published experiments of which published_results.csv has no numbers.
-
-    Each experiment is given as the paper, the place in the paper and a description.
+    """Returns the published experiments without numbers in published_results.csv, each as the
+    paper, the place in the paper and a description.
     """
     return tuple(
         (paper["paper"], table, what)
@@ -573,9 +566,9 @@ def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:
 
 
 def _cells_without_number(entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Yields the cells for which the paper prints no numbers.
+    """Yields the table cells for which the paper reports no values.
 
-    An entry may list several values of a column. There is one cell for each combination of values.
+    An entry may list several values of a column, and yields one cell for each combination.
     """
     for entry in entries:
         columns = _when({key: entry[key] for key in COLUMNS if key in entry})

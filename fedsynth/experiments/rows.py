@@ -1,11 +1,9 @@
-"""Stores the results of finished runs as rows, which are lines of JSON lines files.
-
-A row names its run by a hash of the settings that determine the run's result. The row of a
-published table has the curve of the run, which maps each metric to the list of its values after
-each round. The name of a metric is its dotted path in metrics.jsonl, such as
-"models.oca.local.amp". The list "round" has the numbers of the rounds. None marks a round in which
-the metric was not computed. If the server measured a student after each epoch of the last round,
-the row also has these accuracies.
+"""Stores finished runs' results as rows of JSON Lines files. A row identifies its run by a hash of
+the settings that determine the result. A published table's row contains the run's curve, which maps
+each metric to the list of its values after each round. A metric's name is its dotted path in
+metrics.jsonl, such as "models.oca.local.amp". The list "round" contains the round numbers. None
+marks a round in which the metric was not computed. If the server measured a student after each
+epoch of the last round, the row also contains the epochs' accuracies.
 """
 
 from __future__ import annotations
@@ -46,20 +44,18 @@ from fedsynth.version import __version__
 
 Row = Mapping[str, Any]
 PACKAGE = Path(__file__).resolve().parents[1]
-# Settings that change how long a run takes or where its data are stored, but not its result.
+# Settings that change a run's duration or the place of its data, but not its result.
 SPEED = ("compile", "memory_gb", "threads", "device", "data_root", "encoder_cache")
 
 
 def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
-    """Returns a short hash of the settings that determine the result of a run, as eight hexadecimal
-    digits.
+    """Returns a hash of the settings that determine a run's result, as eight hexadecimal digits.
 
-    Default values are left out, so that a new setting does not change the hashes of earlier
-    results. A changed default therefore keeps the hash, and `changed_setting` finds it.
+    Default values are left out, so that a new setting does not change earlier results' hashes. A
+    changed default therefore keeps the hash, and `changed_setting` finds it.
 
     Args:
-        settings: the settings of the run.
-        without: the names of settings to leave out, too.
+        settings: the run's settings. without: the names of further settings to leave out.
     """
     privacy = settings.privacy and PrivacySettings(epsilon=1.0)
     defaults = RunSettings(type(settings.method)(), privacy=privacy).to_mapping()
@@ -75,13 +71,13 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
 
 
 def changed_setting(run: Path, settings: RunSettings) -> str:
-    """Returns in words a setting of a run that has another value today, or an empty string.
+    """Describes a setting of a run whose value is different today, or returns an empty string.
 
-    Settings that are newer than the run are not compared, nor those that change only the speed.
+    Settings newer than the run are not compared, nor those that change only the speed.
 
     Args:
-        run: a run folder, whose config.toml has all settings of the run.
-        settings: the settings as they are resolved today.
+        run: a run folder, whose config.toml contains all the run's settings. settings: the settings
+            as resolved today.
     """
     today = flattened(tomllib.loads(to_toml(settings.to_mapping())))
     for name, value in read_settings(run).items():
@@ -96,18 +92,18 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
 
 
 def current(run: Path | None, settings: RunSettings) -> Path | None:
-    """Returns the run folder if the run has these settings, otherwise None."""
+    """Returns the run folder if its settings are the given ones, otherwise None."""
     return None if run is None or changed_setting(run, settings) else run
 
 
 @dataclass(eq=False)
 class Rows:
-    """The rows of one file, to which missing rows are appended until a deadline.
+    """One file's rows, to which missing rows are appended until a deadline.
 
     Args:
         path: the file.
-        deadline: the time after which no row is begun, as by `time.monotonic`.
-        only: a text that the key of a row must contain. Other rows are not made.
+        deadline: the time after which no row is begun, as by `time.monotonic`. only: a text that a
+            row's key must contain. Other rows are not made.
     """
 
     path: Path
@@ -115,7 +111,7 @@ class Rows:
     only: str = ""
 
     def all(self) -> list[dict[str, Any]]:
-        """Returns the rows in the order of the file. A file that does not exist has no rows.
+        """Returns the rows in file order, or none if the file does not exist.
 
         Raises:
             OutputError: the file cannot be read, or a line is not a row.
@@ -123,9 +119,13 @@ class Rows:
         try:
             return _parsed(read_text(self.path)) if self.path.exists() else []
         except OSError as error:
-            raise OutputError(f"cannot read {self.path}: {error.strerror}") from None
+            raise OutputError(
+                f"cannot read {self.path}: {error.strerror}. Check its permissions"
+            ) from None
         except ValueError:
-            raise OutputError(f"{self.path} has a line that is not the result of a run") from None
+            raise OutputError(
+                f"{self.path} contains a line that is not a JSON object. Remove the line"
+            ) from None
 
     def append(self, row: Row) -> None:
         """Appends a row. Other processes may append to the same file.
@@ -145,7 +145,7 @@ class Rows:
     def get(
         self, key: str, work: Callable[[], Row | None], repeats: int = 1
     ) -> dict[str, Any] | None:
-        """Returns the last row with a key, and makes the rows that are missing.
+        """Returns the last row with a key, after making missing rows.
 
         Args:
             key: the key of the rows.
@@ -167,7 +167,7 @@ class Rows:
 
 @lru_cache(maxsize=8)
 def _parsed(text: str) -> list[dict[str, Any]]:
-    # a last line without its end was cut: its run is still in its folder
+    # an incomplete last line was cut: its run is still in its folder
     rows = list(map(decode_json, text.split("\n")[:-1]))
     if not all(isinstance(row, dict) for row in rows):
         raise ValueError
@@ -175,7 +175,7 @@ def _parsed(text: str) -> list[dict[str, Any]]:
 
 
 def environment() -> dict[str, Any]:
-    """Returns the entries of a row that state the version of the code, the date and the machine."""
+    """Returns a row's entries for the code's version, the date and the machine."""
     device = f"CPU, {torch.get_num_threads()} threads"
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
@@ -190,9 +190,9 @@ def environment() -> dict[str, Any]:
 
 @cache
 def commit() -> str | None:
-    """Returns the git commit of this package, or None if the package is not in a git checkout.
+    """Returns fedsynth's git commit, or None outside a git checkout.
 
-    A "+" at the end means that files had uncommitted changes. The result of the first call is kept.
+    A "+" at the end means uncommitted changes. The result of the first call is kept.
     """
     root = PACKAGE.parent
     if not (root / ".git").exists():
@@ -214,7 +214,7 @@ FIGURES = (*TEST_KEYS, "amp", "fm", "wlp", *FEATURE_SPACE, DISSIMILARITY)
 
 
 def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
-    """Returns the entries of a result row that summarise the rounds of a finished run.
+    """Returns a result row's entries that summarise a finished run's rounds.
 
     Args:
         rows: the metrics of each round, as in metrics.jsonl.
@@ -235,7 +235,7 @@ def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
 
 
 def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]]:
-    """Converts the metrics of each round to a curve, which has one list for each metric.
+    """Converts each round's metrics to a curve, with one list per metric.
 
     Args:
         rows: the metrics of each round, as in metrics.jsonl.
@@ -251,7 +251,7 @@ def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]
 
 
 def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
-    """Returns a mapping from dotted paths to the metrics of one round, rounded to six decimals."""
+    """Returns one round's metrics by dotted path, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
     for client, accuracy in enumerate(row.get(CLIENT_MODELS, ())):
         figures[f"{prefix}{CLIENT_MODELS}.{client}"] = accuracy

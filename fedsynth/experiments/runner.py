@@ -1,15 +1,14 @@
-"""Executes runs that have no result yet, and resumes interrupted runs.
-
-`Runner` executes the runs of published tables one after another in this process, until a deadline,
-and stores a row for each finished run. `run_sweep` executes the runs of a sweep in other processes.
+"""Executes runs without a result, and resumes interrupted runs. `Runner` executes published tables'
+runs one after another in its own process, until a deadline, and stores a row for each finished run.
+`run_sweep` executes a sweep's runs in other processes.
 
 An interrupted run leaves a run folder with checkpoints (docs/decisions/resuming.md). The next call
-resumes it and gives the same numbers as an uninterrupted run. A run that another process is still
-writing is not touched.
+resumes it, with the same numbers as an uninterrupted run. A run in use by another process is left
+alone.
 
 A deadline stops a run at the end of a round. Some loops are also checkpointed every minute during a
-round, so that the deadline can stop them there. These are condensation without privacy, local
-training of one client after another, and the distillation on the server.
+round, so that the deadline can stop them there: condensation without privacy, local training of one
+client after another, and the server's distillation.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fedsynth.config.settings import RunSettings
-from fedsynth.errors import DivergedError, FedsynthError, OutputError, writing
+from fedsynth.errors import DivergedError, FedsynthError, OutputError, SettingError, writing
 from fedsynth.experiments.rows import (
     Row,
     Rows,
@@ -46,9 +45,9 @@ from fedsynth.results.loggers import Several
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
 
-# The names of the loops that write checkpoints during a round.
+# The loops that write checkpoints during a round.
 CHECKPOINTED = ("condense", "local training", "distillation")
-# The keys that every row of a published table has.
+# The keys in every row of a published table.
 NEEDED = {
     *("preset", "cell", "seed", "settings", "changes", "precision", "seconds"),
     *("curve", "upload_floats", "client_upload_bytes", "commit", "version"),
@@ -66,7 +65,7 @@ class Job:
     Attributes:
         name: a description of the run in one line.
         settings: the settings of the run.
-        entries: the entries of the run's row that identify the run, with the name of its preset.
+        entries: the row's entries that identify the run, with its preset's name.
     """
 
     name: str
@@ -77,8 +76,8 @@ class Job:
     def hash(self) -> str:
         """A hash of the settings that determine the result.
 
-        The precision is left out, because it changes results only by rounding. The row states the
-        precision, and it is shown with the numbers.
+        The precision is left out, because it changes results only by rounding. The row states it,
+        and tables show it with the numbers.
         """
         return settings_hash(self.settings, without=("precision",))
 
@@ -101,7 +100,7 @@ class Outcome:
 
 @dataclass
 class Deadline(Observer):
-    """Ends a run at a time, as by `time.monotonic`, unless the run has ended its last round."""
+    """Ends a run at a given time (`time.monotonic`), unless its last round has ended."""
 
     time: float
     rounds: int
@@ -120,7 +119,7 @@ class Deadline(Observer):
 
 
 def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns a mapping from the hash of each finished run of published tables to its row.
+    """Returns published tables' finished runs, as rows by run hash.
 
     Tables that need the same run share it, such as FedKF's Tables V and VIII.
 
@@ -131,7 +130,10 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("*.jsonl")):
         for row in Rows(path).all():
             if not row.keys() >= NEEDED:
-                raise OutputError(f"{path} has a line that is not the result of a run")
+                raise OutputError(
+                    f"{path} contains a row without {', '.join(sorted(NEEDED - row.keys()))}. Remove "
+                    "the row"
+                )
             if row.get("date", "") >= rows.get(row["settings"], {}).get("date", ""):
                 rows[row["settings"]] = row
     return rows
@@ -139,14 +141,14 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(eq=False)
 class Runner:
-    """Executes runs of published tables in this process.
+    """Executes published tables' runs in its own process.
 
     Args:
         folder: the folder of the results. `TABLE.jsonl` has a row for each finished run of a table,
             and `runs` has the run folders.
         deadline: the time after which no run begins or continues, as by `time.monotonic`.
-        report: a function that receives one line of text on each job.
-        watch: a function of a run's settings that returns a context manager with an observer.
+        report: receives one line of text on each job. watch: a function from a run's settings to a
+            context manager with an observer.
         download: True lets torchvision download missing data sets.
     """
 
@@ -158,7 +160,7 @@ class Runner:
     download: bool = False
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """Executes the jobs one after another, and yields the outcome of each job."""
+        """Executes the jobs one after another, and yields each outcome."""
         for job in jobs:
             try:
                 outcome = self._run_unless_existing(job)
@@ -168,7 +170,7 @@ class Runner:
             yield outcome
 
     def run_folder(self, job: Job) -> Path:
-        """Returns the parent folder of the run folder. It depends on the precision, too."""
+        """Returns the run folder's parent, which also depends on the precision."""
         return self._runs_of(job.hash, job.settings.precision)
 
     def _runs_of(self, settings: str, precision: str) -> Path:
@@ -176,10 +178,10 @@ class Runner:
 
     @property
     def trained(self) -> Path | None:
-        """The folder in which runs of one round share their trained clients.
+        """The folder in which one-round runs share trained clients.
 
-        It is None if the code is not a git commit without changes, because trained clients of
-        another version must not be used.
+        It is None if the code is not a clean git commit, because another version's trained clients
+        must not be used.
         """
         version = commit()
         if version is None or version.endswith("+"):
@@ -255,15 +257,29 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "t
 
 
 def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
-    """Executes all runs of a sweep that have not finished. Returns the runs that failed.
+    """Executes a sweep's unfinished runs, and returns the failed ones.
 
     Args:
         sweep: the sweep.
         report: receives a line when a run begins or ends.
 
     Raises:
-        KeyboardInterrupt: raised again after the active runs have been stopped cleanly. If the
-            sweep is repeated, it resumes these runs.
+        KeyboardInterrupt: raised again after the active runs were stopped cleanly. Repeating the
+            sweep resumes them.
+        OutputError: another sweep is active in the folder, or the folder cannot be written.
+    """
+    if sweep.selection is not None:
+        reason = "selects one run. Call select_privately instead of run_sweep"
+        raise SettingError("selection", "law", reason)
+    with locked(sweep) as lock:
+        return _run_waiting(sweep, report, lock)
+
+
+@contextmanager
+def locked(sweep: Sweep) -> Iterator[FileIO]:
+    """Creates and locks the folder of a sweep, and yields the locked file.
+
+    Raises:
         OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
     place = sweep.output / LOCK
@@ -273,17 +289,17 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     with lock:
         lock.truncate(0)
         _note_process(lock, os.getpid())
-        return _run_waiting(sweep, report, lock)
+        yield lock
 
 
 def _note_process(lock: FileIO, process_id: int) -> None:
-    """Appends the number of a process that holds the lock to the locked file, for messages."""
+    """Appends the lock holder's process number to the locked file, for messages."""
     with suppress(OSError):  # the disk is full
         lock.write(f"{process_id}\n".encode())
 
 
 def _busy(place: Path) -> OutputError:
-    """Returns the error for a locked folder, which names the active processes that hold the lock."""
+    """Returns the error for a locked folder, which names the lock's active holders."""
     text = read_regular(place).decode(errors="replace") if place.exists() else ""
     numbers = filter(str.isdecimal, text.split())
     has_list = Path("/proc").exists()  # elsewhere, all processes that have held the lock are named
@@ -327,9 +343,9 @@ def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> l
 
 
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
-    """Returns those waiting runs that may begin now, in the order of the sweep's file.
+    """Returns the runs that are ready to start, in sweep-file order.
 
-    A run may begin if a job is free, and no active run charges the same ledgers.
+    A run is ready if a job is free and no active run charges the same ledgers.
     """
     active = list(running)
     for cell in waiting:
@@ -342,7 +358,7 @@ def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, obj
 
 
 def _ledger(cell: Cell) -> Path | None:
-    """Returns the folder of the ledgers that a run charges."""
+    """Returns the folder with a run's ledgers."""
     privacy = cell.settings.privacy
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
@@ -373,7 +389,7 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
 
 
 def _separated(lock: FileIO) -> dict[str, Any]:
-    """Returns arguments of `Popen` for a run, which inherits the sweep's lock, but not Ctrl-C.
+    """Returns a run's `Popen` arguments. The run inherits the sweep's lock, but not Ctrl-C.
 
     The sweep receives Ctrl-C and stops its runs cleanly. On Windows a run inherits no lock.
     """
@@ -383,7 +399,7 @@ def _separated(lock: FileIO) -> dict[str, Any]:
 
 
 def _environment(jobs: int) -> dict[str, str]:
-    """Returns the environment variables of the runs.
+    """Returns the runs' environment variables.
 
     The runs share the CPU cores, unless the user has set the number of threads.
     """
@@ -393,9 +409,9 @@ def _environment(jobs: int) -> dict[str, str]:
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Stops the processes of runs with SIGTERM, so that the runs can be resumed.
+    """Stops runs' processes with SIGTERM, so that the runs can be resumed.
 
-    A process that has not stopped after `STOP_SECONDS` is killed.
+    A process still alive after `STOP_SECONDS` is killed.
     """
     for process in processes:
         process.terminate()  # does nothing if it has ended

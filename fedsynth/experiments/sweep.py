@@ -1,12 +1,11 @@
-"""Reads the file of a sweep, which describes a grid of runs, and makes a table of their results.
-
-The table has the mean ± standard deviation over seeds, as plain text, CSV or Markdown.
+"""Reads a sweep file, which describes a grid of runs, and makes a table of their results: the mean
+± standard deviation over seeds, as plain text, CSV or Markdown.
 
 Each run's folder is below OUTPUT/KEY, where KEY depends on the run's settings. A run with changed
 settings is a new run.
 
-A TOML file describes the sweep: settings of all runs, and a grid of values (`docs/sweeps.md`). A
-setting without a section belongs to the first section that has it.
+A TOML file describes the sweep: common settings, and a grid of values (`docs/sweeps.md`). A setting
+without a section belongs to the first section with its name.
 """
 
 from __future__ import annotations
@@ -27,10 +26,11 @@ from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError, short_repr
 from fedsynth.experiments.rows import current, settings_hash
 from fedsynth.methods import DEFAULT_METHOD, method_class
+from fedsynth.privacy.selection import LAWS, POISSON_LAW
 from fedsynth.results import finished
 from fedsynth.results.file_names import CONFIG
 from fedsynth.results.finished import Spread, value_at, words_of
-from fedsynth.validation import check_number, converted, read_sections
+from fedsynth.validation import check_choice, check_number, converted, read_sections
 
 MAX_RUNS = 10_000
 MAX_JOBS = 1000
@@ -40,16 +40,15 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 class SweepError(FedsynthError, code="sweep.invalid"):
-    """Raised for a sweep file that is invalid."""
+    """Raised for an invalid sweep file."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a sweep. A `Cell` is equal only to itself, even if another `Cell` has the same
-    content.
+    """One run of a sweep. A `Cell` is equal only to itself, whatever its content.
 
     Attributes:
-        values: the values that the grid gives to this run, by axis.
+        values: the run's grid values, by axis.
         settings: the settings of the run.
         key: the name of the run's folder.
         code: the options of `fedsynth train` that load the run's custom code.
@@ -62,10 +61,32 @@ class Cell:
 
     @property
     def label(self) -> str:
-        """A text with the values that the grid gives to this run. If the grid is empty, the text is
-        the run's key.
-        """
+        """The run's grid values as text, or the run's key if the grid is empty."""
         return _joined(self.values, " ") or self.key
+
+
+@dataclass(frozen=True)
+class SelectionSettings:
+    """The settings of a private selection, the section `[selection]` of a sweep's file.
+
+    Args:
+        law: the law of the number of trials, "poisson" or "negative-binomial".
+        trials: the expected number of trials, above 1.
+        eta: η of the law "negative-binomial". A smaller η costs less, and makes few trials likelier.
+        score_share: the share of a trial's μ² that its score gets.
+
+    Raises:
+        SettingError: `score_share` is not between 0 and 1.
+    """
+
+    law: str = POISSON_LAW
+    trials: float = 10.0
+    eta: float = 0.0
+    score_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_choice("selection", "law", self.law, LAWS)
+        check_number("selection", "score_share", self.score_share, 0.001, 0.999)
 
 
 @dataclass(frozen=True)
@@ -77,16 +98,18 @@ class Sweep:
         jobs: the maximum number of active runs.
         metrics: dotted paths in summary.json, which are the columns of the table.
         cells: the runs.
+        selection: the settings of a private selection. None executes all runs.
     """
 
     output: Path
     jobs: int
     metrics: tuple[str, ...]
     cells: tuple[Cell, ...]
+    selection: SelectionSettings | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The names of all axes of the grid except the seed, in the order of the file."""
+        """The names of the grid's axes except the seed, in file order."""
         names = dict.fromkeys(name for cell in self.cells for name in cell.values)
         names.pop(SEED, None)
         return tuple(names)
@@ -96,28 +119,30 @@ class Sweep:
         return self.output / cell.key
 
     def finished(self, cell: Cell) -> Path | None:
-        """Returns the folder of a finished run, or None if there is none with today's settings."""
+        """Returns a finished run's folder, or None if there is none with today's settings."""
         return current(finished.finished_run(self.folder(cell)), cell.settings)
 
 
 def read_sweep(file: Path) -> Sweep:
-    """Reads the file of a sweep, and checks the settings of every run.
+    """Reads a sweep file, and checks every run's settings.
 
-    Custom code that the file names as FILE.py:NAME is loaded. A config.toml may be that of a foreign
-    run, so it is refused.
+    Custom code named as FILE.py:NAME is loaded. A file named config.toml is refused, because it may
+    come from a foreign run.
 
     Raises:
-        SweepError: the file is a config.toml, or the grid or the settings of a run are invalid. The
-            message then names the values of the run.
-        SettingError, UnknownNameError: a setting of the sweep is invalid.
+        SweepError: the file is a config.toml, or the grid or a run's settings are invalid. The
+            message then names the run's values.
+        SettingError, UnknownNameError: one of the sweep's own settings is invalid.
     """
     if file.name == CONFIG:
         raise SweepError(
-            f"{file} has the name of a run's settings. Copy what you trust to a new file"
+            f"{file} is named like a run's settings, which may come from others. Copy what you "
+            "trust to a new file"
         ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
     grid = sections.pop("grid", {})
+    selection: Any = sections.pop("selection", None)
     try:
         metrics = _choices("sweep.metrics", sweep.pop("metrics", ["test_accuracy"]))
         cells = _cells(sections, grid)
@@ -127,7 +152,10 @@ def read_sweep(file: Path) -> Sweep:
     jobs = settings.get("jobs", 1)
     check_number("sweep", "jobs", jobs, 1, MAX_JOBS, integer=True)
     output = settings.get("output", Path("sweeps", file.stem))
-    return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells))
+    if selection is not None:
+        types = {"law": str, "trials": float, "eta": float, "score_share": float}
+        selection = SelectionSettings(**converted("selection", selection, types, "selection"))
+    return Sweep(output, jobs, tuple(map(str, metrics)), tuple(cells), selection)
 
 
 def _cells(shared: Sections, grid: Values) -> list[Cell]:
@@ -137,11 +165,14 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
     names = list(map(str, axes.get("method", [default_method])))
     for name in method_axes:
         if name not in names:
-            raise SweepError(f"no run has the method {name!r}. The methods are {', '.join(names)}")
+            raise SweepError(
+                f"[grid.{name}] has no effect, because no run uses the method {name!r}, only "
+                f"{', '.join(names)}. Remove it, or add the method to the grid"
+            )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))
     if len(points) > MAX_RUNS:
-        raise SweepError(f"the grid has more than {MAX_RUNS:,} runs")
+        raise SweepError(f"the grid has more than {MAX_RUNS:,} runs. Remove values or axes")
     cells = list(itertools.starmap(partial(_cell, shared), points))
     for cell in cells:
         name = cell.settings.method.name
@@ -155,10 +186,9 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
 def _points(
     axes: Mapping[str, list[Any]], method_axes: Values, default_method: str
 ) -> Iterator[tuple[Values, Values]]:
-    """Yields all combinations of the values in the grid, one for each run.
+    """Yields all combinations of grid values, one for each run.
 
-    Each item consists of the values of the axes that all methods have, and the values of the axes
-    that only the run's method has.
+    An item contains the values for axes of all methods, and those for axes of the run's own method.
     """
     for values in _product(axes):
         method = str(values.get("method", default_method))
@@ -167,7 +197,7 @@ def _points(
 
 
 def _common_axes(grid: Values) -> dict[str, list[Any]]:
-    """Returns the axes of the grid that apply to all methods.
+    """Returns the grid axes that apply to all methods.
 
     "run.seed" is renamed to "seed", the name that the results table uses.
     """
@@ -184,9 +214,9 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
 
 
 def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
-    """Returns one run of the sweep, after checking the run's settings.
+    """Returns one run of the sweep, after checking its settings.
 
-    Values of the grid override the common settings.
+    Grid values override the common settings.
     """
     sections = {name: dict(section) for name, section in shared.items()}
     for name, value in values.items():
@@ -199,15 +229,14 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
         code = tuple(code_options(settings))
     except FedsynthError as error:
         run = _joined(all_values, ", ") or "without a grid"
-        raise SweepError(f"the settings of the run {run} are invalid: {error}") from None
+        raise SweepError(f"the run {run} has invalid settings: {error}") from None
     return Cell(all_values, settings, _key(all_values, settings), code)
 
 
 def setting_of(name: str) -> tuple[str, str]:
-    """Returns the section and the key of the setting that one axis of the grid varies.
+    """Returns the section and the key of a grid axis's setting.
 
-    A name without a section belongs to the first section that has this key. If no section has it,
-    the name belongs to the method.
+    A name without a section belongs to the first section with the key, or else to the method.
 
     >>> setting_of("alpha"), setting_of("model.width"), setting_of("seed")
     (('partition', 'alpha'), ('model', 'width'), ('run', 'seed'))
@@ -219,13 +248,16 @@ def setting_of(name: str) -> tuple[str, str]:
     if not dot:
         return "run" if name == "method" else section_of(name) or "method", name
     if section not in SECTIONS:
-        raise SweepError(f"{section!r} is not a section. The sections are {', '.join(SECTIONS)}")
+        raise SweepError(f"the section {section!r} is unknown. Use one of {', '.join(SECTIONS)}")
     return section, key
 
 
 def _choices(name: str, values: Any) -> list[Any]:
     if not isinstance(values, list) or not values or {list, dict} & set(map(type, values)):
-        raise SweepError(f"{name} must list numbers, strings or booleans, got {short_repr(values)}")
+        raise SweepError(
+            f"{name} must be a list of numbers, strings or booleans, got {short_repr(values)}. Put "
+            "the values in [ ]"
+        )
     return values
 
 
@@ -239,7 +271,7 @@ def _joined(values: Values, separator: str) -> str:
 
 
 def _key(values: Values, settings: RunSettings) -> str:
-    """Returns a readable folder name for a run. Runs with different settings have different names."""
+    """Returns a readable folder name for a run, unique to its settings."""
     parts = []
     for name, value in values.items():
         prefix = "" if name == "method" else name.rpartition(".")[2]
@@ -252,13 +284,11 @@ FORMATS = ("table", "csv", "markdown")
 
 
 class Column(NamedTuple):
-    """A column of the results table, which shows one value of summary.json.
+    """A column of the results table, for one value in summary.json.
 
     Attributes:
-        path: the dotted path of the value in summary.json.
-        heading: the heading of the column.
-        scale: the factor by which the values are multiplied.
-        digits: the number of decimals.
+        path: the value's dotted path in summary.json. heading: the column's heading. scale: the
+            factor on the values. digits: the number of decimals.
     """
 
     path: str
@@ -267,7 +297,7 @@ class Column(NamedTuple):
     digits: int
 
 
-# The columns that every sweep's table has after the sweep's metrics.
+# The columns after the sweep's metrics in every table.
 COLUMNS = {
     "epsilon": Column("differential_privacy.epsilon", "ε", 1.0, 2),
     "upload_bytes": Column("upload_bytes", "MB up", 1e-6, 2),
@@ -276,13 +306,11 @@ COLUMNS = {
 
 
 class SweepRow(NamedTuple):
-    """A row of the results table. It summarises the runs that differ only in their seeds.
+    """A row of the results table, for runs that differ only in their seeds.
 
     Attributes:
-        values: the values that the grid gives to these runs, by axis.
-        finished: the number of seeds whose runs have finished.
-        planned: the number of seeds in the grid.
-        results: the mean and standard deviation of each column.
+        values: the runs' grid values, by axis. finished: the number of finished seeds. planned: the
+            number of seeds in the grid. results: each column's mean and standard deviation.
     """
 
     values: Mapping[str, Any]
@@ -294,7 +322,7 @@ class SweepRow(NamedTuple):
 def sweep_rows(sweep: Sweep) -> list[SweepRow]:
     """Returns the rows of a sweep's results table.
 
-    There is a row for each combination of values in the grid, except that all seeds share one row.
+    There is a row for each combination of grid values, except that all seeds share one row.
     """
     groups: dict[tuple[tuple[str, Any], ...], list[Path | None]] = {}
     for cell in sweep.cells:
@@ -321,7 +349,7 @@ def _columns(sweep: Sweep) -> dict[str, Column]:
 
 
 def render(sweep: Sweep, rows: Sequence[SweepRow], form: str) -> str:
-    """Returns the results table of a sweep as text, in one of the formats in `FORMATS`."""
+    """Returns a sweep's results table as text, in one of the formats in `FORMATS`."""
     if form == "csv":
         return _csv(sweep, rows)
     cells = _table(sweep, rows)

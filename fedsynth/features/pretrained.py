@@ -106,7 +106,9 @@ def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -
     """
     library, _, model = name.partition(":")
     if not _NAME.fullmatch(model):
-        raise _refused(place, name, f"must be {library}: followed by a network's name")
+        raise _refused(
+            place, name, f"must be {library}: followed by a network's name. Name a network"
+        )
     load = {"timm": _timm, "torchvision": _torchvision}[library]
     try:
         network, expected = load(name, model, weights == PRETRAINED, place)
@@ -161,7 +163,14 @@ def _torchvision(
     from torchvision import models
 
     if model not in models.list_models(module=models):
-        raise _refused(place, name, "is not a classifier in torchvision.models")
+        raise _refused(
+            place,
+            name,
+            (
+                "is not a classifier in torchvision.models. Choose one from "
+                "torchvision.models.list_models()"
+            ),
+        )
     default = models.get_model_weights(model).DEFAULT
     network = models.get_model(model, weights=default if download else None)
     linear = [key for key, layer in network.named_modules() if isinstance(layer, nn.Linear)]

@@ -180,7 +180,10 @@ def checked_vectors(
     if vectors.dim() != 2 or not bool(torch.isfinite(vectors).all()):
         reason = f"must return finite vectors [N, d], but returned {list(vectors.shape)}"
     elif not constants(vectors)[1] > 0:
-        reason = "returns the same vector for half of the public images"
+        reason = (
+            "returns the same vector for half of the public images. Compute vectors that depend on "
+            "the image"
+        )
     if reason:
         raise SettingError(None, "function", f"of the feature map {name!r} {reason}")
     return vectors

@@ -215,13 +215,14 @@ def _build_custom(name: str, shape: Shape) -> FeatureMap:
         reason = f"the registered function failed for the image shape {shape} with {cause}"
         raise _refused(name, reason) from error
     if not isinstance(built, FeatureMap):
-        reason = f"the registered function returns {type(built).__name__}, but must return a "
-        raise _refused(name, f"{reason}fedsynth.features.FeatureMap of an image shape")
+        reason = f"the registered function returned {type(built).__name__}"
+        raise _refused(name, f"{reason}. Return a fedsynth.features.FeatureMap")
     if built.image_shape != shape:
         reason = (
-            f"the map is for images of shape {built.image_shape}, but the data set contains images"
+            f"the map is for images of shape {built.image_shape}, but the data set contains images "
+            f"of shape {shape}. Return a map for the given shape"
         )
-        raise _refused(name, f"{reason} of shape {shape}")
+        raise _refused(name, reason)
     function = _CheckedFunction(name, built.function)
     try:
         built(torch.linspace(0, 1, 2 * math.prod(shape)).view(2, *shape))  # checks its output

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +23,21 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import PersonalModels
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import ClientState
+from fedsynth.core.periods import has_periods
 from fedsynth.core.sums import sums_securely
 from fedsynth.data.images import ImageData
-from fedsynth.errors import BudgetExceededError, LedgerError, RequestRefusedError
+from fedsynth.errors import (
+    BudgetExceededError,
+    LedgerError,
+    RequestRefusedError,
+    SettingError,
+)
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import ClientInfo, Refusal, RunTerms
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import EpsilonCap, GaussianSumMechanism
+from fedsynth.privacy.periods import PeriodEnforcer, ReleaseSequence, RunningSumMechanism
 from fedsynth.privacy.plans import (
     FIRST,
     MakeMechanism,
@@ -55,9 +63,11 @@ class ClientBudget:
         make_mechanism: the function that charges the ledger and creates a mechanism of releases. An
             audit
             replaces it.
+        sequence: the client's noise of earlier periods, if the run is one of several periods.
 
     Raises:
         LedgerError: the ledger holds releases that protect another unit than this run.
+        SettingError: the run is one of several periods, and there is no sequence.
     """
 
     client: int
@@ -66,9 +76,19 @@ class ClientBudget:
     secret: SecretGenerator
     cap: EpsilonCap | None = None
     make_mechanism: MakeMechanism = GaussianSumMechanism
+    sequence: ReleaseSequence | None = None
 
     def __post_init__(self) -> None:
         self._guard = self.plan.guard(self.ledger, self.cap)
+        if self.sequence is not None:
+            self._guard = PeriodEnforcer(**vars(self._guard), rows=self.sequence.rows)
+            self.make_mechanism = partial(RunningSumMechanism, self.sequence)
+        elif has_periods(self.plan.run.method):
+            reason = (
+                "must be 1 without a ledger folder that keeps the noise of earlier periods. Use "
+                "fedsynth synthesize with --dp-ledger (privacy.ledger)"
+            )
+            raise SettingError("method", "periods", reason)
 
     def check(self, number: int) -> None:
         """Checks that the client can be charged for a round, without charging it.
@@ -178,6 +198,7 @@ class ClientRuntime:
             the data owner has no cap.
         remote: True if the client runs on the data owner's machine. An upload with only a part of
             the noise may then leave the machine only in a secure sum.
+        sequence: the client's noise of earlier periods, if the run is one of several periods.
 
     Attributes:
         budget: the privacy budget. `start` sets it in a private run.
@@ -199,6 +220,7 @@ class ClientRuntime:
     secret: SecretGenerator | None = None
     cap: EpsilonCap | None = None
     remote: bool = False
+    sequence: ReleaseSequence | None = None
 
     def __post_init__(self) -> None:
         self.method = self.settings.method
@@ -299,7 +321,9 @@ class ClientRuntime:
         if self.ledger is None:
             raise LedgerError(f"client {self.number} has no ledger, but the run is private")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
-        return ClientBudget(self.number, self.ledger, plan, self.secret, self.cap)
+        return ClientBudget(
+            self.number, self.ledger, plan, self.secret, self.cap, sequence=self.sequence
+        )
 
     def move_ledger(self, ledger: Ledger) -> None:
         """Gives the client a new ledger in place of its ledger, which is still empty."""
@@ -308,8 +332,14 @@ class ClientRuntime:
             self.budget = self._new_budget(self.budget.plan)
 
     def history(self) -> History | None:
-        """Returns the current content of the client's ledger, or None if it has no ledger."""
-        return None if self.ledger is None else self.ledger.history()
+        """Returns the content of the client's ledger, or None if it has no ledger.
+
+        The charges of a period that is repeated are left out, since they count for the repetition.
+        """
+        if self.ledger is None or self.sequence is None:
+            return None if self.ledger is None else self.ledger.history()
+        rows, lines = self.sequence.rows, self.ledger.lines
+        return History(self.ledger.client, lines.releases[:rows], lines.chains[rows])
 
     def require_terms(self) -> None:
         """Checks that the client has received the run terms.

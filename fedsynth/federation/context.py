@@ -270,7 +270,7 @@ def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Privac
     method = resolve({**sections, "privacy": {}}).method
     named = privacy.get("mechanism")
     if named is not None and not mechanism_facts(str(named)).guaranteed:
-        reason = "has no privacy guarantee, so no ε can be planned"
+        reason = "has no privacy guarantee, so no ε can be planned. Use another mechanism"
         raise PrivacySettingError("privacy", "mechanism", reason, value=named)
     plans: list[PrivacyPlan] = []
     for name in method.dp_mechanisms if named is None else (str(named),):
@@ -281,6 +281,6 @@ def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Privac
             raise needs_a_budget()
         plans.append(plan_of(settings))
     if not plans:
-        reason = f"cannot run with differential privacy: {method.refusal}"
+        reason = f"cannot run with differential privacy: {method.refusal}. Use fedavg"
         raise SettingError("run", "method", reason, value=method.name)
     return plans

@@ -18,6 +18,7 @@ from fedsynth.config.participation import Participation, most_rounds, shown_roun
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import VaryingReleases
 from fedsynth.core.context import RoundContext
+from fedsynth.core.periods import SumsOverPeriods
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.privacy import accounting
@@ -28,7 +29,7 @@ from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.mechanisms import NOTHING_LEFT, BudgetEnforcer, EpsilonCap
 from fedsynth.privacy.plans import EXCHANGES, Plans, ReleasePlan, check_plans
 from fedsynth.privacy.randomness import Grid
-from fedsynth.privacy.releases import RECORD, Release, check_delta
+from fedsynth.privacy.releases import RECORD, USER, Release, check_delta
 from fedsynth.privacy.report.build import reasons_in_ledgers
 from fedsynth.privacy.settings import PrivacySettings
 
@@ -45,7 +46,7 @@ class PrivacyPlan:
         nominal_size: the public number of records (or users) that a client is supposed to have.
         privacy: the privacy settings, in which the mechanism and σ are determined.
         plans: the kinds of release in a round. The most important one is first.
-        max_records: the public bound on the number of records of all clients.
+        max_records: the public bound on the number of records of all clients in all periods.
         histories: the content of each client's ledger when the client joined, in the order of the
             clients.
     """
@@ -80,6 +81,14 @@ class PrivacyPlan:
         checks.check_unit(stated, spec)
         mechanism = checks.mechanism_of(method, stated)
         limit = checks.most_records(spec, stated)
+        if isinstance(method, SumsOverPeriods) and method.periods > 1:
+            limit *= method.periods
+            if stated.unit == USER:
+                reason = (
+                    "must be 'record' with several periods, because users may return. Set "
+                    "privacy.unit=record"
+                )
+                raise SettingError("privacy", "unit", reason, value=USER)
         check_delta(stated.delta, limit)
         privacy = replace(stated, mechanism=mechanism)
         plans = tuple(method.release_plans(privacy, context))
@@ -117,7 +126,11 @@ class PrivacyPlan:
                 "privacy.noise_multiplier"
             ).with_code("release.ledger")
         if privacy.noise_multiplier is None:
-            privacy = replace(privacy, noise_multiplier=plan._calibrated())
+            calibrated_plan = plan
+            if isinstance(settings.method, SumsOverPeriods):  # σ is for all periods together
+                run = replace(settings, method=settings.method.all_periods())
+                calibrated_plan = replace(cls.checked(run, context), histories=plan.histories)
+            privacy = replace(privacy, noise_multiplier=calibrated_plan._calibrated())
         return replace(plan, privacy=privacy)
 
     # -------------------------------------------------------------------------- what is released
@@ -145,7 +158,11 @@ class PrivacyPlan:
             SettingError: σ is unknown, because the clients have not joined yet.
         """
         if self.privacy.noise_multiplier is None:
-            raise SettingError("privacy", "noise_multiplier", "is unknown until all clients join")
+            raise SettingError(
+                "privacy",
+                "noise_multiplier",
+                "is unknown until all clients join. Wait until they have joined",
+            )
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, release: ReleasePlan) -> float:
@@ -373,6 +390,28 @@ class PrivacyPlan:
         for client in self.participation.in_round(number):
             history = histories[client]
             self.guard(Ledger(history.client)).check_budget(history.releases, planned)
+
+    @property
+    def totals(self) -> Totals:
+        """The totals of all releases of a client that takes part most often."""
+        return self._totals(self.most_rounds())
+
+    def as_trial(self, epsilon: float) -> PrivacyPlan:
+        """Returns the plan of the same run as a trial of a private selection.
+
+        A trial has its own budget and no earlier releases. Its plan has the σ for the budget, and no
+        cap, because the selection has been charged for the trial.
+
+        Args:
+            epsilon: the budget of the trial.
+        """
+        plan = replace(
+            self,
+            privacy=replace(self.privacy, epsilon=epsilon, noise_multiplier=None),
+            histories=tuple(History(history.client) for history in self.histories),
+        )
+        privacy = replace(plan.privacy, epsilon=None, noise_multiplier=plan._calibrated())
+        return replace(plan, privacy=privacy)
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedsynth.config.checks import check_unit
 from fedsynth.config.settings import RunSettings
+from fedsynth.core.periods import SumsOverPeriods
 from fedsynth.data.declaration import Declaration, FolderSettings, require_signed
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
@@ -40,7 +42,9 @@ from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.files import expand_home, require_folder
 from fedsynth.formatting import printable
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.privacy.ledger.folder import PRIVATE as PRIVATE_FILES
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names
+from fedsynth.privacy.periods import ReleaseSequence
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.validation import check_choice
@@ -441,13 +445,34 @@ class Clients:
         """
         return [record_digests(self.data, part, key, labels=False) for part in self.parts]
 
-    def kept_ledgers(self, folder: Path, run: RunSettings) -> list[Ledger]:
+    def kept_ledgers(
+        self,
+        folder: Path,
+        run: RunSettings,
+        sequences: Mapping[str, ReleaseSequence] = MappingProxyType({}),
+    ) -> list[Ledger]:
         """Opens the clients' ledgers in a folder that is kept across runs.
 
         Raises:
-            LedgerError: a client's records differ from those for which its ledger was charged.
+            LedgerError: a client's records differ from those for which its ledger was charged, or
+                the records of a period are not new (see `LedgerFolder.open`).
         """
-        return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run))
+        return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run), sequences)
+
+    def sequences(self, folder: Path, run: RunSettings) -> dict[str, ReleaseSequence]:
+        """Returns the clients' releases of earlier periods, by name.
+
+        The result is empty unless the run is one of several periods.
+        """
+        method = run.method
+        if not isinstance(method, SumsOverPeriods) or method.periods == 1:
+            return {}
+        sequences = {}
+        for name in self.ledger_names:
+            sequences[name] = ReleaseSequence(
+                folder / PRIVATE_FILES, name, method.period, method.periods
+            )
+        return sequences
 
     @property
     def ledger_names(self) -> tuple[str, ...]:

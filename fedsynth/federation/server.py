@@ -235,8 +235,8 @@ def negotiate_terms(
     histories = [info.history for info in joined if info.history is not None]
     if len(histories) < context.clients:
         raise LedgerError(
-            f"only {len(histories)} of {context.clients} clients have sent a ledger, but a private "
-            "run needs all of them"
+            f"only {len(histories)} of {context.clients} clients have sent a ledger, but a "
+            "private run needs all of them. Start the missing nodes"
         ).with_code("ledger.clients")
     if planned is None:
         plan = PrivacyPlan.make(settings, context, histories)

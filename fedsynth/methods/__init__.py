@@ -1,4 +1,4 @@
-"""Finds the class of a method by the name of the method.
+"""Finds a method's class by its name.
 
 The list of methods is in `registry.py`. Listing the methods imports neither torch nor any method.
 """
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from fedsynth.core.method import Method
 
 DEFAULT_METHOD = "feddm"
-# The name of the module that defines each registered class, by the name of the class.
+# The module that defines each registered class, by class name.
 CLASSES: Mapping[str, str] = MappingProxyType(
     exported_names(Path(__file__).with_name("registry.py"))
 )
 
 
 def name_of(class_name: str) -> str:
-    """Converts the name of a method's class to the name of the method.
+    """Converts a class name to the method's name.
 
     >>> name_of("FedDM"), name_of("FedFMLite")
     ('feddm', 'fedfm-lite')
@@ -36,33 +36,32 @@ def name_of(class_name: str) -> str:
     return re.sub(r"(?<=[A-Z])(?=[A-Z][a-z])", "-", class_name).lower()
 
 
-# The place of each built-in method's class as "module:class", by the name of the method.
+# Each built-in method's class as "module:class", by method name.
 METHODS: Mapping[str, str] = MappingProxyType(
     {name_of(name): f"{module}:{name}" for name, module in CLASSES.items()}
 )
 
 
-# Methods that were registered from outside the package, by name. Each value contains the class and
-# the label of the file from which the class was loaded, which may be empty.
+# Methods registered from outside the package, by name: the class, and the label of its file, which
+# may be empty.
 _CUSTOM: dict[str, tuple[type[Method], str]] = {}
 
 
 def register_method(method: type[Method], label: str = "") -> str:
     """Registers a custom method under its name.
 
-    Settings, config files and `verify` can then refer to the method by this name.
+    Settings, config files and `verify` can then refer to the method by name.
 
     Args:
-        method: the class of the method. It replaces a custom method that was registered earlier
-            under the same name.
-        label: the label of the file from which the class was loaded, if any.
+        method: the method's class. It replaces a custom method registered earlier under the same
+            name.
+        label: the label of the class's file, if any.
 
     Returns:
-        The name of the method in lower case.
+        The method's name in lower case.
 
     Raises:
-        SettingError: the object is not a method class, or its name is the name of a built-in
-            method.
+        SettingError: the object is not a method class, or has a built-in method's name.
 
     >>> from dataclasses import dataclass
     >>> from fedsynth import FedAvg, RunSettings, register_method, resolve
@@ -81,18 +80,20 @@ def register_method(method: type[Method], label: str = "") -> str:
     is_method = isinstance(method, type) and issubclass(method, Method)
     if not is_method or not name or name in METHODS:
         reason = (
-            "must be a class that inherits from fedsynth.Method and has a name that no built-in "
-            f"method has, got {method!r:.80} with the name {name!r}"
+            "must be a class that inherits from fedsynth.Method, with a new name, got "
+            f"{method!r:.80} with the name {name!r}. Inherit from Method, or rename the class"
         )
         raise SettingError("run", "method", reason)
     if missing := ", ".join(sorted(method.__abstractmethods__)):
-        raise SettingError("run", "method", f"{name} must define {missing}")
+        raise SettingError(
+            "run", "method", f"{name} is missing the abstract methods {missing}. Define them"
+        )
     _CUSTOM[name] = (method, label)
     return name
 
 
 def own_label(name: str) -> str:
-    """Returns the label of the file from which a custom method was loaded.
+    """Returns the label of a custom method's file.
 
     The label is empty for built-in methods and for methods that were registered without a file.
     """
@@ -100,15 +101,15 @@ def own_label(name: str) -> str:
 
 
 def is_own_method(method: Method) -> bool:
-    """Returns whether the class of a method was defined outside the package."""
+    """Returns whether a method's class was defined outside the package."""
     return not type(method).__module__.startswith(f"{__name__}.")
 
 
 def method_class(name: str) -> type[Method]:
-    """Returns the class of the method with this name, regardless of upper and lower case.
+    """Returns the class of the named method. Case is ignored.
 
     Raises:
-        UnknownNameError: there is no such method. The message suggests similar names.
+        UnknownNameError: no method has the name. The message suggests similar names.
         SettingError: the name is a file with custom code, which `register_method` has to load.
     """
     if names_code(name):
@@ -123,7 +124,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def described(name: str) -> tuple[str, str]:
-    """Returns the summary and the reference of a built-in method, without importing its module.
+    """Returns a built-in method's summary and reference, without importing its module.
 
     Both are string literals in the class, and are read from the text of the file.
 

@@ -1,9 +1,9 @@
 """CCVR: the server retrains the classifier on virtual features after federated training (Luo et al.
 2021, arXiv 2106.05001).
 
-The clients and the server train as in FedAvg. In the last round, the clients send statistics of the
-features f(x) of their examples under the global model, instead of models. From these, the server
-computes a Gaussian N(μ_c, Σ_c) of each class, draws M_c virtual features from it, and retrains the
+The clients and the server train as in FedAvg. In the last round, the clients send no models, but
+statistics of their examples' features f(x) under the global model. From the statistics, the server
+computes a Gaussian N(μ_c, Σ_c) for each class, draws M_c virtual features from it, and retrains the
 classifier on them. A run of T rounds therefore trains for T − 1 rounds.
 
 In the paper, the clients send N_ck, μ_ck and Σ_ck, and the server computes
@@ -11,14 +11,14 @@ In the paper, the clients send N_ck, μ_ck and Σ_ck, and the server computes
     μ_c = Σ_k N_ck/N_c·μ_ck
     Σ_c = Σ_k (N_ck − 1)/(N_c − 1)·Σ_ck + Σ_k N_ck/(N_c − 1)·μ_ck μ_ckᵀ − N_c/(N_c − 1)·μ_c μ_cᵀ
 
-Here, they send the sums of u = ½·svec([z; 1] [z; 1]ᵀ) over the examples of each class, with z = f.
-The entries of the sums are N_ck, Σ f and Σ f fᵀ, which give the same μ_c and Σ_c, also if a client
-has a single example of a class.
+Here, they send the sums of u = ½·svec([z; 1] [z; 1]ᵀ) over each class's examples, with z = f. The
+sums contain N_ck, Σ f and Σ f fᵀ. They give the same μ_c and Σ_c, also if a client has a single
+example of a class.
 
 With differential privacy, z = clip_R(f)/R. Then ‖u‖ = ½·(‖z‖² + 1) ≤ 1, so that one noisy sum
-contains the counts, the means and the second moments. It is charged in addition to the training by
-DP-SGD, in the last round only. The server replaces eigenvalues of Σ_c that noise hides by their
-mean. With `covariance="diagonal"`, u = ½·[z∘z; √2·z; 1], whose norm is at most 1 too.
+contains the counts, the means and the second moments. It is charged in the last round only, in
+addition to DP-SGD's training. The server replaces Σ_c's eigenvalues below the noise by their mean.
+With `covariance="diagonal"`, u = ½·[z∘z; √2·z; 1], whose norm is at most 1 too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from fedsynth.training import sgd
 from fedsynth.validation import in_range, one_of
 
 FULL, DIAGONAL = "full", "diagonal"
-# The name of the release plan of the statistics.
+# The name of the statistics' release plan.
 MOMENTS = "class moments"
 # The factor that decides whether a class gets virtual features, and whether a variance is visible
 # in a diagonal covariance. The count or the variance must be at least this many standard deviations
@@ -61,7 +61,7 @@ DEVIATIONS = 4
 
 @dataclass(frozen=True)
 class ModelOrMoments(ModelParameters):
-    """The upload of a client in CCVR: the trained model, or in the last round the class moments.
+    """A client's upload in CCVR: the trained model, or in the last round the class moments.
 
     The moments [C, D] are empty in all other rounds. In the last round, there are no parameters.
     """
@@ -74,10 +74,9 @@ def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
 
     Args:
         f_Nd: the features f.
-        diagonal: whether u has only the squares of the features, [N, 2d + 1], and not all products,
+        diagonal: whether u contains only the features' squares, [N, 2d + 1], or all their products,
             [N, (d + 1)(d + 2)/2].
-        clip: R, the bound on the norm of f, in units of which the features are. None means that the
-            features are neither clipped nor scaled.
+        clip: R, the bound on ‖f‖. With None, features are neither clipped nor scaled.
     """
     z = f_Nd if clip is None else clip_rows(f_Nd, clip) / clip
     constant = z.new_ones(len(z), 1)
@@ -89,28 +88,28 @@ def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class CCVR(TrainsLocally, VaryingReleases):
-    """CCVR: FedAvg, and in the last round a classifier that learns from virtual features.
+    """CCVR: FedAvg, whose classifier learns from virtual features in the last round.
 
     All clients must take part in every round. The following settings come in addition to those of
     `TrainsLocally`.
 
     Args:
-        virtual: M_c, the number of virtual features of each class. With 0, there are no statistics,
-            and the method is FedAvg, weighted by n_k. M_c and the two settings of the calibration
-            are ours. They were compared on 5,000 training images of Fashion-MNIST that no client
-            has (ten clients, Dir(0.1), two seeds). The accuracy there is 82 % with the defaults,
-            78 % with M_c = 100, and 65 % without calibration.
-        covariance: whether the Gaussians have the covariances of all features ("full", as in the
-            paper) or only their variances ("diagonal"). With d features, an upload has C·d²/2 or
-            2·C·d numbers.
+        virtual: M_c, the number of virtual features per class. With 0, no statistics are sent, and
+            the method is FedAvg, weighted by n_k. M_c and the two calibration settings are our
+            choices. They were compared on 5,000 Fashion-MNIST training images of no client (ten
+            clients, Dir(0.1), two seeds). The accuracy there is 82 % with the defaults, 78 % with
+            M_c = 100, and 65 % without calibration.
+        covariance: whether the Gaussians have full covariance matrices ("full", as in the paper) or
+            only variances ("diagonal"). With d features, an upload contains C·d²/2 or 2·C·d
+            numbers.
         calibration_epochs: number of passes over the virtual features. 50 passes gain one point.
         calibration_lr: learning rate of SGD with momentum 0.9 on the virtual features. With 0.001
             and 0.1 the accuracy is 80 % and 82 %.
-        feature_clip: R, the L2 bound on the features of an example. It is used only with
-            differential privacy.
+        feature_clip: R, the L2 bound on an example's features. It is used only with differential
+            privacy.
         moment_noise: noise multiplier of the statistics, divided by σ. It is used only with
-            differential privacy. It was chosen at ε = 8, with one pass in each of five rounds, on
-            the same 5,000 images as M_c. The accuracy is 72 % with 0.5, 69 % with 0.25, 71 % with
+            differential privacy, and was chosen at ε = 8, with one pass in each of five rounds, on
+            the 5,000 images used for M_c. The accuracy is 72 % with 0.5, 69 % with 0.25, 71 % with
             1, and 54 % with fedavg.
 
     >>> from fedsynth import CCVR, ModelSettings, PartitionSettings, RunSettings, simulate
@@ -145,7 +144,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         check_embedding(self.name, model)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Returns whether this round is the one of the statistics, the last of `rounds`."""
+        """Returns whether clients send statistics in the context's round, the last of `rounds`."""
         return self.virtual > 0 and round == rounds
 
     @property
@@ -154,7 +153,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         return self.covariance == DIAGONAL
 
     def width(self, context: RoundContext) -> int:
-        """Returns D, the number of moments of a class."""
+        """Returns D, the number of moments per class."""
         d = feature_width(context, logits=False)
         return 2 * d + 1 if self.diagonal else (d + 1) * (d + 2) // 2
 
@@ -190,9 +189,9 @@ class CCVR(TrainsLocally, VaryingReleases):
 
     @torch.no_grad()
     def exact_moments(self, model: Any, clients: ExactClientView, width: int) -> Tensor:
-        """Computes the sums of u over the examples of each class, [clients, C, D].
+        """Computes the sums of u over each class's examples, [clients, C, D].
 
-        With full covariances, the products of a batch are added in one matrix product.
+        With full covariances, one matrix product adds up a batch.
         """
         shape = len(clients.ids), clients.spec.classes
         device = clients.data.labels.device
@@ -235,13 +234,13 @@ class CCVR(TrainsLocally, VaryingReleases):
     def gaussian(
         self, moments_D: Tensor, noise: float, context: RoundContext
     ) -> tuple[Tensor, Tensor] | None:
-        """Computes μ_c [d] and the symmetric root [d, d] of Σ_c from the moments of a class.
+        """Computes μ_c [d] and the symmetric root [d, d] of Σ_c from a class's moments.
 
-        Returns None if the class has no examples, or fewer than noise can hide.
+        Returns None if the class has no examples, or too few to be seen above the noise.
 
         Args:
             moments_D: Σ u over all clients, float64.
-            noise: standard deviation of the noise of each coordinate.
+            noise: the noise's standard deviation in each coordinate.
             context: the context of the round.
         """
         sums, noise = 2 * moments_D, 2 * noise
@@ -294,7 +293,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         return {**rules, "parameters": Named({}), "moments": Array(shape, low=-bound, high=bound)}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of DP-SGD and of the class moments."""
+        """Returns the plans for DP-SGD and the class moments."""
         plans = super().release_plans(privacy, context)
         if not self.virtual:
             return plans

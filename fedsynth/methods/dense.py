@@ -2,10 +2,11 @@
 arXiv 2112.12371).
 
 The server repeats two steps in each epoch. First, it trains a generator against the ensemble, which
-averages the clients' logits (Eq. 1). The generated images should be classified by the ensemble as
-the requested labels, should match the batch-norm statistics of the clients' models, and should be
-images on which the student disagrees with the ensemble (Eqs. 2 to 5). Then the student is trained
-on all images generated so far to predict the ensemble's output (Eq. 6).
+averages the clients' logits (Eq. 1). The generator's loss has three terms (Eqs. 2 to 5). The
+ensemble should classify the images as the requested labels, their batch-norm statistics should
+match those of the clients' models, and the student should disagree with the ensemble on them.
+Second, the student is trained to predict the ensemble's output on all images generated so far (Eq.
+6).
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, aver
 class Dense(DataFreeEnsembleDistillation):
     """DENSE: the server trains a student on generated images, towards the clients' averaged logits.
 
-    The settings are those of `DataFreeEnsembleDistillation`, with the defaults of DENSE. There is
-    no cross-entropy on hard labels, and the adversarial term applies only where the student and the
-    ensemble disagree.
+    The settings are those of `DataFreeEnsembleDistillation`, with DENSE's defaults. There is no
+    cross-entropy on hard labels, and the adversarial term counts only images on which the student
+    and the ensemble disagree.
 
     Where the paper gives no details, the defaults follow its public code. Each epoch starts with a
     new generator. Adam with β₁ = 0.5 optimises the generator together with its noise, on randomly
@@ -59,8 +60,7 @@ class Dense(DataFreeEnsembleDistillation):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains the generator and then the student in each epoch, as the server does in Algorithm
-        1."""
+        """Trains the generator and then the student in each epoch (Algorithm 1)."""
         training = OneShotDistillation(
             self,
             models,

@@ -1,10 +1,10 @@
 """FedAF: federated learning by condensation and knowledge matching (arXiv 2404.18962).
 
-In every round, each client computes the mean logits V_k of each class of its data under the global
-model w_r, and soft labels R_k from them (Eqs. 5 and 11). The client then condenses its data into
-synthetic images by distribution matching in feature space (Eq. 4). A second term, weighted by
-λ_loc, pulls the mean logits of the synthetic images towards the global V (Eq. 10). Each step uses a
-newly re-sampled network (Eq. 17).
+In every round, each client computes its class-mean logits V_k under the global model w_r, and from
+them soft labels R_k (Eqs. 5 and 11). It then condenses its data into synthetic images by
+distribution matching in feature space (Eq. 4). A second term, weighted by λ_loc, pulls the mean
+logits of the synthetic images towards the global V (Eq. 10). Each step uses a newly re-sampled
+network (Eq. 17).
 
 The server averages V_k and R_k (Eqs. 8 and 12). It then trains the global model from w_r on the
 union of all synthetic sets, with the cross-entropy plus λ_glob times the knowledge-matching loss
@@ -12,20 +12,20 @@ union of all synthetic sets, with the cross-entropy plus λ_glob times the knowl
 
 The defaults depart from the paper in four places:
 
-- Eqs. 8 and 12 divide by K. Here the averages are over the clients that have the class, because
-  Eq. 5 is undefined for a client without examples of the class.
-- V is averaged from the uploads of one round and used in the next one, because App. C counts a
-  single upload of S, V and R in a round. Round 1 therefore has no collaborative term. With
+- Eqs. 8 and 12 divide by K. Here only clients with examples of the class are averaged, because Eq.
+  5 is undefined for the others.
+- V is averaged from one round's uploads and used in the next, because App. C counts a single upload
+  of S, V and R per round. Round 1 therefore has no collaborative term. With
   `knowledge_from="first-exchange"`, V is exchanged first, by `first_step` and `first_aggregate`.
 - t_c of Eq. 13 is computed from each minibatch and not from all images (`server_matching`).
 - Eq. 15 is averaged over the classes (`matching_reduction`), and has no normaliser in the paper.
 
-The paper names F of Eq. 10 (sliced Wasserstein), but not its order. Between two vectors, the
-distance of order 1 is a multiple of ‖u − v‖ in expectation (`distance`).
+The paper names Eq. 10's distance F (sliced Wasserstein), but not its order. Between two vectors,
+the distance of order 1 is a multiple of ‖u − v‖ in expectation (`distance`).
 
-With differential privacy, the images are matched by the mechanism `residual`. V is computed from a
-noisy sum of clipped logits and from noisy counts, and R is computed from the released V. Networks
-with batch norm are then refused.
+With differential privacy, the mechanism `residual` matches the images. V is computed from a noisy
+sum of clipped logits and from noisy counts, and R from the released V. Networks with batch norm are
+then refused.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.condensation import losses, sets
 from fedsynth.validation import in_range, one_of
 
-LOGITS = "logit sums"  # the name of the plan of V_k's sums
+LOGITS = "logit sums"  # the release plan's name for V_k's sums
 
 
 @dataclass(frozen=True)
 class GlobalLogits(ModelParameters):
-    """The message to the clients of FedAF: the model w_r and the averaged logits V [C, C].
+    """FedAF's request: the model w_r and the averaged logits V [C, C].
 
-    V has a row for each class. A mask [C] marks the classes that have logits.
+    V has a row for each class. A mask [C] marks the classes with logits.
     """
 
     logits: Tensor = released()
@@ -71,11 +71,10 @@ class GlobalLogits(ModelParameters):
 
 @dataclass(frozen=True)
 class CondensedSet(sets.SyntheticSet):
-    """The upload of a client in FedAF: synthetic images, and the mean logits and soft labels of
-    each class.
+    """A client's upload in FedAF: synthetic images, and each class's mean logits and soft labels.
 
-    The images are uint8 pixels and have labels. The mean logits V_k and the soft labels R_k are
-    float32 [C, C]. A boolean mask [C] marks the classes for which V_k and R_k are defined.
+    The labelled images are uint8 pixels. The mean logits V_k and the soft labels R_k are float32
+    [C, C]. A boolean mask [C] marks the classes for which V_k and R_k are defined.
 
     V_k, R_k and the mask are empty if V_k was already sent in a first exchange, because R_k is
     computed from V_k.
@@ -86,10 +85,10 @@ class CondensedSet(sets.SyntheticSet):
     present: Tensor = released()
 
     def soft_labels(self) -> Tensor | None:
-        """Returns the soft label of each image, [N, C], or None if the upload has no R_k.
+        """Returns the images' soft labels [N, C], or None if the upload contains no R_k.
 
-        The soft label is the row of R_k for the image's class. It is the one-hot label if R_k is
-        not defined for this class.
+        An image's soft label is the row of R_k for its class, or the one-hot label if R_k is not
+        defined for the class.
         """
         if not len(self.soft):
             return None
@@ -100,7 +99,7 @@ class CondensedSet(sets.SyntheticSet):
 
 @dataclass(frozen=True)
 class LocalKnowledge(Message):
-    """The upload of FedAF's first exchange: the client's mean logits V_k of each class, [C, C].
+    """A client's upload in FedAF's first exchange: the class-mean logits V_k [C, C].
 
     A boolean mask [C] marks the classes for which V_k is defined.
     """
@@ -116,7 +115,7 @@ class KnowledgeState(ServerState):
     A boolean mask [C] marks the classes for which V is defined.
 
     Args:
-        soft, present: R [C, C] and the mask [C] of its classes, if a first exchange of this round
+        soft, present: R [C, C] and the mask [C] of its classes, if the round's first exchange
             computed them. Otherwise None.
     """
 
@@ -128,24 +127,24 @@ class KnowledgeState(ServerState):
 
 @dataclass(frozen=True)
 class FedAF(CondensingMethod, TwoExchanges):
-    """FedAF: clients condense their data, guided by class-mean logits that the server averages.
+    """FedAF: clients condense their data towards the server's averaged class-mean logits.
 
-    The defaults are those of the paper. If the paper leaves a setting open, the reason for the
-    default is given below. The remaining settings are documented in `CondensingMethod` and
-    `TrainsOnUnion`. The defaults of 50 images per class, 500 server epochs and a server batch of
-    256 are from Sec. 5.1, and the momentum of 0.9 is from App. A. The preset for digits is small.
+    The defaults are the paper's. Where the paper leaves a setting open, the reason for the default
+    is given below. `CondensingMethod` and `TrainsOnUnion` document the remaining settings. The
+    defaults of 50 images per class, 500 server epochs and a server batch of 256 are from Sec. 5.1,
+    and the momentum of 0.9 is from App. A. The preset for digits is small.
 
     Args:
-        server_lr: learning rate of the server. The default of 1e-3 is that of Sec. 5.
-        server_weight_decay: weight decay of the server. The default is 0, because the paper
-            mentions none.
-        image_lr: learning rate of the images. 1.0 on CIFAR-10, 0.1 on CIFAR-100, and 0.2 on
+        server_lr: the server's learning rate. The default of 1e-3 is from Sec. 5.
+        server_weight_decay: the server's weight decay. The default is 0, because the paper mentions
+            none.
+        image_lr: the images' learning rate: 1.0 on CIFAR-10, 0.1 on CIFAR-100, and 0.2 on
             Fashion-MNIST.
         matching: what is matched. "mean" is Eq. 4.
         min_examples: smallest number of examples with which a client sends a class. The default is
-            1, because the paper names no such rule.
+            1, because the paper states no minimum.
         start_average: number of real images whose mean is a start image. The paper writes "average"
-            without a number. The default of 1 was ahead on held-out images (docs/results.md).
+            without a number. The default of 1 was best on held-out images (docs/results.md).
         restart: whether the images start again in each round. The default is False, because the
             paper describes no repeated initialisation.
         gamma: γ, the share of the global weights w_r in a re-sampled network (Eq. 17).
@@ -157,20 +156,20 @@ class FedAF(CondensingMethod, TwoExchanges):
         distance: the distance in Eq. 10, as explained in `collaborative_distance`. The default is
             "point", because u and v are a single vector each.
         directions: number of random directions of the distance "rows".
-        server_matching: over which images the server computes t_c in Eq. 13. "minibatch" uses the
-            minibatch's images of the class. "union" uses all synthetic sets, which is the literal
-            reading, and costs a pass over S in every step.
+        server_matching: the images over which the server computes t_c in Eq. 13. "minibatch" uses
+            the class's images in the minibatch. "union" uses all synthetic sets, which is the
+            literal reading, and costs a pass over S in every step.
         matching_reduction: "mean" or "sum" over the classes in Eq. 15, as explained in
             `knowledge_matching`.
         temperature: τ, the temperature of the soft labels. The paper gives none, and 1 is plain
             softmax. In short runs with λ_glob = 2, larger values do less harm (docs/results.md).
-        knowledge_from: when V is computed. With "previous-round", V is the average of the uploads
-            of the previous round. With "first-exchange", V is computed under w_r in an additional
-            exchange at the start of the same round.
-        logit_clip: L2 bound on the logits of an example. It is used only with differential privacy.
-        knowledge_noise: noise multiplier of the sums of logits and of the counts, in units of the
-            noise multiplier of the images' releases. It is used only with differential privacy.
-            This setting and `logit_clip` are public and were not tuned.
+        knowledge_from: when V is computed. With "previous-round", V is the average over the
+            previous round's uploads. With "first-exchange", V is computed under w_r in an
+            additional exchange at the start of the same round.
+        logit_clip: L2 bound on an example's logits. It is used only with differential privacy.
+        knowledge_noise: noise multiplier of the logit sums and the counts, in units of the image
+            releases' noise multiplier. It is used only with differential privacy. Neither
+            `knowledge_noise` nor `logit_clip`, which are public, was tuned.
 
     >>> from fedsynth import FedAF, resolve, simulate
     >>> run, model = {"method": "fedaf", "rounds": 2}, {"width": 16}
@@ -232,7 +231,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     def _class_logits(
         self, w_r: nn.Module, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[dict[str, Tensor]]:
-        """Returns V_k [C, C] of each client as "logits" (Eq. 5), and a mask [C] of its classes as
+        """Returns each client's V_k [C, C] as "logits" (Eq. 5), and a mask [C] of its classes as
         "present"."""
         if all("logits" in state for state in states):  # released in the first exchange
             return [{name: state[name] for name in ("logits", "present")} for state in states]
@@ -252,8 +251,8 @@ class FedAF(CondensingMethod, TwoExchanges):
     def client_step(
         self, message: GlobalLogits, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Condenses the clients' data into S [pairs, ipc, channels, H, W], the synthetic images of
-        all (client, class) pairs."""
+        """Condenses the clients' data into synthetic images S [pairs, ipc, channels, H, W], for all
+        (client, class) pairs."""
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
         S = sets.start_images(
@@ -291,8 +290,7 @@ class FedAF(CondensingMethod, TwoExchanges):
         return results
 
     def _upload(self, S_k: sets.SyntheticSet, V_k: Tensors, context: RoundContext) -> CondensedSet:
-        """Returns the upload of a client: S_k, V_k and R_k (Eq. 11). Pixels are sent as 8 bits, as
-        in App. C."""
+        """Returns a client's upload: S_k, V_k and R_k (Eq. 11), with 8-bit pixels as in App. C."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-exchange":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -324,7 +322,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     ) -> None:
         """Trains the global model w in place with the loss L_CE + λ_glob·L_LGKM (Eq. 14).
 
-        R are the averaged soft labels [C, C]; `present` [C] marks the classes that have them.
+        R are the averaged soft labels [C, C]. `present` [C] marks the classes with soft labels.
         """
 
         def weighted_lgkm(logits_NC: Tensor, labels_N: Tensor) -> Tensor:  # λ_glob·L_LGKM
@@ -381,9 +379,9 @@ class FedAF(CondensingMethod, TwoExchanges):
         }
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of all releases of a client in a round.
+        """Returns a client's release plans for a round:
 
-        They are the T releases of the images, the sums of logits, and the class counts.
+        T image releases, the logit sums, and the class counts.
         """
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(
@@ -401,12 +399,12 @@ class FedAF(CondensingMethod, TwoExchanges):
 def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
-    """Averages the logits V_k (Eq. 8) and the soft labels R_k (Eq. 12) of the clients.
+    """Averages the clients' logits V_k (Eq. 8) and soft labels R_k (Eq. 12).
 
-    If no client of the round has a class, its row of V is kept.
+    If no client of the round has a class, V keeps its row.
 
-    `soft` contains R_k of each upload. Returns the state with the new V, R [C, C], and a mask [C]
-    of the classes for which R is defined.
+    `soft` contains each upload's R_k. Returns the state with the new V, R [C, C], and a mask [C] of
+    the classes for which R is defined.
     """
     present = [upload.present for upload in sent]
     V, has_logits = losses.average_over_holders([upload.logits for upload in sent], present)

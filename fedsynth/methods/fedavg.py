@@ -26,16 +26,14 @@ class FedAvg(TrainsLocally):
     """FedAvg: clients train the global model, and the server averages the results (McMahan et al.
     2017).
 
-    Without differential privacy, the average is weighted by n_k, the number of examples of each
-    client. With differential privacy, each client trains by DP-SGD (`fedsynth.privacy.dpsgd`) for
+    Without differential privacy, the average is weighted by n_k, each client's number of examples.
+    With differential privacy, each client trains by DP-SGD (`fedsynth.privacy.dpsgd`) for
     ceil(local_epochs / q) steps in a round, where q is the sampling rate. The number of steps does
-    not depend on the true number of examples. Because n_k is private, all clients then have equal
-    weight.
+    not depend on the private n_k. All clients then have equal weight.
 
-    The settings are documented in `TrainsLocally`. The papers that compare with FedAvg tune lr in
-    {0.001, 0.01, 0.1} and the number of local epochs in {10, 15, 20} (FedDM, Sec. 4.1). The
-    momentum of 0.9 is that of NIID-Bench, which FedDM's comparison uses. With `final="oca"`, the
-    method is FedAvg (OCA) of FedKF's Table XII.
+    `TrainsLocally` documents the settings. FedDM's comparison tunes lr in {0.001, 0.01, 0.1} and
+    the number of local epochs in {10, 15, 20} (Sec. 4.1). It uses NIID-Bench's momentum of 0.9.
+    With `final="oca"`, the method is FedAvg (OCA) in FedKF's Table XII.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, simulate
     >>> method = FedAvg(local_epochs=2, batch=32, lr=0.1)
@@ -53,14 +51,14 @@ class FedAvg(TrainsLocally):
 class FedAvgM(TrainsLocally):
     """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
 
-    The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v. The
-    `buffers` of the server's state are the velocity v. The following settings come in addition to
-    those of `TrainsLocally`.
+    The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v. The server's
+    state holds the velocity v in `buffers`. The following settings come in addition to those of
+    `TrainsLocally`.
 
     Args:
-        server_momentum: β, the momentum of the server. It is 0.9 in the paper's comparison.
-        server_lr: η_s, the learning rate of the server. With β = 0 and η_s = 1, the method is
-            FedAvg, weighted by n_k.
+        server_momentum: β, the server's momentum. It is 0.9 in the paper's comparison.
+        server_lr: η_s, the server's learning rate. With β = 0 and η_s = 1, the method is FedAvg,
+            weighted by n_k.
 
     >>> from fedsynth import FedAvgM, ModelSettings, RunSettings, simulate
     >>> def accuracy(momentum):
@@ -90,8 +88,7 @@ class FedProx(TrainsLocally):
     """FedProx: FedAvg with a loss that keeps local training near the global model (Li et al. 2020).
 
     Each client minimises F_k(w) + μ/2·‖w − w_t‖² (Eq. 2). The server averages the models, weighted
-    by n_k. The models of clients that did not finish all epochs are included in the average, unless
-    `drop_stragglers` is set.
+    by n_k. The average includes stragglers' models, unless `drop_stragglers` is set.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -122,16 +119,16 @@ class FedProx(TrainsLocally):
 
 @dataclass(frozen=True)
 class Nothing(Message):
-    """The empty upload of a client in SOLO."""
+    """A client's empty upload in SOLO."""
 
 
 @dataclass(frozen=True)
 class Solo(TrainsLocally, PersonalModels):
     """SOLO: every client trains only on its own data, without federation.
 
-    Nothing is sent to the server, and a client continues with its own model in each round. The
-    model of the run remains the initial model. The result of a run is the accuracy of each client's
-    model on that client's test split (`--local-test`).
+    Clients send nothing to the server and continue with their own models in each round. The run's
+    model remains the initial one. A run's result is the accuracy of each client's model on the
+    client's own test split (`--local-test`).
 
     The settings are documented in `TrainsLocally`.
 

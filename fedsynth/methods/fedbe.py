@@ -1,5 +1,5 @@
-"""FedBE: the server distils a Bayesian ensemble of models on unlabelled public images (Chen and Chao
-2021, arXiv 2009.01974).
+"""FedBE: the server distils a Bayesian ensemble on unlabelled public images (Chen and Chao 2021,
+arXiv 2009.01974).
 
 The clients train as in FedAvg. From their models w_k with shares n_k/n, the server forms the average
 w̄ and draws M models from a distribution over global models:
@@ -12,11 +12,11 @@ probabilities. A student that starts from w̄ learns the predictions by SGD, wit
 each cycle. Stochastic weight averaging (SWA) averages the student's weights at the end of each
 cycle. The average is the next global model.
 
-The public code differs from the paper in four points, in which this file follows the paper. It
-sharpens the predictions (`temperature`). It draws the updates w_k − w_t after it has normalised each
-tensor of them, with a tenth of their deviation (`spread`). It divides the divergence by the number
-of classes. Its rate is constant. Buffers, such as the statistics of batch norm, are not drawn: all
-drawn models have those of w̄.
+This file follows the paper in four points in which the public code departs from it. The code
+sharpens the predictions (`temperature`). It normalises each tensor of the updates w_k − w_t before
+it draws them, with a tenth of their deviation (`spread`). It divides the divergence by the number
+of classes. Its rate is constant. Buffers, such as batch-norm statistics, are not drawn: all drawn
+models have w̄'s buffers.
 
 With differential privacy, the clients train by DP-SGD. The ensemble and the distillation are
 post-processing of their uploads.
@@ -54,20 +54,20 @@ class FedBE(DistilsOnPublicImages):
 
     Args:
         server_steps: number of steps of SGD with momentum 0.9 and weight decay 1e-5. The default is
-            that of the public code, 20 passes over 10,000 images.
+            the public code's: 20 passes over 10,000 images.
         distribution: the distribution over global models.
-        samples: M, the number of models that are drawn. It is 10 in the paper and in the public code.
+        samples: M, the number of drawn models. It is 10 in the paper and in the public code.
         spread: factor of the standard deviation of the Gaussian. It is 1 in the paper.
         concentration: α of the Dirichlet distribution. It is 1 for a uniform distribution.
         temperature: T. The predictions are p^(1/T), normalised. With 1, they are the mean of the
-            probabilities, as in the paper. It is 0.5 in the public code. On 5,000 training images of
-            Fashion-MNIST that no client has (ten clients, Dir(0.1), two seeds, proxy "mnist"), a
-            round after four of fedavg has an accuracy of 71.4 % with 1, 69.2 % with 0.5, and 70.8 %
-            with fedavg. With a spread of 0.1, it is 71.1 %.
+            probabilities, as in the paper. It is 0.5 in the public code. On 5,000 Fashion-MNIST
+            training images of no client (ten clients, Dir(0.1), two seeds, proxy "mnist"), a round
+            after four of fedavg has an accuracy of 71.4 % with 1, 69.2 % with 0.5, and 70.8 % with
+            fedavg. With a spread of 0.1, it is 71.1 %.
         swa_start: number of steps before the first cycle. It is 500 in the public code. If no cycle
             ends within `server_steps`, the student is not averaged.
-        cycle: number of steps of a cycle. It is 25 in the paper and in the public code.
-        last_lr: learning rate at the end of a cycle, which starts at `server_lr`. The paper decays
+        cycle: number of steps in a cycle. It is 25 in the paper and in the public code.
+        last_lr: learning rate at a cycle's end. Each cycle starts at `server_lr`. The paper decays
             the rate from 1e-3 to 4e-4.
 
     >>> from fedsynth import FedBE, ModelSettings, RunSettings, simulate
@@ -138,7 +138,7 @@ class FedBE(DistilsOnPublicImages):
     def distilled(
         self, teacher: Callable[[Tensor], Tensor], student: nn.Module, context: RoundContext
     ) -> nn.Module:
-        """Trains the student, and returns the average of its weights at the ends of the cycles."""
+        """Trains the student, and returns its weights averaged over the ends of the cycles."""
         averaged = copy.deepcopy(student).requires_grad_(False)
         sgd = torch.optim.SGD(student.parameters(), 1.0, 0.9, weight_decay=1e-5)
         schedule = torch.optim.lr_scheduler.LambdaLR(sgd, self.rate)
@@ -157,7 +157,7 @@ class FedBE(DistilsOnPublicImages):
         return averaged
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate of a step, which decays linearly within each cycle of SWA."""
+        """Returns a step's learning rate, which decays linearly within each SWA cycle."""
         if step < self.swa_start:
             return self.server_lr
         part = ((step - self.swa_start) % self.cycle + 1) / self.cycle

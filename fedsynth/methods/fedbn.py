@@ -3,9 +3,9 @@
 Each client trains the global model with its own batch-norm layers, and sends all other parameters.
 The server averages these parameters with weight 1/K for each client (Algorithm 1).
 
-The result of a run is AMP, the average accuracy of the clients on their own test splits, where each
-client uses its own batch-norm layers. The accuracy of the global model is meaningless, because it
-keeps the initial batch-norm layers.
+A run's result is AMP: the clients' average accuracy on their own test splits, with their own
+batch-norm layers. The global model's accuracy is meaningless, because it keeps the initial
+batch-norm layers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def local_names(model: nn.Module) -> set[str]:
 
 
 def shared_values(values: Tensors, model: nn.Module) -> dict[str, Tensor]:
-    """Returns the entries of a state dict that do not belong to batch-norm layers."""
+    """Returns a state dict's entries outside batch-norm layers."""
     local = local_names(model)
     return {name: value for name, value in values.items() if name not in local}
 
@@ -45,8 +45,8 @@ def shared_values(values: Tensors, model: nn.Module) -> dict[str, Tensor]:
 class FedBN(TrainsLocally, PersonalModels):
     """FedBN: FedAvg in which each client keeps its own batch-norm layers.
 
-    The settings are documented in `TrainsLocally`. The method needs a network with batch norm
-    (`model.norm=batch`) and refuses other networks, for which it would be FedAvg with equal
+    `TrainsLocally` documents the settings. The method needs a network with batch norm
+    (`model.norm=batch`). It refuses other networks, with which it would be FedAvg with equal
     weights.
 
     >>> from fedsynth import FedBN, ModelSettings, PartitionSettings, RunSettings, simulate
@@ -69,7 +69,10 @@ class FedBN(TrainsLocally, PersonalModels):
 
     def check_model(self, model: nn.Module) -> None:
         if not local_names(model):
-            reason = "must be 'batch' for fedbn, which keeps the batch-norm layers on the clients"
+            reason = (
+                "must be 'batch' for fedbn, because the network contains no batch-norm layers to "
+                "keep on the clients. Set model.norm=batch"
+            )
             raise SettingError("model", "norm", reason)
 
     def start_model(

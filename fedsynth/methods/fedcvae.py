@@ -4,16 +4,16 @@ and Shao 2023, Data-Free One-Shot Federated Learning Under Very High Statistical
 Each client trains a conditional variational autoencoder (CVAE) on its data, with the negative
 evidence lower bound (ELBO) as the loss, and sends the decoder and its class counts. The server
 draws z from a truncated normal distribution and labels from each client's label distribution, and
-the client's decoder generates images. The clients' shares of the images are those of the data.
+the client's decoder generates images. Each client's share of the images is its share of the data.
 
 - FedCVAE-Ens trains the classifier on these images.
-- FedCVAE-KD distils the decoders into one: it learns to generate the same images from the same z
-  and labels. The classifier then learns from new images of this decoder, with uniform labels.
+- FedCVAE-KD distils the decoders into one, which learns to generate the same images from the same z
+  and labels. The classifier then learns from the distilled decoder's images, with uniform labels.
 
-The details are those of the public code (ceh-2000/fed_cvae). The reconstruction loss is summed over
-pixels, the autoencoders start from different weights, and the classifier starts from the weights of
-the run's network in every round. A run has usually one round. In further rounds, clients train
-their autoencoders further, as in the code. Nothing is averaged, so no setting equals FedAvg.
+The details follow the public code (ceh-2000/fed_cvae). The reconstruction loss is summed over
+pixels. The autoencoders start from different weights, and in every round the classifier starts from
+the run's initial network. A run usually takes one round. In further rounds, clients continue to
+train their autoencoders, as in the code. Nothing is averaged, so no setting equals FedAvg.
 
 With differential privacy, the autoencoder is trained by DP-SGD, and the counts are a further
 release. Batch norm is replaced, and classes with small released counts are left out.
@@ -51,14 +51,14 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class Start(Message):
-    """The message to the clients of FedCVAE, which is empty, as clients need no model."""
+    """FedCVAE's request to the clients, which is empty, as clients need no model."""
 
 
 @dataclass(frozen=True)
 class DecoderAndCounts(ModelParameters):
-    """The upload of a client in FedCVAE: the decoder, and the number of examples of each class [C].
+    """A client's upload in FedCVAE: the decoder and the class counts [C].
 
-    The decoder has the place of the model (`parameters`).
+    The field `parameters` holds the decoder.
     """
 
     counts: Tensor = released()
@@ -66,7 +66,7 @@ class DecoderAndCounts(ModelParameters):
 
 @dataclass(frozen=True)
 class GeneratedState(AveragingState):
-    """The server's state in FedCVAE, with the images from which the classifier has learned.
+    """The server's state in FedCVAE, with the images that trained the classifier.
 
     Args:
         decoder: the distilled decoder of FedCVAE-KD. The mapping is empty in FedCVAE-Ens.
@@ -83,8 +83,8 @@ class LatentNoise:
     """The noise ε ~ N(0, 1) of the reparametrisation z = μ + σ·ε, for each example.
 
     It is drawn for each example independently. With differential privacy, noise by position would
-    depend on the other examples of the batch. The noise of an example x is then W·x/‖x‖ with a
-    standard normal matrix W, which is drawn publicly before each step. It has the same
+    depend on the batch's other examples. An example x then gets the noise W·x/‖x‖, where the
+    standard normal matrix W is drawn publicly before each step. This noise has the same
     distribution, and depends only on W and x.
     """
 
@@ -113,21 +113,21 @@ class LatentNoise:
 class TrainsAutoencoders(TrainsLocally, SyntheticImages):
     """Base class of FedCVAE-Ens and FedCVAE-KD, whose clients train autoencoders.
 
-    The defaults are those of the public code for MNIST (`experiments/best_hyperparameters`), and
-    the presets are those for its other data sets. The settings of local training are documented in
-    `TrainsLocally`.
+    The defaults are the public code's for MNIST (`experiments/best_hyperparameters`), and the
+    presets are its values for other data sets. `TrainsLocally` documents the settings of local
+    training.
 
     Args:
         latent: the length of z.
         beta: β, the weight of the KL term in the ELBO.
-        width: number of channels of the narrow layers of the autoencoder. The other layers have
-            twice as many. The public code has 32.
-        norm: the norm layers of the autoencoder. "batch" is that of the public code, and mixes the
-            examples of a batch. "auto" is "group" with differential privacy, otherwise "batch".
+        width: number of channels in the autoencoder's narrow layers. The other layers have twice as
+            many. It is 32 in the public code.
+        norm: the autoencoder's norm layers. "batch" is the public code's, and mixes a batch's
+            examples. "auto" is "group" with differential privacy, otherwise "batch".
         truncation: z is drawn from a standard normal distribution truncated to ± this value.
         samples: number of images from which the classifier learns.
         server_epochs: number of passes over these images.
-        server_batch: number of images in a step of the server.
+        server_batch: number of images in a server step.
         server_lr: learning rate of Adam for the classifier.
         count_noise: noise multiplier of the class counts, divided by the run's σ. It is used only
             with differential privacy. The default is public and was not tuned.
@@ -250,7 +250,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         samples: int,
         draws: torch.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws images of all decoders: z with labels [N, L + C], pixels and labels.
+        """Draws images from all decoders: z with labels [N, L + C], pixels and labels.
 
         Each client has ⌊samples · n_k/n⌋ images, and the last client the rest.
         """
@@ -299,7 +299,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
     # --------------------------------------------------------------------------- declarations
 
     def autoencoder(self, context: RoundContext, client: int = 0) -> cvae.Cvae:
-        """Returns the untrained autoencoder of a client, on the CPU."""
+        """Returns a client's untrained autoencoder, on the CPU."""
         norm = self.norm
         if norm == "auto":
             norm = "batch" if context.privacy is None else "group"
@@ -317,10 +317,10 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         return None
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of DP-SGD on the autoencoder, and of the class counts."""
+        """Returns the plans for the autoencoder's DP-SGD and the class counts."""
         if self.norm == "batch":
-            reason = "must be 'auto' or 'group' with differential privacy, because 'batch' mixes "
-            raise SettingError("method", "norm", f"{reason}the examples of a batch")
+            reason = "is 'batch', which mixes a batch's examples. Set method.norm=auto or group"
+            raise SettingError("method", "norm", reason)
         private = replace(context, privacy=privacy)
         (model,) = super().release_plans(privacy, self._of_autoencoder(private))
         C = context.spec.classes
@@ -331,7 +331,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         return super().client_plans(plans, client, self._of_autoencoder(context))
 
     def _of_autoencoder(self, context: RoundContext) -> RoundContext:
-        """Returns a context whose network is the one that clients train."""
+        """Returns a context whose network is the clients' autoencoder."""
         return replace(context, architecture=self.autoencoder(context))
 
 
@@ -342,7 +342,7 @@ def _labels(weights_C: Tensor, number: int, draws: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True)
 class FedCVAEEns(TrainsAutoencoders):
-    """FedCVAE-Ens: the server learns from images of all clients' decoders.
+    """FedCVAE-Ens: the server learns from images drawn from all clients' decoders.
 
     The settings are documented in `TrainsAutoencoders`.
 
@@ -377,7 +377,7 @@ class FedCVAEKd(TrainsAutoencoders):
     The following settings come in addition to those of `TrainsAutoencoders`.
 
     Args:
-        decoder_samples: number of images of the clients' decoders for distillation.
+        decoder_samples: number of images drawn from the clients' decoders for distillation.
         decoder_epochs: number of passes over these images.
         decoder_lr: learning rate of Adam for the server's decoder.
 

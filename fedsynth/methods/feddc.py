@@ -4,13 +4,13 @@ Each client keeps a drift variable h_k, and minimises F_k(θ) + α/2·‖θ + h_
 It then updates h_k ← h_k + θ_k − w. The server computes
 w ← mean_{k active} θ_k + mean_{all k} h_k.
 
-The last term of the loss is the correction of SCAFFOLD, in the notation of `scaffold.py`. The paper
-prints c_k as the last local update divided by −ηK. The public code computes option II of SCAFFOLD,
-c_k⁺ = c_k − c + (w − θ_k)/(K_k·η), and this file does too. The public code divides α and c by
-n_k/mean(n). The paper does not, and this file does not either, because n_k is private with
-differential privacy. The code clips the gradient of each step, the terms in θ included, to length
-10, and this file does not. The sum over the h_k changes by the uploaded θ_k − w, so that the server
-computes it from the models.
+The last term of the loss is SCAFFOLD's correction, in the notation of `scaffold.py`. The paper
+prints c_k as the last local update divided by −ηK. Like the public code, this file computes
+SCAFFOLD's option II, c_k⁺ = c_k − c + (w − θ_k)/(K_k·η). The public code divides α and c by
+n_k/mean(n). Like the paper, this file does not, because n_k is private with differential privacy.
+The code also clips the gradient of each step, including the terms in θ, to length 10, which this
+file does not. The sum over the h_k changes by the uploaded θ_k − w, so the server computes it from
+the models.
 
 The gradient of the quadratic term is α(θ − w) + αh_k. This is the regulariser of FedDyn, whose g_k
 is −αh_k. FedDC is therefore FedDyn with the correction of SCAFFOLD.
@@ -42,7 +42,7 @@ from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
 
-# The prefix of the drift's names in a client's state, which has the control variate too.
+# The prefix of the drift's names in a client's state, beside the control variate.
 DRIFT = "drift."
 
 
@@ -50,15 +50,15 @@ DRIFT = "drift."
 class FedDC(TrainsWithControls):
     """FedDC: local training with a drift variable and with the correction of SCAFFOLD.
 
-    The `buffers` of the server's state are the mean of all h_k. The following settings come in
+    The server's state holds the mean of all h_k in `buffers`. The following settings come in
     addition to those of `TrainsWithControls`.
 
     Args:
         alpha: α, the weight of the quadratic term. It is 0.01 on CIFAR and 0.1 on MNIST in the
-            public code. With 0, nothing ties θ_k + h_k to w, and h_k would be the sum of all moves.
-            The server therefore leaves it out, and the method is SCAFFOLD with η_g = 1.
+            public code. With 0, nothing ties θ_k + h_k to w, and h_k would be the sum of all
+            updates. The server therefore leaves h_k out, and the method is SCAFFOLD with η_g = 1.
         correction: whether the correction ⟨c − c_k, θ⟩ is used. Without it, the method is FedDyn,
-            and with α = 0 FedAvg with equal weights. The clients then send a Δc that is not used.
+            and with α = 0 FedAvg with equal weights. The clients' Δc is then not used.
 
     >>> from fedsynth import FedDC, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> skewed, linear = PartitionSettings("classes", classes_per_client=2), ModelSettings("linear")

@@ -1,9 +1,9 @@
-"""FedDF: the server distils the averaged logits of the clients on unlabelled public images (Lin et
-al. 2020, arXiv 2006.07242).
+"""FedDF: the server distils the clients' averaged logits on unlabelled public images (Lin et al.
+2020, arXiv 2006.07242).
 
 The student starts from the average of the clients' parameters, or from a newly initialised network
-if the clients have different architectures. It is trained to minimise KL(ensemble ‖ student) by
-Adam with a cosine schedule, on public images (`methods/shared/public_images.py`).
+if the clients have different architectures. Adam with a cosine schedule minimises KL(ensemble ‖
+student) on public images (`methods/shared/public_images.py`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     """FedDF: the server trains a student on public images, towards the clients' averaged logits.
 
     The settings are documented in `EnsembleDistillation` and `DistilsOnPublicImages`. The defaults
-    are those of the paper, which uses at most 10,000 steps of Adam and stops early on validation
-    data. This implementation does not stop early.
+    are the paper's. The paper uses at most 10,000 steps of Adam and stops early on validation data,
+    which fedsynth does not.
 
     >>> from fedsynth import FedDF, ModelSettings, RunSettings, simulate
     >>> method = FedDF(proxy="noise", local_epochs=3, batch=32, lr=0.1, server_steps=50)
@@ -48,8 +48,8 @@ class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains the student on public images towards the averaged logits (AVGLOGITS in Algorithm
-        1)."""
+        """Trains the student on public images towards the averaged logits (Algorithm 1's
+        AVGLOGITS)."""
 
         def teacher(x: Tensor) -> Tensor:
             return torch.stack([computed(m, x, context.precision) for m in models]).mean(dim=0)

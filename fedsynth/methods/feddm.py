@@ -1,17 +1,17 @@
 """FedDM: clients send synthetic images that match their data around the global model (arXiv
 2207.09653).
 
-The code follows Algorithm 1, and the comments name its lines. In ClientUpdate (lines 10 to 19),
-each of T iterations draws a network w ~ P_w(w_r) and batches of real images, and moves the
-synthetic images down the gradient of Σ_c L_c (Eq. 9). The server (lines 2 to 8) trains w from w_r
-on the union of all synthetic sets, and projects w onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10 and 23). It does
-so after every step; the paper does not say when.
+The code follows Algorithm 1, and the comments name its lines. ClientUpdate (lines 10 to 19) takes T
+steps. Each draws a network w ~ P_w(w_r) and batches of real images, and moves the synthetic images
+down the gradient of Σ_c L_c (Eq. 9). The server (lines 2 to 8) trains w from w_r on the union of
+all synthetic sets. After every step, it projects w onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10 and 23). The
+paper does not say when to project.
 
 With differential privacy, a mechanism of `fedsynth.synthesizer.condensation.private_matchers`
 computes the gradient. `paper` follows lines 15 to 17 as printed: it starts from real images, clips
 (line 16) and adds noise (line 17), and gives no guarantee. The other mechanisms replace lines 13 to
-17, and their images start from noise. `residual` and `gradient` are charged for T releases in a
-round, `features` for M releases and for the class counts.
+17, and their images start from noise. `residual` and `gradient` are charged for T releases per
+round, `features` for M releases and the class counts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from fedsynth.validation import in_range, one_of
 class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     """FedDM: clients condense their data into synthetic images with similar mean features.
 
-    The features are those of random networks around the global model.
+    Random networks around the global model compute the features.
 
-    The defaults are the paper's, and the preset for digits is small. If the paper leaves a setting
-    open, the reason for the default is given below. `CondensingMethod` and `TrainsInBall` document
-    the remaining settings.
+    The defaults are the paper's, and the preset for digits is small. Where the paper leaves a
+    setting open, the reason for the default is given below. `CondensingMethod` and `TrainsInBall`
+    document the remaining settings.
 
     Args:
         ipc: number of synthetic images per class. The paper uses 10, and 5 on CIFAR-100.
@@ -58,7 +58,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
             plain gradient steps. FedAF's paper runs FedDM with 0.9.
         restart: whether images start again in each round. The default is False, because
             ClientUpdate has no initialisation.
-        radius: ρ, which bounds the perturbation of networks and the training of the server.
+        radius: ρ, which bounds the networks' perturbation and the server's training.
         perturbation: how the networks around w_r are drawn. "sphere" is Eq. 24: a Gaussian
             perturbation is rescaled to length ρ if it is longer, which is always the case in
             300,000 dimensions. "ball" is not in the paper: the length is uniform in [0, ρ].
@@ -67,16 +67,16 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         logit_weight: b, the factor of the logits in the features [h; b·z]. Their term in Eq. 9 then
             has the weight b². 1 is Eq. 9.
         image_clip: upper bound on the norm of each client's image gradient, for stability; 0 means
-            no bound. FedAF's paper runs FedDM with a norm of 2, and does not say over which images
-            it is taken. It is not a privacy mechanism.
-        networks_per_round: number of networks in a round, which the T steps use in turn
+            no bound. FedAF's paper runs FedDM with a bound of 2, and does not say on which images'
+            gradient. The bound is not a privacy mechanism.
+        networks_per_round: number of networks that the T steps of a round use in turn
             (`NetworkMeansMatcher`). With 0, each step draws a new network and a new minibatch, as
             in the paper. Other values need a network without batch norm, `matching="mean"`, and no
             differential privacy, where the mechanism `features` does the same.
         networks: M, the number of networks of the mechanism `features`.
-        count_noise: for `features`, the noise multiplier of the class counts, in units of σ/√M. The
-            unit is the noise multiplier of all M sums together. Counts then use the share 1/(1 +
-            count_noise²) of the budget μ².
+        count_noise: for `features`, the class counts' noise multiplier, in units of σ/√M, the noise
+            multiplier of all M sums together. Counts then use the share 1/(1 + count_noise²) of the
+            budget μ².
 
     >>> from fedsynth import FedDM, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedDM(ipc=5, iterations=5, image_lr=5.0, server_epochs=50)
@@ -125,13 +125,12 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     def client_step(
         self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Condenses the data of a group of clients into synthetic images.
+        """Condenses a client group's data into synthetic images.
 
         One batched pass handles all (client, class) pairs.
 
-        S [pairs, ipc, channels, H, W] contains the synthetic images of all pairs. The loss L is the
-        sum of L_c over the pairs, so the images of each client receive the gradient of that
-        client's loss.
+        S [pairs, ipc, channels, H, W] contains all pairs' synthetic images. The loss L is the sum
+        of L_c over the pairs, so each client's images receive the gradient of its own loss.
         """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs = self.pairs(clients)
@@ -200,10 +199,8 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         return super().client_bytes(context) + 4 * means
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plan of the releases: T per round.
-
-        For the mechanism `features`, returns the plans of M releases and of the class counts. M is
-        at most the number of steps.
+        """Returns the release plan, with T releases per round. For the mechanism `features`,
+        returns the plans for M releases and the class counts. M is at most the number of steps.
         """
         self._refuse_fixed_networks(
             "with differential privacy. Set privacy.mechanism=features and method.networks instead"
@@ -216,7 +213,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
 
 
 def clipped_by_client(gradient: Tensor, client_S: Tensor, bound: float) -> Tensor:
-    """Clips the norm of each client's part of the image gradient.
+    """Clips each client's part of the image gradient.
 
     The norm is taken over all images of a client together.
     """

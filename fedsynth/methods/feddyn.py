@@ -30,7 +30,7 @@ class FedDyn(TrainsLocally):
     """FedDyn: local training with a regulariser that aligns the clients' optima with the global
     one.
 
-    The `buffers` of the server's state are the accumulated drift h. The following settings come in
+    The server's state holds the accumulated drift h in `buffers`. The following settings come in
     addition to those of `TrainsLocally`.
 
     Args:

@@ -1,9 +1,9 @@
 """FedFA+: federated feature augmentation and alignment (Zhou, Yuan, Wang and Konukoglu, TPAMI
 2024).
 
-This is not the FedFA of feature anchors (TMC 2023). The method has two parts. In FedFA-l, an
-augmentation layer after each stage of the network resamples the channel statistics. The variance of
-the new statistics depends on the batch and on how much the clients differ
+It is unrelated to the FedFA with feature anchors (TMC 2023). The method has two parts. In FedFA-l,
+an augmentation layer after each stage of the network resamples the channel statistics. The variance
+of the new statistics depends on the batch and on how much the clients differ
 (`training/feature_statistics.py`). In FedFA-h, a symmetric KL divergence with weight λ pulls the
 histogram of each feature in a batch towards the average histogram of the clients. FedFA+ combines
 both parts.
@@ -13,21 +13,20 @@ The server computes γ and π from them and sends both back, so the first round 
 alignment. All models have equal weight in the average.
 
 The implementation follows the overview slides, in which some formulas are illegible. The momentum
-of 0.99 and the augmentation of every second batch on average are those of the public code of
-FedFA-l. At 64×64, AlexNet's last stage is one pixel, from which the augmentation leaves only the
-drawn mean. In segmentation, the stages are the halvings of the U-Net and its bottleneck, as in that
-code, and the histograms are those of the means of the last feature maps.
-Neither source defines how features are transformed before binning, the number of bins, or λ. These
-choices are ours.
+of 0.99 and the augmentation of every second batch on average come from FedFA-l's public code. At
+64×64, AlexNet's last stage is one pixel, from which the augmentation leaves only the drawn mean. In
+segmentation, the stages are the U-Net's halvings and its bottleneck, as in the code, and the
+histograms are taken over the last feature maps' means. Neither source defines how features are
+transformed before binning, the number of bins, or λ. We chose all three.
 
 The settings `augmentation`, `fusion` and `stages` are the ablations of FedFA-l. The overview prints
 their results, but no formulas, and the public code does not contain them. FedFA-C uses only the
-client's variance Σ². FedFA-R draws its variance from U(0, 1), which is our choice. Direct fusion has
-the client-sharing variance in the place of γ, as we understand the paper of FedFA (ICLR 2023). The
-other papers' augmentations are in `training/feature_mixing.py`.
+client's variance Σ². FedFA-R draws its variance from U(0, 1), which is our choice. Direct fusion
+replaces γ by the client-sharing variance, as we understand FedFA's paper (ICLR 2023). The other
+papers' augmentations are in `training/feature_mixing.py`.
 
-The method cannot run with differential privacy. Σ² and the histogram of a batch mix the examples of
-the batch, and the statistics are sent without noise.
+The method cannot run with differential privacy. Σ² and the histogram mix a batch's examples, and
+the statistics are sent without noise.
 """
 
 from __future__ import annotations
@@ -61,10 +60,10 @@ FUSIONS = {"adaptive": feature_statistics.modulation, "direct": feature_statisti
 
 @dataclass(frozen=True)
 class StatisticsDown(ModelParameters):
-    """The message to the clients of FedFA+: the model w_t and statistics of all clients.
+    """FedFA+'s request to the clients: the model w_t and all clients' statistics.
 
-    The statistics are γ for the channel means and deviations of each stage, and the histogram π. γ
-    and π are missing in round 1. With direct fusion, γ is the variance across clients.
+    The statistics are γ for each stage's channel means and deviations, and the histogram π. γ and π
+    are missing in round 1. With direct fusion, γ is the variance across clients.
     """
 
     statistics: Tensors = public("sent to clients, never uploaded")
@@ -72,10 +71,10 @@ class StatisticsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class StatisticsUp(ModelParameters):
-    """The upload of a client in FedFA+: the model and the client's statistics.
+    """A client's upload in FedFA+: the model and the client's statistics.
 
-    The statistics are the channel means and deviations [C] of each stage, accumulated over the
-    client's training, and the histogram π_k [D, bins].
+    The statistics are each stage's channel means and deviations [C], accumulated over the client's
+    training, and the histogram π_k [D, bins].
     """
 
     statistics: Tensors = unprotected()
@@ -101,21 +100,20 @@ class FedFAPlus(TrainsLocally):
             statistics of other clients, or an augmentation in its place: "mixup" (Zhang et al.
             2018), "m-mixup" (Manifold MixUp, Verma et al. 2019), "mixstyle" (Zhou et al. 2021),
             "moex" (Li et al. 2021) or "dac-sc" (SCNorm, Lee, Bae and Kim 2023).
-        with_fedfa: whether FedFA-l is added to an augmentation of another paper.
+        with_fedfa: whether FedFA-l is added to another paper's augmentation.
         fusion: "adaptive" for Σ̂² = (γ + 1) ⊙ Σ² in a client, or "direct", in which the variance
             across clients replaces γ.
         stages: numbers of the stages that are augmented, separated by commas, such as "1,2"
             (default: all stages of the network). Manifold MixUp also mixes images, as in its paper,
-            and MoEx changes only the first of these stages. The papers of Manifold MixUp and
-            MixStyle use early stages.
-        probability: probability that a stage augments a batch. It is 0.5 in the code of FedFA-l
-            and of MixStyle. The paper of DAC-SC normalises every batch. With 0 and without
-            alignment, the method is FedAvg with equal weights, for augmentations that preserve
-            labels.
+            and MoEx changes only the first listed stage. The papers of Manifold MixUp and MixStyle
+            use early stages.
+        probability: probability that a stage augments a batch. It is 0.5 in the code of FedFA-l and
+            MixStyle. DAC-SC's paper normalises every batch. With 0 and without alignment, the
+            method is FedAvg with equal weights, for augmentations that preserve labels.
         mix_probability: probability that "mixup", "m-mixup" or "moex" augments a batch. It is 1 in
             their papers (MoEx: on ImageNet). With 0, they have no effect.
-        align_weight: λ, the weight of the alignment. This value, `bins` and `bin_temperature` are
-            our choices, because the slides give none.
+        align_weight: λ, the weight of the alignment. The defaults of λ, `bins` and
+            `bin_temperature` are our choices, because the slides give none.
         bins: number of bins in a histogram.
         bin_temperature: temperature of the soft bins. Lower values give sharper edges.
 
@@ -176,7 +174,10 @@ class FedFAPlus(TrainsLocally):
             )
             raise SettingError("model", "name", reason)
         if max(self._stage_numbers, default=0) > stages:
-            reason = f"must be numbers from 1 to {stages}, the stages of this network"
+            reason = (
+                f"contains a number above {stages}, the network's number of stages. Use numbers from "
+                f"1 to {stages}"
+            )
             raise SettingError("method", "stages", reason, value=self.stages)
 
     @property
@@ -185,7 +186,7 @@ class FedFAPlus(TrainsLocally):
 
     @property
     def _variance(self) -> str:
-        """The variance of the resampled statistics, or the name of another augmentation."""
+        """The resampled statistics' variance, or the name of another augmentation."""
         return "fedfa" if self.with_fedfa else self.augmentation
 
     def task(
@@ -239,7 +240,7 @@ class FedFAPlus(TrainsLocally):
         return LocalObjective(loss=loss, state=shared, make_upload=make_upload)
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Adds the rules for the statistics, which a client without examples does not send."""
+        """Adds the rules for the statistics. A client without examples sends none."""
         statistics = Named(self._statistics_rules(context), partial=True)
         return {**super().upload_rules(exchange, client, context), "statistics": statistics}
 
@@ -250,7 +251,7 @@ class FedFAPlus(TrainsLocally):
             Named(self._statistics_rules(context)).check("statistics", upload.statistics)
 
     def _statistics_rules(self, context: RoundContext) -> dict[str, Array]:
-        """Returns the rules for the arrays that a client with at least one example sends."""
+        """Returns the rules for the arrays from a client with at least one example."""
         model = context.architecture
         rules: dict[str, Array] = {}
         widths = feature_statistics.channels(
@@ -279,7 +280,7 @@ class FedFAPlus(TrainsLocally):
         return replace(state, parameters=average(uploads, uniform=True), statistics=statistics)
 
     def _stages(self, context: RoundContext) -> tuple[str, ...]:
-        """Returns the names of the stages whose outputs are augmented."""
+        """Returns the augmented stages' names."""
         if self.parts == "alignment":
             return ()
         names: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
@@ -287,7 +288,7 @@ class FedFAPlus(TrainsLocally):
         return tuple(names[number - 1] for number in numbers)
 
     def _sent_stages(self, context: RoundContext) -> tuple[str, ...]:
-        """Returns the stages whose statistics are sent, which are all or none that are augmented."""
+        """Returns the stages whose statistics are sent: all augmented stages, or none."""
         return self._stages(context) if self._variance == "fedfa" else ()
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:

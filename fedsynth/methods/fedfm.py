@@ -1,15 +1,14 @@
 """FedFM: local training pulls features towards shared anchors (Ye et al. 2023, arXiv 2210.07615).
 
-The anchors are the class means of the features over all clients. A round has two exchanges. In the
-first one, each client sends the sums of the features of each class under w_t, and its class counts,
-and the server computes the anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. In the second one, each
-client trains on CE + λ·q(f(x), a), and the server averages the models, weighted by n_k. The loss q
-is contrastive guiding, CE(softmax(⟨a_n, f⟩/α), c), or the squared distance ‖f − a_c‖²/D. In
-FedFM-Lite, each client computes its sums after local training under its own model, and sends the
-sums together with the model.
+The anchors are the features' class means over all clients. A round has two exchanges. In the first,
+each client sends its class sums of features under w_t and its class counts. The server computes the
+anchors a_c = Σ_k n_{k,c} a_{k,c} / Σ_k n_{k,c}. In the second, each client trains on CE + λ·q(f(x),
+a), and the server averages the models, weighted by n_k. The loss q is contrastive guiding,
+CE(softmax(⟨a_n, f⟩/α), c), or the squared distance ‖f − a_c‖²/D. In FedFM-Lite, each client
+computes its sums after local training under its own model, and sends them together with the model.
 
 With differential privacy, the features are clipped, and the sums and counts are charged in addition
-to DP-SGD. The loss of an example depends only on this example and on released anchors.
+to DP-SGD. An example's loss depends only on the example and on released anchors.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class AnchorsDown(ModelParameters):
-    """The message to the clients of FedFM: the model w_t and the anchors [C, D].
+    """FedFM's request to the clients: the model w_t and the anchors [C, D].
 
-    A boolean mask [C] marks the classes that have an anchor.
-    """
+    A boolean mask [C] marks the classes with an anchor."""
 
     anchors: Tensor = public("sent to clients, never uploaded")
     has_anchor: Tensor = public("sent to clients, never uploaded")
@@ -61,21 +59,18 @@ class AnchorsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FeatureSums(Message):
-    """The upload of FedFM's first exchange: for each class, the sum of the features and the count.
-
-    The sums have the shape [C, D], and the counts [C].
-    """
+    """A client's upload in FedFM's first exchange: feature sums [C, D] and class counts [C]."""
 
     sums: Tensor = released()
     counts: Tensor = released()
 
 
-# The name of the release plan for the sums of features.
+# The name of the feature sums' release plan.
 SUMS = "feature sums"
 
-# The largest weight λ that causes no warning in a private run, whose anchors are noisy. On the
-# digits at ε = 8, single runs reached 16 % with weight 50, 72 % with 0.5, and 84 % with fedavg
-# (`fedsynth train --method fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=…
+# The largest weight λ without a warning in a private run, whose anchors are noisy. On the digits at
+# ε = 8, single runs reached 16 % with weight 50, 72 % with 0.5, and 84 % with fedavg (`fedsynth
+# train --method fedfm --rounds 5 --set local_epochs=2 --set lr=0.05 --set weight=…
 # --dp-epsilon 8`).
 LARGEST_PRIVATE_WEIGHT = 1.0
 # The factor that decides whether a class is present. Its noisy count must be at least this many
@@ -94,16 +89,16 @@ def anchor_losses(
 ) -> Tensor:
     """Computes the anchor loss q of each example [N].
 
-    Features and anchors are scaled to length 1. The loss is 0 for examples of a class without an
+    Features and anchors are scaled to length 1. The loss is 0 for examples whose class has no
     anchor.
 
     Args:
         features_ND: the features of the examples.
-        labels_N: the classes of the examples.
+        labels_N: the examples' classes.
         anchors_CD: the anchors.
-        has_anchor_C: a boolean mask of the classes that have an anchor.
-        temperature: α of contrastive guiding, whose softmax is over the classes with anchors. With
-            None, q is the squared distance divided by D.
+        has_anchor_C: a boolean mask of the classes with an anchor.
+        temperature: α of contrastive guiding, whose softmax runs over the classes with anchors.
+            With None, q is the squared distance divided by D.
     """
     f = F.normalize(features_ND, dim=1)
     a = F.normalize(anchors_CD, dim=1)
@@ -120,8 +115,7 @@ def anchor_losses(
 
 @dataclass(frozen=True)
 class AnchorState(AveragingState):
-    """The server's state in FedFM, with the anchors [C, D] and a boolean mask [C] of the classes
-    that have an anchor."""
+    """The server's state in FedFM: the anchors [C, D], and a boolean mask [C] of their classes."""
 
     anchors: Tensor = field(kw_only=True)
     has_anchor: Tensor = field(kw_only=True)
@@ -134,22 +128,21 @@ class TrainsToAnchors(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        weight: λ, the weight of q. The default of 50 is that of the public code, which scales
-            features and anchors to length 1 in q, although the formulas in the paper do not. With
-            0, the method is FedAvg, weighted by n_k. With differential privacy, the anchors are
-            noisy, and a model with λ = 50 learns almost nothing. Try 0.5 in this case.
+        weight: λ, the weight of q. The default of 50 is the public code's. Unlike the paper's
+            formulas, the code scales features and anchors to length 1 in q. With 0, the method is
+            FedAvg, weighted by n_k. With differential privacy, the anchors are noisy, and a model
+            with λ = 50 learns almost nothing. Try 0.5 with it.
         matching: the loss q. "contrastive" is contrastive guiding. "l2" is the squared distance,
-            averaged over the D features as in the public code. With the sum over the features that
-            the paper prints, λ = 50 outweighs the cross-entropy, and the accuracy on Fashion-MNIST
-            is 20 % instead of 73 %.
+            averaged over the D features as in the public code. With the paper's sum over the
+            features, λ = 50 outweighs the cross-entropy, and the accuracy on Fashion-MNIST is 20 %
+            instead of 73 %.
         temperature: α, the temperature of contrastive guiding. 0.1 is the best value in the paper.
         start_round: first round that uses q. The public code starts in round 21 of 100. The default
             is 1, because runs may be shorter. With differential privacy it must be 1, because
             anchors would be charged even if they are not used.
-        anchor_clip: L2 bound on the features of an example. It is used only with differential
-            privacy.
-        anchor_noise: noise multiplier of the feature sums and of the class counts, divided by σ. It
-            is used only with differential privacy. The default is public and was not tuned.
+        anchor_clip: L2 bound on an example's features. It is used only with differential privacy.
+        anchor_noise: noise multiplier of the feature sums and the class counts, divided by σ. It is
+            used only with differential privacy. The default is public and was not tuned.
     """
 
     request = AnchorsDown
@@ -220,11 +213,12 @@ class TrainsToAnchors(TrainsLocally):
         return LocalObjective(loss=loss)
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of DP-SGD, of the feature sums, and of the class counts."""
+        """Returns the plans for DP-SGD, the feature sums and the class counts."""
         if self.start_round > 1 or self.weight == 0:
             reason = (
-                "must be 1 with differential privacy, because every round is charged for anchors. "
-                "For the same reason method.weight must be above 0"
+                "must be 1 and method.weight above 0 with differential privacy, because every "
+                f"round is charged for anchors, got {self.start_round} and {self.weight:g}. Set "
+                "method.start_round=1 and a positive method.weight"
             )
             raise SettingError("method", "start_round", reason)
         return *super().release_plans(privacy, context), *sums_plans(
@@ -241,9 +235,9 @@ class TrainsToAnchors(TrainsLocally):
     def _with_anchors(
         self, state: AnchorState, sent: Sequence[FeatureSums | ModelAndSums], context: RoundContext
     ) -> AnchorState:
-        """Computes the anchors of this round, and returns the state with them.
+        """Computes the round's anchors, and returns the state with them.
 
-        A class that no client of the round has keeps its last anchor.
+        A class without examples in the round keeps its last anchor.
         """
         counts = torch.stack([upload.counts for upload in sent]).sum(dim=0)
         sums = torch.stack([upload.sums for upload in sent]).sum(dim=0)

@@ -2,22 +2,20 @@
 
 The server trains a generator G(y, ε), which maps a label y and noise ε to an embedding, on the
 classifiers of the uploaded models. The loss is Σ_k w_{k,y}·CE(classifier_k(G(y, ε)), y) +
-η·diversity, where w_{k,y} is client k's share of the round's examples of class y (Eq. 4 of the
-paper, in the form of its public code). The server sends G together with the averaged model. Each
-client minimises
+η·diversity (Eq. 4, as in the public code). w_{k,y} is client k's share of class y's examples in the
+round. The server sends G together with the averaged model. Each client minimises
 
     CE on its batch  +  α·CE(classifier(G(y', ε)), y')
                      +  β·KL(softmax classifier(G(y, ε)) ‖ p(x)),
 
-where y' is drawn uniformly from the classes that any client has had, and (x, y) are the client's
-own examples. The target of the KL term is a constant without gradient. α and β decay by a factor of
-0.98 in each round. The last two terms start in round 2, when G exists.
+where y' is drawn uniformly from the classes seen at any client, and (x, y) are the client's own
+examples. The KL term's target is a constant without gradient. α and β decay by a factor of 0.98 in
+each round. The last two terms start in round 2, when G exists.
 
-The KL term uses a fixed pool of noise for each class and round, and averages the target over this
-pool. The target therefore depends only on y. This matters with differential privacy: if the noise
-depended on the position of an example in the batch, one additional example could change the
-gradients of others. The middle term does not use the client's data. Class counts are private, so
-with differential privacy all clients have equal weight.
+The KL term uses a fixed noise pool for each class and round, and averages the target over the pool.
+The target therefore depends only on y. With differential privacy, noise by position in the batch
+would let one additional example change the gradients of others. The middle term does not use the
+client's data. Class counts are private, so with differential privacy all clients have equal weight.
 """
 
 from __future__ import annotations
@@ -55,10 +53,10 @@ TALLIED = 32  # embeddings per class for a round's facts
 
 @dataclass(frozen=True)
 class GeneratorDown(ModelParameters):
-    """The message to the clients of FedGen: the model w_t and the generator.
+    """FedGen's request to the clients: the model w_t and the generator.
 
-    A boolean mask [C] marks the classes of which any client has had examples. The generator is
-    empty in round 1.
+    A boolean mask [C] marks the classes seen at any client so far. The generator is empty in round
+    1.
     """
 
     generator: Tensors = public("sent to clients, never uploaded")
@@ -67,7 +65,7 @@ class GeneratorDown(ModelParameters):
 
 @dataclass(frozen=True)
 class ModelAndCounts(ModelParameters):
-    """The upload of a client in FedGen: the model, and the number of examples of each class [C]."""
+    """A client's upload in FedGen: the model and the class counts [C]."""
 
     counts: Tensor = public("all 1 with differential privacy, and the classes' sizes without it")
 
@@ -75,10 +73,10 @@ class ModelAndCounts(ModelParameters):
 def ensemble_loss(
     h_ND: Tensor, labels_N: Tensor, weights_KCD: Tensor, biases_KC: Tensor, shares_CK: Tensor
 ) -> Tensor:
-    """Computes how badly the clients' classifiers recognise the labels of generated embeddings.
+    """Computes the clients' classification loss on generated embeddings.
 
-    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n). The classifier of each client is
-    weighted by the client's share of the examples of a class.
+    The loss is Σ_k mean_n share[y_n, k]·CE(W_k G_n + b_k, y_n). Each client's classifier is
+    weighted by the client's share of the class's examples.
     """
     logits = torch.einsum("nd,kcd->nkc", h_ND, weights_KCD) + biases_KC
     n, k, c = logits.shape
@@ -89,12 +87,12 @@ def ensemble_loss(
 
 @dataclass(frozen=True)
 class GeneratorState(AveragingState):
-    """The server's state in FedGen, with the generator that the server trains.
+    """The server's state in FedGen, with the server's generator.
 
     Args:
-        learner: the tensors of the generator and of its Adam optimiser, as returned by
+        learner: the tensors of the generator and its Adam optimiser, as returned by
             `named_tensors`. The mapping is empty before the generator is trained.
-        seen_classes: a boolean mask [C] of the classes that any client has had.
+        seen_classes: a boolean mask [C] of the classes seen at any client so far.
     """
 
     learner: Tensors = field(default_factory=dict)
@@ -103,7 +101,7 @@ class GeneratorState(AveragingState):
 
 @dataclass(frozen=True)
 class FedGen(TrainsLocally):
-    """FedGen: local training that is regularised by a generator of embeddings.
+    """FedGen: local training regularised by a generator of embeddings.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -112,7 +110,7 @@ class FedGen(TrainsLocally):
             code.
         beta: β, the weight of the KL term. It is 10 on MNIST and 1 on EMNIST in the public code.
             With α = 0 and β = 0, the method is FedAvg, weighted by n_k.
-        diversity: η, the weight of the diversity loss of the generator.
+        diversity: η, the weight of the generator's diversity loss.
         generator_steps: number of steps of Adam on the server in each round.
         generator_batch: number of embeddings in a step.
         generator_lr: learning rate of Adam for the generator.
@@ -177,7 +175,9 @@ class FedGen(TrainsLocally):
             reason = f"must sum to at most {size:g}, the client's number of examples, got {total:g}"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
-            reason = f"must have a value above 0 in an upload with the weight {upload.weight:g}"
+            reason = (
+                f"are all 0, but the upload has the weight {upload.weight:g}. Send a count above 0"
+            )
             raise UploadRejectedError("counts", reason)
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:
@@ -235,8 +235,8 @@ class FedGen(TrainsLocally):
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
         """Measures how the new model classifies embeddings from the generator.
 
-        The same number of embeddings is generated for each class that any client has had. Both
-        networks come from the uploaded models, so the measures are post-processing.
+        The same number of embeddings is generated for each class seen so far. Both networks come
+        from the uploaded models, so the measures are post-processing.
         """
         facts = super().facts(state, context)
         if not bool(state.seen_classes.any()):
@@ -265,7 +265,7 @@ class FedGen(TrainsLocally):
         return torch.randn(len(labels_N), self.noise, generator=generator, device=labels_N.device)
 
     def _labels(self, classes_C: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws a batch of labels uniformly from the classes in a boolean mask."""
+        """Draws a batch of labels uniformly from the masked classes."""
         weights = classes_C.to(torch.float32)
         return torch.multinomial(
             weights, self.generator_batch, replacement=True, generator=generator
@@ -277,8 +277,7 @@ class FedGen(TrainsLocally):
         """Trains the generator on the uploaded models of a round.
 
         Returns:
-            The tensors of the generator and of Adam, and a mask [C] of the classes that any client
-            has had so far.
+            The tensors of the generator and Adam, and a mask [C] of the classes seen so far.
         """
         generator = self._generator(context).train()
         rate = self.generator_lr * DECAY ** (context.round - 1)

@@ -4,8 +4,8 @@ al. 2021, arXiv 2107.00051).
 The server keeps the last M global models, and sends w_t together with their average w̄. Each client
 minimises CE + γ/2·KL(p(x; w̄) ‖ p(x; w)) on its own examples.
 
-The loss of an example depends only on this example and on released models, so DP-SGD clips and
-charges it like the cross-entropy.
+An example's loss depends only on the example and on released models, so DP-SGD clips and charges it
+like the cross-entropy.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class TeacherDown(ModelParameters):
-    """The message to the clients of FedGKD: the model w_t, and the average of the last M models."""
+    """FedGKD's request to the clients: the model w_t, and the average of the last M models."""
 
     teacher: Tensors = public("sent to clients, never uploaded")
 
 
 @dataclass(frozen=True)
 class FedGKD(TrainsLocally):
-    """FedGKD: local training in which the average of the last global models is the teacher.
+    """FedGKD: local training distilled from the average of the last global models.
 
-    The `buffers` of the server's state have the last M global models as one tensor [M, …] for each
+    The server's state holds the last M global models in `buffers`, as one tensor [M, …] per
     parameter. The following settings come in addition to those of `TrainsLocally`.
 
     Args:
         gamma: γ, twice the weight of the distillation. It is 0.2 on CIFAR and 0.001 on EMNIST in
             FedKF's comparison. With 0, the method is FedAvg, weighted by n_k.
-        buffer: M, the number of global models that are averaged. It is 5 in FedKF's comparison.
+        buffer: M, the number of averaged global models. It is 5 in FedKF's comparison.
 
     >>> from fedsynth import FedGKD, ModelSettings, RunSettings, simulate
     >>> method = FedGKD(gamma=0.2, buffer=2, local_epochs=2, batch=32, lr=0.1)

@@ -1,5 +1,5 @@
-"""FedHarmo, which its paper calls HarmoFL: images with a common amplitude spectrum, and local models
-in flat optima (Jiang, Wang and Dou, AAAI 2022, arXiv 2112.10775).
+"""FedHarmo (HarmoFL in its paper): images with a common amplitude spectrum, and local models in
+flat optima (Jiang, Wang and Dou, AAAI 2022, arXiv 2112.10775).
 
 1. Amplitude normalisation. An image is F⁻¹(A·e^{iP}) with the amplitudes A and the phases P of its
    Fourier transform. In round 1, client k averages the amplitudes of its batches, Ā ← (1 − ν)·Ā +
@@ -9,17 +9,17 @@ in flat optima (Jiang, Wang and Dou, AAAI 2022, arXiv 2112.10775).
    loss is low in a neighbourhood of w.
 3. The server averages the models with equal weights, as the public code (med-air/HarmoFL) does.
 
-Paper and code differ in step 1. The paper replaces all amplitudes. The code replaces only those of
-the lowest frequencies, within a share L of the image's shorter side, and sets L = 0, so that only
-the mean of an image changes. `window` is this share. It is 0 by default, because the published
-numbers come from the code. The code passes ν = 0.1 as an integer, so its Ā_k is that of the first
-batch. Here ν is 0.1, and Ā_k starts with the first batch. As in the code, the passes at w and at
-w + δ both update buffers. The code trains with Adam for segmentation (`optimiser="adam"`).
+Paper and code differ in step 1. The paper replaces all amplitudes. The code replaces only the
+lowest frequencies' amplitudes, within a share L of the image's shorter side. It sets L = 0, so that
+only an image's mean changes. `window` is L. It is 0 by default, because the published numbers come
+from the code. The code passes ν = 0.1 as an integer, so its Ā_k is that of the first batch. Here ν
+is 0.1, and Ā_k starts with the first batch. As in the code, the passes at w and at w + δ both
+update buffers. The code trains with Adam for segmentation (`optimiser="adam"`).
 
-The amplitudes are those of pixels in [0, 1], before they are normalised. They are a buffer of the
+The amplitudes are computed from pixels in [0, 1], before normalisation. They are a buffer of the
 model, so they are uploaded, averaged and saved with it. The method cannot run with differential
-privacy: each client releases its average amplitudes without noise, and no clip bounds the influence
-of an example on a step with two gradients.
+privacy. Each client releases its average amplitudes without noise, and no clip bounds an example's
+influence on a step with two gradients.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AmplitudeNorm(nn.Module):
 
 
 class Harmonised(nn.Module):
-    """A network behind a layer that normalises the amplitudes of images."""
+    """A network behind a layer that normalises the images' amplitudes."""
 
     def __init__(self, network: nn.Module, norm: AmplitudeNorm) -> None:
         super().__init__()
@@ -104,10 +104,10 @@ class FedHarmo(TrainsLocally, ExtendsNetwork):
             steps are those of SGD.
         normalise: whether amplitudes are normalised. Without it and with α = 0, the method is
             FedAvg with equal weights.
-        decay: ν, the weight of a batch in the average amplitudes of a client.
-        window: the share of the image's shorter side within which frequencies around the lowest
-            get the average amplitude. 0 changes only the mean of an image, as in the public code,
-            and 0.5 all amplitudes, as in the paper.
+        decay: ν, a batch's weight in a client's average amplitudes.
+        window: the share of the image's shorter side within which frequencies around the lowest get
+            the average amplitude. 0 changes only an image's mean, as in the public code, and 0.5
+            all amplitudes, as in the paper.
 
     >>> from fedsynth import FedHarmo, ModelSettings, RunSettings, simulate
     >>> method = FedHarmo(local_epochs=2, batch=32, lr=0.1)

@@ -1,19 +1,18 @@
-"""FedHydra: one-shot distillation in which each client's model is weighted by the classes that it
-knows (Bai et al., A Unified Solution to Diverse Heterogeneities in One-shot Federated Learning).
+"""FedHydra: one-shot distillation that weights each client's model by class (Bai et al., A Unified
+Solution to Diverse Heterogeneities in One-shot Federated Learning).
 
-Each client trains the initial model of the server, or a model of its own architecture, by SGD on
-the cross-entropy of its data, as in FedAvg (Algorithm 1, lines 4 to 7, which do not define
-LocalUpdate). The client uploads the model once and computes nothing else.
+Each client trains the server's initial model, or a model of its own architecture, by SGD on the
+cross-entropy, as in FedAvg. Algorithm 1 (lines 4 to 7) does not define LocalUpdate. The client
+uploads the model once and computes nothing else.
 
 The server first measures how well each client's model can teach each class, which gives the matrix
-U [C, m] (model stratification, Eqs. 1 to 3). Ū_r is U with each row divided by its sum, and weights
-the clients for a given class (Eqs. 4 and 5). Ū_c has columns that are divided by their sums, and
-weights the classes of a given client (Eqs. 6 and 7). In the paper, Ū_c is computed from U, and by
-default it is computed from Ū_r here (see the setting `columns`). These weights define the ensemble
-P. In each epoch, a generator is trained with P as its teacher (Eqs. 8 to 16). The student is then
-trained with the loss KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all steps of
-the generator (Sec. 2), although Algorithm 1 prints one update in each epoch. U is saved in the run
-folder.
+U [C, m] (model stratification, Eqs. 1 to 3). For Ū_r, each row of U is divided by its sum. It
+weights the clients for a given class (Eqs. 4 and 5). For Ū_c, each column is divided by its sum. It
+weights the classes for a given client (Eqs. 6 and 7). The paper computes Ū_c from U, whereas the
+default here computes it from Ū_r (see the setting `columns`). Ū_r and Ū_c define the ensemble P. In
+each epoch, a generator is trained with P as its teacher (Eqs. 8 to 16). The student then minimises
+KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the images of all generator steps (Sec. 2).
+Algorithm 1 prints one update per epoch. U is saved in the run folder.
 """
 
 from __future__ import annotations
@@ -36,33 +35,32 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedHydra(DataFreeEnsembleDistillation):
-    """FedHydra: the server trains a student towards the clients' logits, with weights for each
-    class.
+    """FedHydra: the server trains a student towards the clients' logits, weighted by class.
 
-    The weights measure how well each client's model can teach the class.
+    A weight measures how well the client's model can teach the class.
 
-    The defaults are those of the paper, unless stated otherwise below. The settings come in
-    addition to those of `DataFreeEnsembleDistillation`, which documents training and distillation.
+    The defaults are the paper's, unless stated otherwise below. The settings come in addition to
+    those of `DataFreeEnsembleDistillation`, which documents training and distillation.
 
     Args:
         aggregation: how the server combines the clients' logits. "stratified" is the paper's
             stratified aggregation (SA). "average" is its averaging ensemble (AE), which uses
             DENSE's ensemble in FedHydra's training. "clients" weights the clients for the requested
-            class (Ū_r), but not the classes of a client (Ū_c). This variant is not in the paper and
-            shows the effect of Ū_c.
+            class (Ū_r), but not a client's classes (Ū_c). The paper has no such variant. It shows
+            the effect of Ū_c.
         columns: what Ū_c normalises. "raw" normalises U itself, as Eq. 6, the text and Algorithm 2
             print. The default "in-place" normalises Ū_r, which is another reading of the text's
             "first … each row, then … each column" (`stratified_weights` gives the reason).
             docs/results.md compares both.
-        outputs: the outputs of the clients to which SA applies its weights. "logits" is the word in
-            the paper, and "probabilities" is the alternative. A column of Ū_c adds up to 1, so P is
+        outputs: the client outputs to which SA applies its weights. "logits" is the word in the
+            paper, and "probabilities" is the alternative. A column of Ū_c adds up to 1, so P is
             about 1/C of a client's logits.
         lessons: what the student learns. "ensemble" is P, which depends on the requested class.
-            "average" is the unweighted mean of the clients' logits, on images of the generator that
-            was trained with P. This option is not in the paper. It separates the effect of P on the
-            generator from the effect of P on the student.
-        stratification_steps: T_G of Algorithm 2, the number of training steps of the generator of
-            each (class, client) pair. All pairs start from the same generator and use the same
+            "average" is the unweighted mean of the clients' logits, on images of the generator
+            trained with P. The option is not in the paper. It separates P's effect on the generator
+            from its effect on the student.
+        stratification_steps: T_G of Algorithm 2, the number of training steps of each (class,
+            client) pair's generator. All pairs start from the same generator and use the same
             noise, whereas Algorithm 2 draws both for each pair.
         stratification_batch: number of generated images in a step of model stratification. The
             paper does not give it.
@@ -105,7 +103,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         """Measures the clients' models, and then trains the generator and the student in each
         epoch.
 
-        This is the server's part of Algorithm 1, lines 9 to 25.
+        It implements the server's part of Algorithm 1, lines 9 to 25.
         """
         losses = stratification.pair_losses(  # Algorithm 2
             models,

@@ -1,5 +1,5 @@
-"""FedKF: clients train on their own data, and learn on generated images what the average of all
-clients' models predicts (Zhou et al. 2023, arXiv 2207.10447).
+"""FedKF: clients train on their own data, and distil the average of all clients' models on
+generated images (Zhou et al. 2023, arXiv 2207.10447).
 
 On the server (T1, active-inactive model aggregation), a cache holds the last model ŵ_k of each
 client. ACA (active clients aggregated), the model w, is the average over the active clients of the
@@ -10,16 +10,16 @@ clients receive both models: they start from w, and ŵ is the teacher.
 
 On a client (T2, global-local knowledge fusion), each local batch takes two steps. The first step
 updates the client's generator g(θ_k; ·) down the gradient of L_G (Eq. 5). The second step updates
-the client's model w_k down the gradient of L_CE + γ·L_KL (Eq. 8), with L_CE on the batch (Eq. 7)
-and L_KL on generated images (Eq. 6). The generator and the state of its optimiser are kept in the
-client's state between rounds.
+the client's model w_k down the gradient of L_CE + γ·L_KL (Eq. 8). L_CE is computed on the batch
+(Eq. 7), and L_KL on generated images (Eq. 6). The generator and its optimiser's state are kept in
+the client's state between rounds.
 
 With differential privacy, the model is trained by DP-SGD, and all clients have equal weight instead
 of n_k. The teacher and the generator are computed only from the server's messages, from public
 noise and, with `use_kl`, from the released steps of DP-SGD. The distillation term is therefore
 post-processing.
 
-In a simulation, the metrics of a round include the measures of the clients' generators
+In a simulation, a round's metrics include measures of the clients' generators
 (`fedsynth.evaluation.generated`), averaged over the clients. They show how the teacher classifies
 generated images. They are computed from the teacher, the generator and public noise, so they too
 are post-processing. No message contains them.
@@ -59,7 +59,7 @@ TALLY = "tally"
 
 @dataclass(frozen=True)
 class TwoModels(ModelParameters):
-    """The message to the clients of FedKF: the model ACA to start from, and the model OCA as the
+    """FedKF's request to the clients: the model ACA to start from, and the model OCA as the
     teacher.
 
     ACA and OCA are two averages of the clients' models. The teacher is empty in FedKF⁻, where ACA
@@ -71,36 +71,36 @@ class TwoModels(ModelParameters):
 
 @dataclass(frozen=True)
 class FedKF(TrainsLocally):
-    """FedKF: clients also learn from the average of all clients' last models, on generated images.
+    """FedKF: clients also distil the average of all clients' last models, on generated images.
 
-    The defaults are those of the paper, unless stated otherwise below. The remaining settings are
-    documented in `TrainsLocally`. The paper uses lr=0.01 for LeNet-5, which is the default, and
-    lr=0.1 for ResNet-8. It names no momentum. By default, each client passes over its own data, as
-    in Algorithm 1. With `equal_steps`, all clients take the same number of steps, as in the
-    official code.
+    The defaults are the paper's, unless stated otherwise below. `TrainsLocally` documents the
+    remaining settings. The paper uses lr=0.01 for LeNet-5, which is the default, and lr=0.1 for
+    ResNet-8. It names no momentum. By default, each client passes over its own data, as in
+    Algorithm 1. With `equal_steps`, all clients take the same number of steps, as in the official
+    code.
 
     A run evaluates both final models, ACA and OCA. Two runs, one for each value of `teacher`,
     therefore give the four variants of the paper.
 
     Args:
-        teacher: the model that is distilled on the clients. "oca" is OCA. "aca" is ACA, which is
-            FedKF⁻ and halves the size of the message to the clients.
+        teacher: the model distilled on the clients. "oca" is OCA. "aca" is ACA, which is FedKF⁻ and
+            halves the size of the server's request.
         distillation: γ, the weight of L_KL in the loss of the client's model.
         one_hot_weight: λ1, the weight of the one-hot loss L_OH (Eq. 2) of the generator. L_IE
             (Eq. 3) has weight 1 and is divided by log C, as in the official code.
         activation_weight: λ2, the weight of the activation loss L_A (Eq. 4) of the generator. L_A
             is a mean over images and features in place of the norm ‖·‖₁, as in the official code.
-            The features are the inputs of the classifier, whereas the official LeNet-5 takes them
-            one layer earlier.
+            The features are the classifier's inputs, whereas the official LeNet-5 takes them one
+            layer earlier.
         use_kl: whether γ·KL(teacher ‖ local model) is subtracted from L_G, so that the generator
-            seeks images on which the two models differ. This is not in the paper. The official code
-            does so on CIFAR, but not on EMNIST.
+            seeks images on which the two models differ. The paper does not mention it. The official
+            code does so on CIFAR, but not on EMNIST.
         generator_lr: β, the learning rate of Adam for the generator.
         generator_batch: number of generated images in a step. The paper gives none, and the default
             is the local batch size.
-        latent: dimension of the generator's noise. The default is that of DAFL.
-        generator_width: half the number of channels in the widest layer of the generator. The
-            default is that of DAFL.
+        latent: dimension of the generator's noise. The default is DAFL's.
+        generator_width: half the number of channels in the generator's widest layer. The default is
+            DAFL's.
         plain_rounds: number of rounds at the start that train on the cross-entropy only, because
             the teacher is still the untrained w⁰. The official code has one such round, and
             Algorithm 1 has none.
@@ -145,10 +145,11 @@ class FedKF(TrainsLocally):
         check_embedding(self.name, model)
 
     def keeps_cache(self) -> bool:
-        """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t.
+        """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t (technique T1, Steps
+        0 and 5).
 
-        This is technique T1 (Steps 0 and 5). `TrainsLocally.server_step` averages the active
-        clients' models, and then the last models ŵ_k of all clients (`update_cache`).
+        `TrainsLocally.server_step` averages the active clients' models, and then the last models
+        ŵ_k of all clients (`update_cache`).
         """
         return True
 
@@ -164,7 +165,7 @@ class FedKF(TrainsLocally):
     ) -> LocalObjective:
         """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD.
 
-        This is technique T2 (Step 3), ClientUpdate in Algorithm 1.
+        It implements technique T2 (Step 3), Algorithm 1's ClientUpdate.
         """
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(
@@ -179,7 +180,7 @@ class FedKF(TrainsLocally):
         )
 
     def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
-        """Averages the measures of generated images over those clients that have a generator."""
+        """Averages the measures of generated images over the clients with a generator."""
         generators = [describe(state[TALLY]) for state in states if TALLY in state]
         return {GENERATOR: average_facts(generators)} if generators else {}
 
@@ -187,7 +188,7 @@ class FedKF(TrainsLocally):
 class KnowledgeFusion:
     """Trains one client's generator and computes the distillation loss on the generated images.
 
-    It holds the teacher ŵ, the generator g(θ_k; ·) and the latest generated images.
+    The object holds the teacher ŵ, the generator g(θ_k; ·) and the latest generated images.
 
     Attributes:
         state: the objects that training the generator changes, as needed by

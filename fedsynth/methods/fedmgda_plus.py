@@ -6,11 +6,11 @@ length 1. It finds the weights λ that minimise ‖Σ_k λ_k g_k‖² over the s
 |λ_k − λ⁰_k| ≤ ε for each client, where λ⁰ are FedAvg's weights. The step is
 w_{t+1} = w_t − η·Σ_k λ_k g_k.
 
-With ε = 1 the negative of the direction is a descent direction of all clients, because its inner
+With ε = 1, the step decreases every client's loss to first order, because the direction's inner
 product with each g_k is at least its squared length. A client with a short update has as much
 influence as one with a long update, so a malicious client gains nothing from a longer one.
 
-The server uses only the models, so with differential privacy all of this is post-processing.
+The server uses only the models, so with differential privacy its step is post-processing.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ def min_norm_weights(gram_KK: Array, center_K: Array, radius: float) -> Array:
 
 @dataclass(frozen=True)
 class FedMGDAPlus(TrainsLocally):
-    """FedMGDA+: the server weights clients such that the common step increases no client's loss.
+    """FedMGDA+: the server weights clients so that its step increases no client's loss.
 
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        epsilon: ε, the largest difference of a client's weight from FedAvg's. With 0, the weights
-            are FedAvg's. With 1, all weights are allowed, as in MGDA. The default of 0.1 is that of
-            the implementation in FLGo.
-        server_lr: η, the learning rate of the server. If updates are normalised, it bounds the
-            length of a step, which is therefore independent of `lr`. 1 is the default of FLGo, too.
+        epsilon: ε, the largest difference between a client's weight and FedAvg's. With 0, the
+            weights are FedAvg's. With 1, all weights are allowed, as in MGDA. The default of 0.1 is
+            that of FLGo.
+        server_lr: η, the server's learning rate. If updates are normalised, it bounds the length of
+            a step, which is therefore independent of `lr`. 1 is the default of FLGo, too.
         normalise: whether each update is scaled to length 1. Without it, and with ε = 0 and η = 1,
             the method is FedAvg. With ε = 1, it is then the paper's FedMGDA.
 

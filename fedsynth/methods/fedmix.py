@@ -1,21 +1,21 @@
 """FedMix: clients mix their images with mean images of all clients (Yoon et al. 2021, arXiv
 2107.00233).
 
-Each client sends the means x̄ of its images and ȳ of its one-hot labels, each over M of its examples.
-The clients of a round send them before training if one of them has not sent any yet. They are the
-same in every round. Every step of local training draws one pair (x̄, ȳ) of any client, with which it
-approximates the loss of MixUp between clients. ℓ(x, y) is the cross-entropy of an image.
+Each client sends mean images x̄ and mean one-hot labels ȳ, each over M of its examples. The clients
+of a round send them before training if one of them has not sent any yet. They are the same in every
+round. Every step of local training draws one pair (x̄, ȳ) from any client, and approximates the
+loss of MixUp between clients. ℓ(x, y) is an image's cross-entropy.
 
     NaiveMix   (1 − λ)·ℓ(x', y) + λ·ℓ(x', ȳ)  with x' = (1 − λ)·x + λ·x̄
     FedMix     (1 − λ)·ℓ(x', y) + λ·ℓ(x', ȳ) + λ·⟨∇_x' (1 − λ)·ℓ(x', y), x̄⟩  with x' = (1 − λ)·x
 
 FedMix is the first-order expansion of MixUp in x̄, without the term in λ². Each example has its own
-gradient, and the losses are averaged over the batch. The public code in Flower's baselines takes the
-gradient of the batch's mean loss and averages again, so its last term is smaller by the size of the
-batch.
+gradient, and the losses are averaged over the batch. The public code in Flower's baselines takes
+the gradient of the batch's mean loss and averages again, so its last term is divided by the batch
+size once more.
 
-The method cannot run with differential privacy. The mean images are sent without noise, and the last
-term of FedMix has second derivatives, for which DP-SGD has no gradients of single examples.
+The method cannot run with differential privacy. The mean images are sent without noise, and
+FedMix's last term contains second derivatives, for which DP-SGD has no per-example gradients.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MeansAsked(Message):
 
 @dataclass(frozen=True)
 class Means(Message):
-    """The upload of FedMix's first exchange: mean images [m, C, H, W] and labels [m, classes]."""
+    """A client's upload in FedMix's first exchange: mean images [m, C, H, W] and labels [m, classes]."""
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()
@@ -56,7 +56,7 @@ class Means(Message):
 
 @dataclass(frozen=True)
 class MeansDown(ModelParameters):
-    """The message to the clients of FedMix: the model w_t, and the mean images and labels of all
+    """FedMix's request to the clients: the model w_t, and the mean images and labels of all
     clients."""
 
     images: Tensor = public("sent to clients, never uploaded")
@@ -73,12 +73,12 @@ class MeansState(AveragingState):
 
 @dataclass(frozen=True)
 class FedMix(TrainsLocally, TwoExchanges):
-    """FedMix: local training on images that are mixed with mean images of all clients.
+    """FedMix: local training on images mixed with mean images from all clients.
 
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        ratio: λ, the share of the mean images. Flower's baselines have 0.05 on CIFAR-10, 0.1 on
+        ratio: λ, the share of the mean images. Flower's baselines use 0.05 on CIFAR-10, 0.1 on
             CIFAR-100, and 0.2 on FEMNIST. With 0, the method is FedAvg, weighted by n_k.
         mixing: "taylor" for FedMix, or "naive" for NaiveMix, which has a ratio of 0.1 on CIFAR-10.
         averaged: M, the number of examples in a mean. With 0, as in Flower's baselines, each client
@@ -124,7 +124,7 @@ class FedMix(TrainsLocally, TwoExchanges):
         return results
 
     def _means(self, client: ExactClientView, context: RoundContext) -> Means:
-        """Computes the means of a single client, whose examples are divided at random."""
+        """Computes a single client's means over random parts of its examples."""
         examples, spec = client.examples(0), context.spec
         draws = torch_generator(context.seed, "mean images", client.ids[0])
         order = torch.randperm(len(examples), generator=draws).to(examples.device)

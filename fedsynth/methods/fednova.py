@@ -3,7 +3,7 @@
 
 Each client computes w_k by τ_k steps of SGD with momentum ρ. The accumulated length is ‖a_k‖₁ =
 (τ_k − ρ(1 − ρ^τ_k)/(1 − ρ))/(1 − ρ). The server computes w_{t+1} = w_t − τ_eff Σ_k p_k (w_t −
-w_k)/‖a_k‖₁, where τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n (Eq. 6 and Sec. 4 of the paper).
+w_k)/‖a_k‖₁ (Eq. 6 and Sec. 4). There, τ_eff = Σ_k p_k ‖a_k‖₁ and p_k = n_k/n.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedsynth.methods.shared.local import LocalObjective, Trained, TrainsLocally
 
 @dataclass(frozen=True)
 class NormalisedModel(ModelParameters):
-    """The upload of a client in FedNova: the model, and the length ‖a_k‖₁ of the client's steps."""
+    """A client's upload in FedNova: the model, and the length ‖a_k‖₁ of the client's steps."""
 
     norm: float = public("with differential privacy, the number of steps follows from public sizes")
 

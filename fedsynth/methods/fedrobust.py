@@ -1,22 +1,21 @@
 """FedRobust: local training against the worst affine shift of each client's images (Reisizadeh et
 al. 2020, arXiv 2006.08907).
 
-The clients solve min_w max_{Λ_k, δ_k} of the mean of f_k(w, Λ_k, δ_k), where
+The clients solve min_w max_{Λ_k, δ_k} mean_k f_k(w, Λ_k, δ_k), where
 
     f_k = mean_i CE(h_w(Λ_k x_i + δ_k), y_i) − λ₁·‖Λ_k − I‖²_F − λ₂·‖δ_k‖²
 
-Each step takes the gradients of f_k at one point, descends in w with the rate η₁ (`lr`), and ascends
-in Λ_k and δ_k with the rate η₂. The shifts start from Λ_k = I and δ_k = 0. They stay on the client,
-which continues them in its next round. The server averages the weights w in proportion to n_k. In
+Each step takes the gradients of f_k at one point, descends in w with the rate η₁ (`lr`), and
+ascends in Λ_k and δ_k with the rate η₂. The shifts start from Λ_k = I and δ_k = 0. They stay on the
+client, which continues them in its next round. The server averages the models, weighted by n_k. In
 the paper, all clients have equally many examples.
 
-In the paper, x is the image as one vector of D numbers, and Λ_k is a D×D matrix. This
-matrix has 4·D² bytes: 38 MB for images of 32×32 pixels and three colours, and 604 MB at 64×64.
-`shift="channels"` has a C×C matrix and C offsets instead, which are the same for all pixels of an
-image, such as changes of contrast, colour and brightness.
+In the paper, x is the image as a D-vector, and Λ_k is a D×D matrix. The matrix takes 4·D² bytes: 38
+MB for 32×32 colour images, and 604 MB at 64×64. `shift="channels"` uses a C×C matrix and C offsets
+instead, shared by all pixels of an image. They model changes of contrast, colour and brightness.
 
 The method cannot run with differential privacy, because every loss depends on the client's Λ_k and
-δ_k, which are fitted to all of its examples without noise.
+δ_k, which are fitted to all its examples without noise.
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ class FedRobust(TrainsLocally):
 
     Args:
         ascent_lr: η₂, the rate of the ascent in Λ_k and δ_k. With 0, the method is FedAvg, weighted
-            by n_k. The defaults of η₂, λ₁ and λ₂ are ours. They were compared on 5,000 training
-            images of Fashion-MNIST that no client has (ten clients, Dir(0.1), two rounds, two
-            seeds). The accuracy there is 53 % with the defaults, 49 % with η₂ = 0.01, 51 % with
-            η₂ = 0.01 and λ₁ = λ₂ = 0.1, and 55 % with fedavg. The seeds differ by more.
+            by n_k. The defaults of η₂, λ₁ and λ₂ are ours. They were compared on 5,000
+            Fashion-MNIST training images of no client (ten clients, Dir(0.1), two rounds, two
+            seeds). The accuracy there is 53 % with the defaults, 49 % with η₂ = 0.01, 51 % with η₂
+            = 0.01 and λ₁ = λ₂ = 0.1, and 55 % with fedavg. The seeds differ by more.
         matrix_weight: λ₁, the weight of ‖Λ_k − I‖²_F.
         offset_weight: λ₂, the weight of ‖δ_k‖².
         shift: "full" for Λ_k of the whole image, as in the paper, or "channels" for its channels.

@@ -1,16 +1,16 @@
 """FedSAM: local training by sharpness-aware minimisation (Qu et al. 2022, arXiv 2206.02618; Caldarola
 et al. 2022, arXiv 2203.11834).
 
-Each step computes the gradient g of the batch at w, moves to ŵ = w + ρ·g/‖g‖, and updates w with the
-gradient at ŵ. The server averages the models as in FedAvg. As in the code of FedFA, buffers such as
-the statistics of batch norm are updated only by the pass at w.
+Each step computes the gradient g of the batch at w, moves to ŵ = w + ρ·g/‖g‖, and updates w with
+the gradient at ŵ. The server averages the models as in FedAvg. As in FedFA's code, only the pass at
+w updates buffers such as batch-norm statistics.
 
-That code, from which the comparisons with FedFA+ come, trains FedSAM by Adam, but other methods by
-SGD with the same learning rate of 0.01 on Office and DomainNet. This may explain its low accuracies
-there. Here the clients use SGD.
+FedFA's code, from which the comparisons with FedFA+ come, trains FedSAM by Adam, but other methods
+by SGD with the same learning rate of 0.01 on Office and DomainNet. The use of Adam may explain
+FedSAM's low accuracies there. Here the clients use SGD.
 
-The method cannot run with differential privacy. ŵ depends on all examples of the batch, so removing
-one example changes the second gradients of all others, by more than the clip in total.
+The method cannot run with differential privacy. ŵ depends on all of the batch's examples. Removing
+one example therefore changes the second gradients of all others, by more than the clip in total.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class FedSAM(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        rho: ρ, the distance of ŵ from w. It is 0.05 in the code of FedFA, and 0.5 in that of
-            Caldarola et al. for CIFAR-10. With 0, the method is FedAvg, weighted by n_k.
+        rho: ρ, the distance of ŵ from w. It is 0.05 in FedFA's code, and 0.5 in Caldarola et al.'s
+            code for CIFAR-10. With 0, the method is FedAvg, weighted by n_k.
 
     >>> from fedsynth import FedSAM, ModelSettings, RunSettings, simulate
     >>> method = FedSAM(local_epochs=2, batch=32, lr=0.1)

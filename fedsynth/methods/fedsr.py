@@ -2,9 +2,9 @@
 
 The representation of an example is random, z ~ N(μ(x), σ(x)²). Each client minimises the
 cross-entropy of the classifier on one sample of z, plus two regularisers. L2R, with weight α, is
-the length of z. CMI, with weight β, is KL(N(μ(x), σ(x)²) ‖ r(z|y)), an upper bound on the
-conditional mutual information of x and z given y, where r(z|y) is a learned Gaussian for each class
-y. The server averages the models, weighted by n_k.
+the length of z. CMI, with weight β, is KL(N(μ(x), σ(x)²) ‖ r(z|y)), where r(z|y) is a learned
+Gaussian for each class y. It bounds the conditional mutual information of x and z given y from
+above. The server averages the models, weighted by n_k.
 
 In our networks, μ(x) is the embedding, and σ(x) = softplus(V μ(x) + v) is a further layer. r(z|y) is
 a table of means and deviations. Layer and table are trained with the network, and averaged and sent
@@ -21,9 +21,9 @@ The paper and the public code leave some points open:
 - The code predicts by the mean softmax of 20 samples of z. We predict from μ(x), so a model has one
   answer for each image.
 
-With differential privacy, the loss of an example may not depend on its position in the batch, as
-noise for each row would. The examples of a step then share the sample of the standard normal
-distribution, which is public and drawn before the step. The loss depends only on the example and on
+With differential privacy, an example's loss must not depend on its position in the batch, as it
+would with separate noise for each row. All examples of a step then share one standard normal
+sample, which is public and drawn before the step. The loss depends only on the example and on
 public and released values.
 """
 
@@ -57,14 +57,14 @@ def normal(mean: Tensor, raw_deviation: Tensor) -> Normal:
 
 @dataclass(frozen=True)
 class FedSR(TrainsLocally, ExtendsNetwork):
-    """FedSR: local training of short, random representations with little information on the image.
+    """FedSR: local training of short, random representations that carry little information.
 
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        alpha: α, the weight of L2R. The default is that of the public code.
-        beta: β, the weight of CMI. The default is that of the public code, whose command for PACS
-            has 1e-3.
+        alpha: α, the weight of L2R. The default is the public code's.
+        beta: β, the weight of CMI. The default is the public code's, whose command for PACS uses
+            1e-3.
         sample: whether the classifier is trained on samples of z. Otherwise it is trained on μ(x).
             Without samples, and with α = β = 0, the method is FedAvg, weighted by n_k.
 

@@ -1,31 +1,30 @@
-"""FedStats: clients send class statistics of fixed features, from which the server computes the
-model and synthetic images.
+"""FedStats: the server computes a model and synthetic images from clients' class statistics of
+fixed features.
 
 φ is a public feature map that does not depend on private data (`fedsynth.features`). Each client
 sends only noisy sums over its examples. The sum over all clients equals the sum over the pooled
 data, so the result does not depend on how the data are distributed over the clients. Round 1 has
-two exchanges. The first releases a centre m of the features. The second releases moments about m.
-With e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C), they are sums of
+two exchanges. The first releases the features' centre m. The second releases moments about m. With
+e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C), the moments are sums of
 
     z = clip₁(T(φ(x) − m)/R),   √½·[svec(z zᵀ); e/b ⊗ z]    (norm ≤ 1)
 
-From these, the server computes a ridge classifier in closed form. If second moments are not
+From the moments, the server computes a ridge classifier in closed form. If second moments are not
 released, the server computes a first gradient from e/b ⊗ z instead. Each later round is one step of
 softmax regression with the gradient Σ clip_c(p − y) ⊗ z. With second moments, the step is
 Newton-like. Without them, all steps have momentum and one size, which limits the noise that they
 add together.
 
-Together with the centre, round 1 may also release two optional statistics. Covariances of the
-channels and of the spatial cells of φ are used to whiten z. Moments of downsampled images are
-released if synthetic images are requested. No release subsamples the data, so the composition of
-these Gaussian mechanisms is exact. docs/privacy-proofs.md proves the sensitivities, and
-docs/fedstats.md has results.
+Together with the centre, round 1 may release two optional statistics. Covariances of φ's channels
+and spatial cells are used to whiten z. Moments of downsampled images are released if synthetic
+images are requested. No release subsamples the data, so the Gaussian mechanisms compose exactly.
+docs/privacy-proofs.md proves the sensitivities, and docs/fedstats.md has results.
 
-In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403), one-shot
-federated ridge regression sums them over clients (arXiv 2601.08216), and Tramèr & Boneh train on
+In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403). One-shot
+federated ridge regression sums them over clients (arXiv 2601.08216). Tramèr & Boneh train on
 scattering features by DP-SGD (arXiv 2011.11660).
 
-Shares of the budget refer to μ². A release with the share s has the run's noise multiplier divided
+Shares of the budget refer to μ². A release with the share s uses the run's noise multiplier divided
 by √s. All releases together then cost as much as a single Gaussian release with the run's σ.
 """
 
@@ -45,7 +44,8 @@ from fedsynth.core.client import Group, PrivateClientView
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, ModelParameters, Tensors, released
 from fedsynth.core.method import ClientStates, Plans, ReleasePlan, Results
-from fedsynth.core.sums import Pool, SummedUploads
+from fedsynth.core.periods import SumsOverPeriods
+from fedsynth.core.sums import Pool
 from fedsynth.core.uploads import LARGEST, Array, Rule
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
@@ -74,20 +74,21 @@ CENTRE, PIXELS, COVARIANCES, MOMENTS, STEP = "centre", "pixels", "covariances", 
 
 # The releases of round 1, the main release first (`Method.release_plans`).
 FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
+# The releases that later periods continue. Their z has the centre and whitening of period 1.
+CONTINUED = (MOMENTS, PIXELS)
 
 
 @dataclass(frozen=True)
 class StatisticSums(Message):
-    """The upload of a client in FedStats: the noisy sum of one release, as a vector."""
+    """A client's upload in FedStats: the noisy sum of one release, as a vector."""
 
     sums: Tensor = released()
 
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """The upload of FedStats' first exchange: noisy sums of features and of optional statistics.
-
-    The optional statistics are small pictures, and products of features for covariances.
+    """A client's upload in FedStats' first exchange: noisy sums of features and optional
+    statistics: small pictures, and products of features for covariances.
 
     The sums of small pictures and the sums of products are empty if they are not released.
     """
@@ -116,47 +117,45 @@ class FedStatsState(ImagesState):
 
 
 @dataclass(frozen=True)
-class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
-    """FedStats: the server computes a linear model on fixed features, from noisy sums of the
-    clients.
+class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
+    """FedStats: the server computes a linear model on fixed features from clients' noisy sums.
 
     A run takes one gradient step in each round, but with second moments none in round 1. Below,
-    e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`
-    and `SummedUploads` document further settings.
+    e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`,
+    `SummedUploads` and `SumsOverPeriods` document further settings.
 
     Args:
         features: name of the feature map φ, either built in (`fedsynth.features.feature_names`) or
-            registered. "auto" chooses a map by the public shape of the images (`features_for`).
+            registered. "auto" chooses a map by the images' public shape (`features_for`).
         centre_share: share of the budget μ² for the centre.
-        whitening: whether covariances of the feature map's channels and spatial cells are released
-            together with the centre, and z is whitened by them. "auto" does so with differential
-            privacy for grey images of at least 12 pixels a side. For colour images, the gain does
-            not exceed the cost. Without differential privacy, whitening is not needed.
+        whitening: whether the feature map's covariances over channels and spatial cells are
+            released with the centre and used to whiten z. "auto" does so with differential privacy
+            for grey images of at least 12 pixels a side. For colour images, the gain does not
+            exceed the cost. Without differential privacy, whitening is not needed.
         covariance_share: share of the budget for the covariances that `whitening` uses.
         moment_share: share of the budget for z zᵀ and e/b ⊗ z, if second moments are released. The
             steps divide the rest equally. Without second moments, e/b ⊗ z is gradient 1 of
             `rounds`, which have equal shares.
         second_moments: whether z zᵀ is released together with e/b ⊗ z. With "no", e/b ⊗ z uses the
             whole clipping bound, an upload is smaller by a factor of about d/2C, and all directions
-            have the same step size. This is the better choice if the features are already white and
-            there is noise. With "yes", the steps are Newton-like. "auto" is "yes" without
-            differential privacy, and "no" with it.
-        ridge: λ, the ridge of the classifier in closed form, divided by σ_A·√d, where σ_A is the
-            noise of a moment. It is used with second moments.
+            share one step size. "no" is better with noise if the features are already white. With
+            "yes", the steps are Newton-like. "auto" is "yes" without differential privacy, and "no"
+            with it.
+        ridge: λ, the closed-form classifier's ridge, divided by σ_A·√d, where σ_A is a moment's
+            noise. It is used with second moments.
         step_clip: c, the bound of clip(p − y). ‖p − y‖ is at most √2.
         step_size: factor of the Newton-like step. Without second moments, it is the largest step
             size, in units of 1/`curvature`.
         logit_noise: standard deviation of the noise that all steps together may add to a logit. It
             is used without second moments, and determines the step size together with the public
-            noise (`fedsynth.methods.statistics.moments.step_rate`). The noise of the first gradient
-            has the factor b instead of c, so in a run of few rounds the deviation is up to b/c
-            times this value.
+            noise (`fedsynth.methods.statistics.moments.step_rate`). The first gradient's noise has
+            the factor b instead of c, so in a run of few rounds the deviation is up to b/c times
+            `logit_noise`.
         momentum: share of the last change that is repeated in each step. It is used without second
             moments.
         step_floor: smallest eigenvalue by which a step divides, in units of σ_G·√d, where σ_G is
-            the noise of a coordinate of the gradient. It is used with second moments.
-        curvature: a value that replaces all eigenvalues of the second moments if they are not
-            released.
+            the gradient's noise per coordinate. It is used with second moments.
+        curvature: the value of all second moments' eigenvalues if they are not released.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -202,7 +201,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def first_broadcast(
         self, state: FedStatsState, context: RoundContext
     ) -> ModelParameters | None:
-        if context.round > 1:
+        if context.round > 1 or not (self.period == 1 or self.releases_pictures(context.spec)):
             return None
         return ModelParameters(state.parameters, 1.0)
 
@@ -211,18 +210,18 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
-        Each client sums its features, each of which is clipped to the public norm bound. If small
-        pictures are released, the client also sums them for synthetic images. If covariances are
-        released, it also sums the products of features for whitening.
+        Each client sums its features, clipped to the public norm bound. It also sums small pictures
+        for synthetic images, and products of features for whitening, where they are released.
         """
         features = self.map_of(context.spec)
-        sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
-        small = covariances = torch.zeros(len(sums), 0, device=sums.device)
+        sums = small = covariances = torch.zeros(len(states), 0, device=context.device)
+        if self.period == 1:
+            sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
         if self.releases_pictures(context.spec):
             rows = partial(pixel_rows, classes=context.spec.classes)
             cells = low_pass(context.spec.image_shape)
             small = self._sums(PIXELS, cells, rows, clients)
-        if self.has_covariances(context.privacy, context.spec):
+        if self.period == 1 and self.has_covariances(context.privacy, context.spec):
             covariances = self._sums(
                 COVARIANCES, features, lambda f, y: moments.covariance_rows(f, features), clients
             )
@@ -235,16 +234,14 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state with what the first exchange released.
-
-        This is the centre m, the whitening matrices and the moments of small pictures.
-
-        The matrices and the moments are added only if they are released.
+        """Returns the state with the first exchange's releases: the centre m, and the whitening
+        matrices and the small pictures' moments if they are released.
         """
-        pool = self.pooled(total.sums, clients, CENTRE, context)
-        centre = (pool.sums / pool.records).float()
-        state = _with_parameters(state, {"centre": centre})
-        if self.has_covariances(context.privacy, context.spec):
+        if self.period == 1:
+            pool = self.pooled(total.sums, clients, CENTRE, context)
+            centre = (pool.sums / pool.records).float()
+            state = _with_parameters(state, {"centre": centre})
+        if self.period == 1 and self.has_covariances(context.privacy, context.spec):
             covariance_pool = self.pooled(total.covariances, clients, COVARIANCES, context)
             noise = pool.noise_std / pool.records
             features = self.map_of(context.spec)
@@ -263,10 +260,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def client_step(
         self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Computes the sums that each client releases in the main exchange of a round.
-
-        In round 1 they are moments about the released centre. In later rounds they are gradients at
-        the released model.
+        """Computes the sums that each client releases in a round's main exchange: in round 1
+        moments about the released centre, in later rounds gradients at the released model.
         """
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
@@ -286,11 +281,11 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def from_sum(
         self, exchange: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Computes the next state of the server from the sum of all uploads.
+        """Computes the server's next state from the sum of all uploads.
 
-        After the first exchange, the state has the centre. After the main exchange of round 1, it
-        has the closed-form classifier, or the first gradient step if second moments are not
-        released. After each later round, it has the model after one more step.
+        The first exchange adds the centre. Round 1's main exchange adds the closed-form classifier,
+        or takes the first gradient step if second moments are not released. Each later round takes
+        one more step.
         """
         if exchange == FIRST:
             return self._with_centre(state, total, clients, context)
@@ -310,8 +305,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return self._momentum_step(state, moments.gradient_at_zero(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
-        """Returns the state with the classifier that ridge regression computes from the released
-        moments."""
+        """Returns the state with the ridge classifier of the released moments."""
         classes, d = state.parameters["classifier.weight"].shape
         second, crossed, noise = moments.second_and_crossed(pool, d, classes)
         spectrum = moments.Spectrum.of(second, noise, self.ridge)
@@ -361,7 +355,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         clients: Group,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """Computes each client's upload for the plan with this name, [clients, D].
+        """Computes each client's upload for the named plan, [clients, D].
 
         The view clips, sums and adds noise. An exact sum is float64 and becomes float32; a release
         is float32, or float64 on a grid.
@@ -370,10 +364,10 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             return clients.feature_sums(clients.mechanisms(name), features, rows, embedding)
         return clients.feature_sums(features, rows, embedding).float()
 
-    # ------------------------------------------------- the model, and what is released with which share
+    # ------------------------------------------------- the model, the releases and their shares
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """Returns the feature map φ that the settings select for the images of a dataset."""
+        """Returns the feature map φ that the settings select for a dataset's images."""
         name = self.features
         if name == AUTO:
             name = registry.features_for(spec.image_shape)
@@ -420,11 +414,9 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return privacy is not None and self.has_whitening_matrices(spec)
 
     def _round_1_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
-        """Returns the share of the budget of each release in the first round, by the name of the
-        plan.
+        """Returns each first-round release's share of the budget, by plan name.
 
-        It is 0 for a release that is not made. The share of `MOMENTS` applies only with second
-        moments.
+        The share is 0 for a release that is not made. `MOMENTS` counts only with second moments.
 
         Raises:
             SettingError: the shares leave no budget for steps.
@@ -438,8 +430,8 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         total = sum(shares.values())
         if total >= 1:
             reason = (
-                "is too large. The sum of centre_share, pixel_share, covariance_share and "
-                f"moment_share must be below 1, got {total:g}"
+                "is too large: centre_share, pixel_share, covariance_share and moment_share sum "
+                f"to {total:g}, but must leave a part of the budget for steps. Lower one of them"
             )
             largest = max(shares, key=lambda name: shares[name])
             key = f"{largest.removesuffix('s')}_share"
@@ -449,7 +441,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def budget_shares(
         self, privacy: PrivacySettings | None, context: RoundContext
     ) -> dict[str, float]:
-        """Returns the shares of the releases in the budget μ². The keys are names of release plans.
+        """Returns the releases' shares of the budget μ², by plan name.
 
         A release that is not made has the share 0. Without second moments, the moments have the
         same share as a step. The steps divide the rest of the budget equally.
@@ -464,12 +456,12 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
     def check_images(self) -> None:
         if not self.images_each:
-            reason = "must be above 0, or drawn_ipc must be, to make images. Set method.ipc=400"
+            reason = "makes no images, because method.drawn_ipc is 0 too. Set method.ipc=400"
             raise SettingError("method", "ipc", reason, value=self.ipc)
         if self.requires_secure_sum:
             reason = (
-                "must be 'own', because the images need the moments of round 1, and 'secure' "
-                "discards a sum with too little noise. Set method.aggregation=own"
+                "cannot make images, because a 'secure' sum of round 1 with too little noise is "
+                "discarded. Set method.aggregation=own"
             )
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
@@ -494,7 +486,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         return facts
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of the releases in round 1 and of the later steps.
+        """Returns the plans for round 1's releases and the later steps.
 
         Raises:
             SettingError: a clipping bound or a sampling rate is set, although the method fixes
@@ -502,18 +494,18 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
-                reason = f"must not be set for {self.name}, which chooses a value for each release"
+                reason = f"has no effect on {self.name}, which chooses a value for each release. Remove it"
                 raise SettingError("privacy", key, reason)
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
         """Returns the plans of all releases, before `sum_over_clients`.
 
-        The expected signals are those of a best case: the C classes are equally frequent, z is the
-        same for all examples of a class, and the z of different classes are orthogonal, of norm 1.
-        Then Σ e/b ⊗ z is n/C times a sum of C orthogonal terms of norm 1, so its norm is n/√C, and
-        so is that of Σ z zᵀ and of the small pictures' moments. All examples have the same φ for
-        the centre, and white features for the covariances.
+        The expected signals assume a best case. The C classes are equally frequent, all examples of
+        a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
+        n/C times a sum of C orthogonal terms of norm 1, so its norm is n/√C. The same holds for Σ z
+        zᵀ and the small pictures' moments. For the centre, all examples share one φ. For the
+        covariances, features are white.
         """
         features, classes = self.map_of(context.spec), context.spec.classes
         d, by_class = features.dimension, classes**-0.5
@@ -543,13 +535,14 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
             "sum of gradients of a linear model on features",
             "p − y of each example, and z",
         )
-        return (
+        plans = (
             *plan(MOMENTS, products, z, width, by_class),
             *plan(CENTRE, "sum of features", centre, d, 1.0, clip=features.norm_bound),
             *plan(PIXELS, pictures, u, pixels, by_class),
             *plan(COVARIANCES, covariances, matrices, grams_width(features.blocks), white),
             *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
         )
+        return self.over_periods(plans, CONTINUED, context)
 
     def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
@@ -557,11 +550,11 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
     def rate(self, context: RoundContext) -> float:
         """Returns the step size that is used if no second moments are released.
 
-        It depends only on public numbers. It is computed for all K clients, so that it is the same
-        in all rounds, whereas `pooled` describes the sum of the clients that answered. All
-        gradients count with the clip c, also the first (see `logit_noise`).
+        The size depends only on public numbers. It is computed for all K clients, so it is the same
+        in all rounds, whereas `pooled` describes the sum over the clients that answered. All
+        gradients count with the clip c, including the first (see `logit_noise`).
         """
-        records = context.nominal_size * context.clients
+        records = self.total_records(context) * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
         return moments.step_rate(
             noise_std * self.step_clip / records / math.sqrt(context.rounds),
@@ -589,7 +582,7 @@ class FedStats(SummedUploads, MakesImages, TwoExchanges, VaryingReleases, OwnNet
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
-            reason = f"must not be set for {self.name}, which trains a linear model on features"
+            reason = f"cannot be used with {self.name}, which trains a linear model on features. Remove it"
             raise SettingError("model", "name", reason)
         if self.ipc > 0:
             images.check_differentiable(model)
@@ -608,7 +601,7 @@ def _planned(
     signal: float,
     clip: float = 1.0,
 ) -> Plans:
-    """Returns the plan of a release, or nothing if the release has no share of the budget."""
+    """Returns a release's plan, or nothing if its share of the budget is 0."""
     if not shares[name]:
         return ()
     plan = ReleasePlan(

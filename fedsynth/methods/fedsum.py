@@ -1,13 +1,13 @@
-"""FedSum: the server condenses a synthetic set from the sums of all clients' features by class.
+"""FedSum: the server condenses a synthetic set from all clients' class sums of features.
 
 In FedDM (arXiv 2207.09653), each client condenses its own data, and the server trains on the union
-of the synthetic sets. The loss Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9) depends on the data
-only through the class means of features. The class means of all clients' data are pooled sums
-divided by pooled counts. In FedSum, clients therefore send class sums and counts. The sums are
-computed under M networks around the global model, which are drawn from the public seed of the
-round. The server adds the sums up, condenses one set S towards the pooled means, and trains on S. A
-client makes M passes over its data instead of T steps, and the sums do not depend on how the data
-are distributed over the clients.
+of the sets. The loss Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9) depends on the data only
+through the class means of features. Over all clients' data, the class means are pooled sums divided
+by pooled counts. In FedSum, clients therefore send class sums and counts. The sums are computed
+under M networks around the global model, drawn from the round's public seed. The server adds the
+sums up, condenses one set S towards the pooled means, and trains on S. A client makes M passes over
+its data instead of T steps, and the sums do not depend on how the data are distributed over the
+clients.
 
 With differential privacy, the sums under each network are one release of the mechanism `features`,
 and the counts are one further release. `private_matchers` documents the sensitivity. The server's
@@ -52,12 +52,11 @@ FRESH = "fresh"
 
 @dataclass(frozen=True)
 class SumsRequest(ModelParameters):
-    """The message to the clients of FedSum: the model w_r and the synthetic images S.
+    """FedSum's request to the clients: the model w_r and the synthetic images S.
 
     S has the shape [classes · ipc, channels, H, W].
 
-    Clients subtract the class means of the features of S from their own features before summing
-    them.
+    Clients subtract S's class-mean features from their own features before summing them.
     """
 
     images: Tensor = public("sent to clients, never uploaded")
@@ -65,12 +64,11 @@ class SumsRequest(ModelParameters):
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """The upload of a client in FedSum: class sums of features under each network, and class
+    """A client's upload in FedSum: class sums of features under each network, and class
     counts.
 
-    The sums have the shape [M, classes, D], and the counts [classes].
-
-    The class means of the features of S are subtracted from the features.
+    The sums have the shape [M, classes, D], and the counts [classes]. S's class-mean features are
+    subtracted before summing.
     """
 
     sums: Tensor = released()
@@ -82,9 +80,7 @@ class CondensedState(ServerState):
     """The server's state in FedSum, with the synthetic images S.
 
     S is normalised, [classes · ipc, channels, H, W]. A boolean mask [classes] marks the classes
-    with enough data.
-
-    S and the mask are None before the first round.
+    with enough data. Both are None before the first round.
     """
 
     images: Tensor | None = None
@@ -93,34 +89,32 @@ class CondensedState(ServerState):
 
 @dataclass(frozen=True)
 class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
-    """FedSum: the server condenses one synthetic set towards class sums of the features of all
-    clients.
+    """FedSum: the server condenses one synthetic set towards all clients' class sums of features.
 
-    Settings that FedDM also has mean the same as there. The remaining settings are documented in
-    `TrainsInBall` and `SummedUploads`.
+    FedDM's settings have the same meaning here. `TrainsInBall` and `SummedUploads` document the
+    remaining settings.
 
     Args:
         networks: M, the number of networks in a round. A client makes one pass over its data for
             each network.
-        iterations: T, the number of condensation steps of the server in a round. Step t uses
-            network t mod M.
+        iterations: T, the server's number of condensation steps in a round. Step t uses network t
+            mod M.
         image_lr: η_c, the learning rate of the images.
-        image_momentum: momentum of the updates of the images.
+        image_momentum: momentum of the image updates.
         min_examples: smallest number of examples over all clients with which a class is used. With
-            differential privacy, the released count must also be at least twice the standard
-            deviation of its noise.
-        start: what the images start from. "noise" and "random-process" images are both public.
-        restart: whether the images start again in each round. With False, the images of the last
-            round are improved further.
+            differential privacy, the released count must also be at least twice its noise's
+            standard deviation.
+        start: the images' start, "noise" or "random-process". Both are public.
+        restart: whether the images start again in each round. With False, the last round's images
+            are improved further.
         perturbation: how the networks are drawn. "sphere" draws them from the sphere of radius ρ
             around w_r, and "ball" from the inside of the ball. "fresh" initialises new networks,
             and the server then trains without the bound ρ.
         augment: augmentation of real and synthetic images, "none" or "siamese".
         flip: whether "siamese" may mirror images.
         logit_weight: b, the weight of the logits relative to the embedding.
-        count_noise: noise multiplier of the counts, in units of σ/√M. The unit is the noise
-            multiplier of the sums under all M networks together. The setting is used only with
-            differential privacy.
+        count_noise: the counts' noise multiplier, in units of σ/√M, the noise multiplier of all M
+            sums together. The setting is used only with differential privacy.
 
     >>> from fedsynth import FedSum, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedSum(networks=4, ipc=5, iterations=40, image_lr=5.0, server_epochs=50)
@@ -198,8 +192,8 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         clients: int,
         context: RoundContext,
     ) -> CondensedState:
-        """Condenses one synthetic set S towards the class means of all clients, and trains the
-        model on S."""
+        """Condenses one synthetic set S towards all clients' class means, and trains the model on
+        S."""
         S = self._by_class(self._images(state, context), context).clone()
         w_r = context.load(state.parameters).requires_grad_(False).eval()
         maps = self._feature_maps(w_r, context)
@@ -237,7 +231,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return S.images, S.labels, None
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """Returns the number of examples over all clients that a class must have to be used."""
+        """Returns the smallest number of examples, over all clients, with which a class is used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = context.privacy.sample_rate if context.privacy is not None else None
         return max(1.0, self.min_examples * (rate or 1.0), noise)
@@ -271,8 +265,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
             yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """Returns the normalised images S with which a round starts, [classes · ipc, channels, H,
-        W]."""
+        """Returns a round's normalised start images S, [classes · ipc, channels, H, W]."""
         if state.images is not None and not self.restart:
             return state.images
         generator = torch_generator(context.seed, "fedsum's start images")
@@ -289,9 +282,12 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
     def _set(self, state: CondensedState, context: RoundContext) -> sets.SyntheticSet:
-        """Returns the images and labels of the classes that have enough data."""
+        """Returns the images and labels of the classes with enough data."""
         if state.images is None or state.condensed is None:
-            raise ValueError("the server's state has no images, because no round was completed")
+            raise ValueError(
+                "the server's state contains no images, because no round was completed. Run at least "
+                "one round"
+            )
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)
         condensed = state.condensed[labels]
@@ -316,8 +312,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return {"sums": IMAGES, "counts": COUNTS}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of M releases of sums in each round, and of one release of the
-        counts."""
+        """Returns the plans for each round's M sum releases and one count release."""
         refuse_batch_norm(context.architecture)
         plans = class_sums.feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
@@ -330,5 +325,6 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
 
 
 def _centred(u: matching.NetworkFeatures, s_CD: Tensor, x_NCHW: Tensor, label_N: Tensor) -> Tensor:
-    """Returns u(x) − s_c for each image, [N, D]. A row depends only on its image and its class."""
+    """Returns u(x) − s_c for each image, [N, D]. Each row depends only on its image and its
+    class."""
     return u.real(x_NCHW, label_N) - s_CD[label_N]

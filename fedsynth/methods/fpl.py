@@ -20,10 +20,10 @@ from it:
 - L_UPCR is the mean over the coordinates of z, as in the code.
 - The embeddings are those of the trained model. The code collects them during the last local epoch,
   while the model changes.
-- An example of a class without a prototype has only the cross-entropy, as in the code.
+- Examples whose class has no prototype contribute only the cross-entropy, as in the code.
 
 With differential privacy, the embeddings are clipped, and the sums and counts are charged in
-addition to DP-SGD. The loss of an example depends only on this example and on released prototypes.
+addition to DP-SGD. An example's loss depends only on the example and on released prototypes.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from fedsynth.privacy.row_products import row_product
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.validation import in_range
 
-SUMS = "prototype sums"  # the name of their release plan
+SUMS = "prototype sums"  # the release plan's name
 
 
 @dataclass(frozen=True)
 class PrototypesDown(ModelParameters):
-    """The message to the clients of FPL: the model w_t and the cluster prototypes [P, D].
+    """FPL's request to the clients: the model w_t and the cluster prototypes [P, D].
 
-    A vector [P] has the class of each prototype, ascending. P is 0 in round 1.
+    A vector [P] contains the prototypes' classes, ascending. P is 0 in round 1.
     """
 
     prototypes: Tensor = public("sent to clients, never uploaded")
@@ -85,7 +85,7 @@ def first_partition(rows_ND: Tensor) -> Tensor:
     """Computes the cluster of each row by the first partition of FINCH (Sarfraz et al. 2019).
 
     Each row is linked to its nearest neighbour by cosine similarity. The clusters are the connected
-    components. They are numbered from 0, in the order of their first rows.
+    components, numbered from 0 in the order of their first rows.
 
     >>> first_partition(torch.tensor([[1.0, 0.0], [0.0, 1.0], [2.0, 0.1], [0.1, 1.0]])).tolist()
     [0, 1, 0, 1]
@@ -99,10 +99,10 @@ def first_partition(rows_ND: Tensor) -> Tensor:
 
 
 def last_partition(rows_ND: Tensor) -> Tensor:
-    """Computes the cluster of each row by the last partition of FINCH that has several clusters.
+    """Computes the cluster of each row by FINCH's last partition with several clusters.
 
-    Each partition links the means of the clusters of the one before. If the first partition has a
-    single cluster, it is the last.
+    Each partition links the cluster means of the previous one. If the first partition has a single
+    cluster, it is the last.
 
     >>> angles = torch.tensor([0.0, 0.01, 0.1, 0.11, 2.0, 2.01, 2.1, 2.11])
     >>> rows = torch.stack([angles.cos(), angles.sin()], dim=1)
@@ -118,7 +118,7 @@ def last_partition(rows_ND: Tensor) -> Tensor:
 
 
 def cluster_means(rows_ND: Tensor, clusters_N: Tensor) -> Tensor:
-    """Returns the mean of the rows of each cluster, [clusters, D]."""
+    """Returns each cluster's mean row, [clusters, D]."""
     members = F.one_hot(clusters_N).to(rows_ND.dtype).T
     return members @ rows_ND / members.sum(dim=1, keepdim=True)
 
@@ -131,8 +131,8 @@ def prototype_losses(
     unbiased_CD: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes L_CPCL [N] and L_UPCR [N] of each example. They are 0 for examples of a class without
-    a prototype."""
+    """Computes L_CPCL [N] and L_UPCR [N] of each example. They are 0 for examples whose class has
+    no prototype."""
     same_class = labels_N[:, None] == classes_P
     has_prototype = same_class.any(dim=1)
     s = row_product(F.normalize(z_ND, dim=1), F.normalize(prototypes_PD, dim=1)) / temperature
@@ -145,7 +145,7 @@ def prototype_losses(
 
 @dataclass(frozen=True)
 class FPL(TrainsLocally):
-    """FPL: local training that pulls embeddings towards prototypes of clusters of clients.
+    """FPL: local training that pulls embeddings towards client clusters' prototypes.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -153,11 +153,11 @@ class FPL(TrainsLocally):
         contrastive_weight: the weight of L_CPCL, which is 1 in the public code.
         consistency_weight: the weight of L_UPCR, which is 1 in the public code. If both weights are
             0, the method is FedAvg, weighted by n_k.
-        temperature: τ, the temperature of L_CPCL. The default is that of the public code.
-        prototype_clip: L2 bound on the embedding of an example in the sums. It is used only with
+        temperature: τ, the temperature of L_CPCL. The default is the public code's.
+        prototype_clip: L2 bound on an example's embedding in the sums. It is used only with
             differential privacy.
-        prototype_noise: noise multiplier of the sums and of the class counts, divided by σ. It is
-            used only with differential privacy. The default is public and was not tuned.
+        prototype_noise: noise multiplier of the sums and the class counts, divided by σ. It is used
+            only with differential privacy. The default is public and was not tuned.
 
     >>> from fedsynth import FPL, ModelSettings, RunSettings, simulate
     >>> method, model = FPL(local_epochs=2, batch=32, lr=0.05), ModelSettings(width=16, depth=2)
@@ -231,7 +231,7 @@ class FPL(TrainsLocally):
         return LocalObjective(loss=loss, make_upload=make_upload)
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of DP-SGD, of the sums of embeddings, and of the class counts."""
+        """Returns the plans for DP-SGD, the embedding sums and the class counts."""
         return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
             "embeddings (prototypes)",

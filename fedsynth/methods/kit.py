@@ -1,4 +1,4 @@
-"""The stable names for writing methods, beside those of `fedsynth`.
+"""Stable names for authors of methods, in addition to those of `fedsynth`.
 
 >>> import torch
 >>> from fedsynth.methods.kit import ModelParameters, average

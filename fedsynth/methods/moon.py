@@ -1,15 +1,14 @@
 """MOON: local training pulls each client's representations towards those of the global model (Li,
 He and Song 2021, arXiv 2103.16257).
 
-Each client minimises CE + μ·ℓ_con with ℓ_con = −log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) +
-exp(sim(z, z_prev)/τ))), where sim is the cosine similarity (Eq. 3). z is the representation of an
-example by the network in training, z_glob by the global model, and z_prev by the client's model of
-the last round in which it took part. In a client's first round, z_prev is taken from the global
-model, and ℓ_con is log 2 without a gradient. The loss pulls z towards z_glob and pushes it away
-from z_prev.
+Each client minimises CE + μ·ℓ_con, where sim is the cosine similarity (Eq. 3) in ℓ_con =
+−log(exp(sim(z, z_glob)/τ)/(exp(sim(z, z_glob)/τ) + exp(sim(z, z_prev)/τ))). The trained network
+represents an example as z, the global model as z_glob. z_prev comes from the client's own model
+after its last participation. In a client's first round, z_prev comes from the global model, and
+ℓ_con is log 2 without a gradient. The loss pulls z towards z_glob and pushes it away from z_prev.
 
-The loss of an example depends only on this example and on released models, so DP-SGD clips and
-charges it like the cross-entropy.
+An example's loss depends only on the example and on released models, so DP-SGD clips and charges it
+like the cross-entropy.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ class Moon(TrainsLocally):
     Args:
         mu: weight of ℓ_con. It is 1 in FedAF's comparison, and the paper tunes it over {0.1, 1, 5,
             10}. With 0, the method is FedAvg, weighted by n_k.
-        temperature: τ, the temperature of the contrastive loss, which is 0.5 as in the paper. The
-            representation of an example is the embedding before the classifier. The networks in the
-            paper have a projection head there, which `model.projection=256` adds. All methods of a
-            comparison should then use it, because it makes the model and the uploads larger.
+        temperature: τ, the contrastive loss's temperature, 0.5 as in the paper. An example's
+            representation is the embedding before the classifier. The paper's networks have a
+            projection head there, which `model.projection=256` adds. All methods in a comparison
+            should then use it, because it makes the model and the uploads larger.
 
     >>> from fedsynth import ModelSettings, Moon, RunSettings, simulate
     >>> method = Moon(local_epochs=2, batch=32, lr=0.1)

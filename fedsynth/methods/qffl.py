@@ -28,7 +28,7 @@ TINY = 1e-10  # the public code's guard of F_k
 
 @dataclass(frozen=True)
 class FairModel(ModelParameters):
-    """The upload of a client in q-FFL: the trained model w_k, and the loss F_k(w_t) before
+    """A client's upload in q-FFL: the trained model w_k, and the loss F_k(w_t) before
     training."""
 
     loss: float = unprotected()
@@ -108,9 +108,8 @@ class QFFL(TrainsLocally):
 
 
 def mean_loss(model: nn.Module, client: ExactClientView) -> float:
-    """Computes a model's mean cross-entropy on all examples of a group that contains one client.
-
-    The result is 0 if the client has no examples.
+    """Computes a model's mean cross-entropy on the examples of a one-client group, or 0 if it has
+    none.
     """
     examples = client.examples(0)
     total = 0.0

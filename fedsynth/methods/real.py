@@ -1,6 +1,5 @@
-"""REAL: clients send random real images. It is the control experiment in FedDM's Sec. 4.5.
-
-The control shows how much condensation improves on real images. It protects nothing.
+"""REAL: clients send random real images, the control experiment in FedDM's Sec. 4.5. The control
+shows how much condensation improves on real images. It protects nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class RealImages(sets.SyntheticSet):
-    """The upload of a client in REAL: some of its real images, without any protection."""
+    """A client's upload in REAL: some real images, without any protection."""
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()
@@ -29,13 +28,13 @@ class RealImages(sets.SyntheticSet):
 
 @dataclass(frozen=True)
 class Real(TrainsInBall):
-    """REAL: the server trains the model on random real images of the clients.
+    """REAL: the server trains the model on clients' random real images.
 
     The following settings come in addition to those of `TrainsInBall`.
 
     Args:
-        min_examples: smallest number of examples with which a client sends a class. The images are
-            those with which FedDM starts under the same seed, and they are the same in every round.
+        min_examples: smallest number of examples with which a client sends a class. With the same
+            seed, FedDM starts from the same images. They are the same in every round.
 
     >>> from fedsynth import ModelSettings, PartitionSettings, Real, RunSettings, simulate
     >>> method, model = Real(ipc=5, server_epochs=50), ModelSettings(width=16, depth=2)

@@ -1,9 +1,9 @@
-"""The list of built-in methods, with one line for each method.
+"""The list of built-in methods, one line each.
 
-Every other list of methods is derived from this file. The name of a method is the name of its class
-in lower case, with a hyphen before a word that follows capitals: `FedDM` is "feddm", and
-`FedFMLite` is "fedfm-lite". `fedsynth.methods` parses the text of this file, so that listing the
-methods does not import them. Type checkers read the names from this file too.
+Every other list of methods is derived from it. A method's name is its class name in lower case,
+with a hyphen before a word that follows capitals: `FedDM` is "feddm", and `FedFMLite` is
+"fedfm-lite". `fedsynth.methods` parses the file's text, so that listing the methods does not import
+them. Type checkers read the names from this file too.
 """
 
 from fedsynth.methods.ccvr import CCVR as CCVR

@@ -1,18 +1,18 @@
-"""SCAFFOLD: control variates correct the drift of the clients (Karimireddy et al. 2020, arXiv
-1910.06378, Algorithm 1 with option II).
+"""SCAFFOLD: control variates correct client drift (Karimireddy et al. 2020, arXiv 1910.06378,
+Algorithm 1 with option II).
 
-The server sends its model x and its control variate c (`Method.broadcast` copies both from the
-state). Each client takes K_k steps y ← y − η(g_k(y) − c_k + c), and computes
-c_k⁺ = c_k − c + (x − y)/(K_k·η). It sends y and Δc = c_k⁺ − c_k. The server computes
-x ← x + η_g·mean(y − x) and c ← c + |S|/N·mean(Δc), where S are the clients whose uploads count.
+The server sends its model x and its control variate c, which `Method.broadcast` copies from the
+state. Each client takes K_k steps y ← y − η(g_k(y) − c_k + c), and computes c_k⁺ = c_k − c + (x −
+y)/(K_k·η). It sends y and Δc = c_k⁺ − c_k. The server computes x ← x + η_g·mean(y − x) and c ← c +
+|S|/N·mean(Δc), where S are the clients whose uploads count.
 
-Three things are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
+Three points are not in the paper. K_k differs between clients unless `local_steps` or `equal_steps`
 is set. With `weight_decay`, g_k includes the decay. A client whose upload the server rejects keeps
-c_k⁺ (line 14), because it does not learn of the rejection; c is then the mean of the c_k without
-this Δc_k.
+c_k⁺ (line 14), because it does not learn of the rejection. In this case, c is the mean of the c_k
+without the rejected Δc_k.
 
-With differential privacy, the weights y are releases. c_k is computed only from them, the server's
-messages and the public K_k. Sending Δc is therefore post-processing.
+With differential privacy, the weights y are releases. c_k is computed only from the releases, the
+server's messages and the public K_k. Sending Δc is therefore post-processing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class ControlDown(ModelParameters):
-    """The message to the clients of SCAFFOLD: the model x and the control variate c. An empty
+    """SCAFFOLD's request to the clients: the model x and the control variate c. An empty
     mapping means c = 0."""
 
     control: Tensors = public("sent to clients, never uploaded")
@@ -45,8 +45,7 @@ class ControlDown(ModelParameters):
 
 @dataclass(frozen=True)
 class ControlUp(ModelParameters):
-    """The upload of a client in SCAFFOLD: the model y, and the change Δc of the client's control
-    variate."""
+    """A client's upload in SCAFFOLD: the model y, and the change Δc in the control variate."""
 
     control_change: Tensors = released()
 
@@ -78,8 +77,8 @@ class TrainsWithControls(TrainsLocally):
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        momentum: momentum of local SGD. It must be 0, because option II computes the control
-            variate from plain SGD steps.
+        momentum: local SGD's momentum. It must be 0, because option II computes the control variate
+            from plain SGD steps.
     """
 
     request = ControlDown
@@ -93,7 +92,10 @@ class TrainsWithControls(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum:
-            reason = f"must be 0, because {self.name} needs plain SGD steps, got {self.momentum}"
+            reason = (
+                f"must be 0, because {self.name} needs plain SGD steps, got {self.momentum}. Set "
+                "method.momentum=0"
+            )
             raise SettingError("method", "momentum", reason)
 
     def check_request(self, message: ControlDown, context: RoundContext) -> None:
@@ -125,7 +127,7 @@ class TrainsWithControls(TrainsLocally):
     def combine(
         self, state: ControlState, uploads: Mapping[int, ControlUp], context: RoundContext
     ) -> ControlState:
-        """Computes the average of the models with equal weights, and the control variate."""
+        """Averages the models with equal weights, and computes the control variate."""
         mean = average(uploads, uniform=True)
         control: dict[str, Tensor] = {}
         for name in trainable(context):
@@ -139,14 +141,14 @@ class TrainsWithControls(TrainsLocally):
 
 @dataclass(frozen=True)
 class Scaffold(TrainsWithControls):
-    """SCAFFOLD: local training in which control variates correct the drift of the clients.
+    """SCAFFOLD: local training in which control variates correct client drift.
 
     The following settings come in addition to those of `TrainsWithControls`.
 
     Args:
-        server_lr: η_g, the learning rate of the server. It is 1 in the paper's experiments. In the
-            first round, all control variates are zero, and with η_g = 1 the round equals one of
-            FedAvg with equal weights.
+        server_lr: η_g, the server's learning rate. It is 1 in the paper's experiments. With η_g =
+            1, the first round equals FedAvg's with equal weights, because all control variates are
+            zero.
 
     >>> from fedsynth import FedAvg, ModelSettings, RunSettings, Scaffold, simulate
     >>> def floats(method):

@@ -78,7 +78,7 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     if not isinstance(network, nn.Module):
         raise _refused(name, f"must return a torch.nn.Module, got {type(network).__name__}")
     if next(network.parameters(), None) is None:
-        raise _refused(name, "has no parameters to train")
+        raise _refused(name, "has no parameters to train. Use a network with parameters")
     training = network.training
     features = None
     with _refusing(name, f"cannot take images of {_size(shape)}"), torch.no_grad():

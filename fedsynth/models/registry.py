@@ -178,10 +178,15 @@ class ModelSettings:
         if self.features not in feature_names():
             refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
-            reason = f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set"
+            reason = (
+                f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set. Choose one "
+                "of them"
+            )
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
-            raise SettingError("model", "projection", "must be 0 if model.features is set")
+            raise SettingError(
+                "model", "projection", "must be 0 if model.features is set. Set it to 0"
+            )
 
     @property
     def client_names(self) -> tuple[str, ...]:

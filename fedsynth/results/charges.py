@@ -20,7 +20,7 @@ from fedsynth.errors import BudgetExceededError, PrivacyError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.federation.server import FIRST_EXCHANGE, needed_uploads
-from fedsynth.privacy.accounting import epsilon_by_round
+from fedsynth.privacy.accounting import Totals, epsilon_by_round, totals
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.ledger import Histories, History
 from fedsynth.privacy.plans import FIRST, MAIN
@@ -150,6 +150,9 @@ class Charges:
         The plan also covers a round that was under way when the run stopped. If the run was resumed
         in a round, the plan covers this round twice.
         """
+        if self.run.start.selected:
+            self._sort_selection(number, client, remaining)
+            return
         planned: list[tuple[Release, bool]] = []
         last = min(self.rounds_done + 1, self.plan.run.rounds)
         for round_number in self.plan.participation.rounds_of(number, last):
@@ -167,6 +170,24 @@ class Charges:
             elif required:
                 self.missing.append((client, row))
         charged.sort(key=lambda row: row.round)
+        self.foreign += [(client, row) for row in remaining]
+
+    def _sort_selection(self, number: int, client: str, remaining: list[Release]) -> None:
+        """Separates the row of the run's private selection from those charged by other runs.
+
+        The row must cover all releases that the run plans.
+        """
+        planned = []
+        for round_number in self.plan.participation.rounds_of(number, self.plan.run.rounds):
+            planned += self.plan.client_rows(number, self.round_context(round_number))
+        candidates = []
+        if remaining and remaining[0].selection is not None:
+            candidates = list(map(Totals, remaining[0].selection.candidates))
+        self.charged[client] = []
+        if any(candidate.covers(totals(planned)) for candidate in candidates):
+            self.charged[client] = [remaining.pop(0)]
+        else:
+            self.missing += [(client, row) for row in planned]
         self.foreign += [(client, row) for row in remaining]
 
     def round_context(self, number: int) -> RoundContext:

@@ -130,7 +130,9 @@ class Logger(Observer):
             ) from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
-            raise OutputError(f"cannot log to {self.name}: {reason}") from error
+            raise OutputError(
+                f"cannot log to {self.name}: {reason}. Correct its settings"
+            ) from error
 
     def round_ended(self, row: Mapping[str, Any]) -> None:
         self._write(numbers_of(row), int(row["round"]))

@@ -92,6 +92,8 @@ class RunFolder:
         base: the parent folder.
         name: a name made of the method and the data set. Characters that are not allowed in file
             names are replaced by `_`.
+        began: the time in the name of the folder. None means now.
+        home: the later parent folder, which the files state. None means that the folder stays.
 
     Attributes:
         path: the current path of the folder.
@@ -103,11 +105,15 @@ class RunFolder:
         OutputError: the folder cannot be created or written.
     """
 
-    def __init__(self, base: Path, name: str) -> None:
+    def __init__(
+        self, base: Path, name: str, began: datetime | None = None, home: Path | None = None
+    ) -> None:
         with writing(base):
             base.mkdir(parents=True, exist_ok=True)
             plain = re.sub(r"[^\w(),.+=-]", "_", name)[:NAME_LIMIT].removesuffix(INCOMPLETE)
-            self.final, self.path = _fresh(base, f"{datetime.now():%Y%m%d-%H%M%S}-{plain}")
+            time = began or datetime.now()
+            self.final, self.path = _fresh(base, f"{time:%Y%m%d-%H%M%S}-{plain}")
+        self._home = home or base
         self._claim()
 
     @classmethod
@@ -123,7 +129,7 @@ class RunFolder:
             raise OutputError(f"{path} is not a run folder: it contains no {CONFIG}")
         if path.suffix != INCOMPLETE:
             raise OutputError(
-                f"the run in {path} cannot be resumed, because it has finished"
+                f"the run in {path} cannot be resumed, because it has finished. Start a new run"
             ).with_code("files.finished")
         try:
             plain_files(path)  # a pipe, or a link to another file, is neither read nor written
@@ -132,6 +138,7 @@ class RunFolder:
         folder = cls.__new__(cls)
         folder.path = path
         folder.final = path.with_suffix("")
+        folder._home = path.parent
         folder._claim()
         with writing(path):
             delete_partial(path)
@@ -143,7 +150,9 @@ class RunFolder:
         The lock prevents two processes from writing the same run.
         """
         with writing(self.path):
-            busy = OutputError(f"another process is still writing into {self.path}")
+            busy = OutputError(
+                f"another process is still writing into {self.path}. Wait until it ends"
+            )
             self._lock = claim(self.path / LOCK, busy)
 
     def release(self) -> None:
@@ -296,7 +305,7 @@ class RunFolder:
                 save_tensors(matrices, self.path / ARTEFACTS, {})
 
     def write_summary(self, summary: Disclosed) -> None:
-        public = {**summary.public, "folder": str(self.final)}
+        public = {**summary.public, "folder": str(self._home / self.final.name)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
 
     def finish(self) -> Path:

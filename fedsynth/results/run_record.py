@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -217,11 +218,15 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     _missing: set[str] = field(default_factory=set)
 
-    def begin(self, histories: Histories) -> None:
+    def begin(self, histories: Histories, selected: datetime | None = None) -> None:
         """Writes the initial state of a private run into the run folder, before the first round.
 
         The initial state includes the current contents of the clients' ledgers. If the run is
         resumed, the initial state is already in the folder, and only new warnings are added.
+
+        Args:
+            histories: the contents of the clients' ledgers.
+            selected: the time when the selection began, if the run is a trial of one.
         """
         if self.plan is None or self.folder is None:
             return
@@ -231,6 +236,9 @@ class RunRecord:
             start = start.model_copy(update={"warnings": warnings})
         else:
             start = self._start(self.plan, histories, self.folder.final.name)
+            if selected is not None:  # the trial's own date would hint at its number
+                run = RunStart(id=start.run.id, date=selected.date().isoformat())
+                start = start.model_copy(update={"selected": True, "run": run})
         self.folder.write_private_start(start)
 
     def _start(self, plan: PrivacyPlan, histories: Histories, name: str | None) -> Start:

@@ -327,7 +327,7 @@ def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Modul
     if not (source / MODEL).is_file():
         raise OutputError(
             f"{source} is neither a model file nor a finished run's folder nor an export with a "
-            "model (--with-model)"
+            "model (--with-model). Name one of them"
         ).with_code("files.model")
     if (source / SUMS).is_file():
         check_hashes(source)

@@ -24,6 +24,7 @@ from fedsynth.evaluation import NAMES
 from fedsynth.federation import run_data
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
+from fedsynth.privacy.guard import SETTINGS, verify_guard
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
@@ -78,7 +79,8 @@ def verify_run(
     ledgers.
 
     Args:
-        run: the run folder, or the privacy_report.json in it.
+        run: the run folder, a guard's folder (`fedsynth.privacy.guard`), or the
+            privacy_report.json in it.
         ledger: the folder of the ledger files. With None, this is `ledger/` in the run folder, or
             the folder that config.toml states.
         method: the class of the run's method, if fedsynth does not know the method by name.
@@ -97,6 +99,8 @@ def verify_run(
     if wrong := schema_problems(report):
         return Verification([Problem("schema", text) for text in wrong])
     with report_file.damage_as_error(f"the run in {folder} is damaged"):
+        if (folder / SETTINGS).exists():
+            return verify_guard(folder, report, ledger)
         return _verified(folder, report, ledger, method)
 
 
@@ -121,7 +125,10 @@ def _verified(
             problems.append(_problem(error))
     version = report["provenance"].get("fedsynth", "an unknown version")
     if problems and version != __version__:
-        text = f"the run used fedsynth {version}, but this is fedsynth {__version__}"
+        text = (
+            f"the run used fedsynth {version}, but this is fedsynth {__version__}. Install the "
+            "version of the run"
+        )
         problems.append(Problem("provenance.fedsynth", text))
     return Verification(problems, [*notes, TAKEN_AS_STATED])
 

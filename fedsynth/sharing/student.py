@@ -113,7 +113,9 @@ def require_place(file: Path) -> Path:
             be changed.
     """
     if file.is_dir():
-        raise OutputError(f"{file} is a folder, but the model needs a file name")
+        raise OutputError(
+            f"{file} is a folder, but the model needs a file name. Add a name such as model.pt"
+        )
     if any((folder / SUMS).is_file() for folder in file.resolve().parents):
         raise OutputError(f"{file} is inside a synthetic set. Choose another folder for the model")
     return file
@@ -167,7 +169,7 @@ def student_of_set(
     student_settings = student_settings or settings_for(synthetic.spec.image_shape)
     check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        reason = "must be 'hard' or 'auto', because the set has no soft labels"
+        reason = "must be 'hard' or 'auto', because the set has no soft labels. Choose one of them"
         raise SettingError(None, "labels", reason)
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
@@ -259,7 +261,9 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
         if getattr(other, name) != getattr(spec, name):
             values = f"{name.replace('_', ' ')} {short_repr(getattr(spec, name))} of {spec.name}"
             reason = f"must have the {values}, but {place} was trained for {other.name} with "
-            raise SettingError(None, key, f"{reason}{short_repr(getattr(other, name))}")
+            raise SettingError(
+                None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another"
+            )
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -313,7 +317,11 @@ def real_images(
     images = image_spec(spec)
     if folder is not None:
         if dataset is not None:
-            raise SettingError("data", "dataset", "must not be set together with data.test_folder")
+            raise SettingError(
+                "data",
+                "dataset",
+                "must not be set together with data.test_folder. Remove one of them",
+            )
         chosen = FolderSettings(folder, **data)
         return _encoded(read_as(chosen, images, note, TEST), spec, encoder)
     if dataset is None:
@@ -321,7 +329,10 @@ def real_images(
     loaded = load_dataset(dataset, root, download=download)[1]
     other = loaded.spec
     if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
-        reason = f"must have the synthetic set's image shape {images.image_shape} and class names"
+        reason = (
+            f"must have the synthetic set's image shape {images.image_shape} and class names. Choose "
+            "such a data set"
+        )
         raise SettingError("data", "dataset", reason, value=dataset)
     test = ImageData(loaded.images, loaded.labels, images)  # normalised as the synthetic ones are
     return _encoded(test, spec, encoder)
@@ -336,7 +347,10 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
         return test
     expected = spec.encoder.partition(": ")[0]
     if encoder is None:
-        reason = f"must be {expected.partition('@')[0]}, because the set has vectors of {expected}"
+        reason = (
+            f"must be {expected.partition('@')[0]}, because the set has vectors of {expected}. Set it "
+            "so"
+        )
         raise SettingError("data", "encoder", reason)
     features = encoder_map(encoder, test.spec)
     vectors = encode(test, features, torch.device("cpu"))

@@ -159,7 +159,8 @@ def audit_run(
         plan = run.budget.plan
         if plan.chief.shares > 1:
             reason = (
-                "must be 'own' for an audit, because one upload has less noise than a secure sum"
+                "must be 'own' for an audit, because one upload has less noise than a secure "
+                "sum. Set method.aggregation=own"
             )
             raise SettingError(None, "aggregation", reason)
         run.watch()
@@ -243,11 +244,15 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
     size of the original run.
     """
     if settings.privacy is None:
-        reason = "or privacy.epsilon must be set, because an audit tests a stated ε"
+        reason = (
+            "or privacy.epsilon must be set, because an audit tests a stated ε. Set one of them"
+        )
         raise SettingError("privacy", "noise_multiplier", reason)
     mechanism = settings.privacy.mechanism
     if mechanism is not None and not mechanism_facts(mechanism).guaranteed:
-        raise PrivacySettingError("privacy", "mechanism", "has no ε to test", value=mechanism)
+        raise PrivacySettingError(
+            "privacy", "mechanism", "has no ε to test. Use another mechanism", value=mechanism
+        )
     privacy = settings.privacy
     if privacy.ledger is not None:  # σ for what is left in the kept ledger, which is only read
         privacy = replace(plan_of(settings).privacy, epsilon=None, ledger=None)
@@ -378,7 +383,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     sigma = value_at(summary, "differential_privacy.noise_multiplier")
     rounds = summary.get("rounds")
     if settings.privacy is None or not sigma or not rounds:
-        reason = "must be a finished private run of at least one round"
+        reason = "must be a finished private run of at least one round. Name such a run's folder"
         raise SettingError(None, "folder", reason, value=folder)
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)

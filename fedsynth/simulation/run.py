@@ -14,7 +14,7 @@ among the clients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from torch import Tensor
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.context import RoundContext
 from fedsynth.core.feature_cache import keep_on_disk
+from fedsynth.core.messages import Tensors
+from fedsynth.core.periods import has_periods
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
 from fedsynth.errors import SettingError
@@ -40,12 +42,14 @@ from fedsynth.models.on_features import FeatureLinear, OnFeatures
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
+from fedsynth.privacy.periods import PeriodFacts, ReleaseSequence
 from fedsynth.results import run_messages
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.charges import plan_when_it_began
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
 from fedsynth.results.run_folder import ROUNDS, RunFolder
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
+from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
 
@@ -65,6 +69,9 @@ class Simulation(ActiveRun):
         download: True lets torchvision download missing public images.
         resumed: the folder of the run to resume. None begins a new run.
         trained: the folder in which runs of one round share trained clients, or None.
+        continued: the released model of the first period, from which a later period takes the
+            centre and the whitening of the features. None in a first period.
+        trial: the trial of a private selection that this run is, or None.
     """
 
     backend: InProcess
@@ -80,20 +87,26 @@ class Simulation(ActiveRun):
         download: bool = False,
         resumed: RunFolder | None = None,
         trained: Path | None = None,
+        continued: Tensors | None = None,
+        trial: Trial | None = None,
     ) -> None:
         settings = choose_speed(settings, train.labels.device)
         parts = list(map(torch.from_numpy, clients.parts))
         context = public_context(settings, train.spec, train.labels.device)
         super().__init__(settings, context, observer, download=download)
+        if continued is not None:
+            self.context.architecture.load_state_dict(continued)
         self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
+        self._trial = trial
         checkpoint = None
         if resumed is not None:
             self.checkpoints = self._checkpoints_of(resumed)
             checkpoint = self.checkpoints.resume(resumed, settings)
         self.backend = self._make_clients(clients, train, parts, resumed)
         self._join(self._original_plan(resumed, checkpoint))
+        self._state_period()
         # If earlier runs have exhausted the budget, this one ends before its first round and writes
         # nothing.
         self.folder = resumed
@@ -101,12 +114,30 @@ class Simulation(ActiveRun):
             self.folder = self._new_folder(output, clients)
         self._begin_record(*test, simulated=True)
         if self.folder is not None:
-            self.record.begin(self.backend.histories())
+            self._begin_folder()
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
             self.folder.write_partition(counts)
         self._announce(new=resumed is None)
         if resumed is not None:
             self._restore(resumed, checkpoint)
+
+    def _state_period(self) -> None:
+        """Passes the public facts of a period to the clients' sequences of releases."""
+        sections = self.settings.to_mapping()
+        del sections["data"]
+        for client in self.backend.clients:
+            if client.sequence is not None and self.plan is not None:
+                client.sequence.facts = PeriodFacts(
+                    self.plan.sigma, self.context.nominal_size, sections
+                )
+
+    def _begin_folder(self) -> None:
+        """Writes the initial state of the run into its folder."""
+        if self._trial is None:
+            self.record.begin(self.backend.histories())
+        else:
+            histories = [ledger.history_at_start for ledger in self._trial.ledgers]
+            self.record.begin(histories, self._trial.began)
 
     @property
     def _private(self) -> bool:
@@ -127,7 +158,10 @@ class Simulation(ActiveRun):
         if encoder is None or encoder.encoder or not encoder.encoder_cache:
             return
         if not isinstance(network, OnFeatures | FeatureLinear):
-            reason = "has no effect, because the run has no encoder and its model no feature map"
+            reason = (
+                "has no effect, because the run has no encoder and its model no feature map. Remove "
+                "it"
+            )
             raise SettingError("data", "encoder_cache", reason)
         if self.context.isolated:
             return
@@ -149,8 +183,13 @@ class Simulation(ActiveRun):
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
         names = clients.ledger_names
         folder = settings.privacy.ledger_folder if settings.privacy is not None else settings.ledger
-        if folder is not None:
-            ledgers = clients.kept_ledgers(folder, settings)
+        sequences: Mapping[str, ReleaseSequence] = {}
+        if folder is not None and self._private and self._trial is None:
+            sequences = clients.sequences(folder, settings)
+        if self._trial is not None:
+            ledgers = self._trial.ledgers
+        elif folder is not None:
+            ledgers = clients.kept_ledgers(folder, settings, sequences)
         elif resumed is not None and self._private:
             if resumed.has_begun:
                 resumed.require_ledgers(names)
@@ -160,7 +199,10 @@ class Simulation(ActiveRun):
         runtimes = []
         for number, ledger in enumerate(ledgers):
             data = ClientData(train, training[number], held_out[number])
-            runtimes.append(ClientRuntime(number, settings, self.context, data, ledger))
+            sequence = sequences.get(names[number])
+            runtimes.append(
+                ClientRuntime(number, settings, self.context, data, ledger, sequence=sequence)
+            )
         return InProcess(runtimes)
 
     def _original_plan(
@@ -196,6 +238,12 @@ class Simulation(ActiveRun):
             budgets = [client.budget for client in self.backend.clients]
             secret = all(budget.secret.is_secret for budget in budgets if budget is not None)
             result = self._finish(histories, secret=secret)
+            if len(self.record.rows) == self.settings.rounds:
+                for client in self.backend.clients:
+                    if client.sequence is not None:
+                        client.sequence.finish()
+            if self._trial is not None:
+                self._trial.measure(result.model, self.backend.clients, self.context)
             summary = result.summary
             return result
         except KeyboardInterrupt:
@@ -262,6 +310,8 @@ class Simulation(ActiveRun):
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
+        if has_periods(self.method):
+            return f"{progress}{self._spent()}. Repeat the command, which charges nothing again"
         charge_note = ". Resuming charges the interrupted round again" if self._private else ""
         return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
 
@@ -270,7 +320,9 @@ class Simulation(ActiveRun):
 
         If the ledgers are not kept elsewhere, the clients get new ledgers in this folder.
         """
-        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}")
+        trial = self._trial
+        stated = () if trial is None else (trial.began, trial.home)
+        folder = RunFolder(output, f"{self.method.name}-{self.context.spec.name}", *stated)
         folder.write_config(to_toml(self.settings.to_mapping()))
         folder.write_sources(own_sources(self.settings).values())
         privacy = self.settings.privacy

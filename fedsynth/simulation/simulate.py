@@ -20,6 +20,7 @@ from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import OwnNetwork, SyntheticImages
+from fedsynth.core.periods import SumsOverPeriods, has_periods
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
@@ -35,7 +36,9 @@ from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
+from fedsynth.simulation.periods import continued_sections, released_model
 from fedsynth.simulation.run import Simulation
+from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
 
 
@@ -52,6 +55,8 @@ def simulate(
     resume: Path | str | None = None,
     quiet: bool = False,
     trained: Path | str | None = None,
+    continued: Path | str | None = None,
+    trial: Trial | None = None,
 ) -> RunResult:
     """Simulates a federation on one machine.
 
@@ -84,6 +89,10 @@ def simulate(
             round without differential privacy and with `output`. A run loads a client that another
             run has trained from the same weights on the same data in the same order. The recorded
             seconds of the round include the original training time.
+        continued: the shared set of the period before, if the run is a later one of several
+            periods (`owner_settings`).
+        trial: the trial of a private selection (`fedsynth.experiments.selection`) that this run is.
+            Its releases are not charged, as they were with the selection.
 
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
@@ -105,6 +114,7 @@ def simulate(
     (2, True)
     """
     _require_settings(settings)
+    check_periods(settings, continued, resume)
     if settings.privacy is not None:
         check_method(settings.method)
     device = resolve_device(settings.device)
@@ -131,6 +141,8 @@ def simulate(
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
             None if trained is None else Path(trained),
+            None if continued is None else released_model(Path(continued), type(settings.method)),
+            trial,
         ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")
@@ -142,6 +154,27 @@ def _require_settings(settings: object) -> None:
     if not isinstance(settings, RunSettings):
         reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
         raise SettingError(None, "settings", reason + short_repr(settings))
+
+
+def check_periods(
+    settings: RunSettings, continued: Path | str | None, resume: Path | str | None = None
+) -> None:
+    """Checks that a run that is one of several periods can continue the earlier ones.
+
+    Raises:
+        SettingError: the run is not private, is resumed, or lacks the period before.
+    """
+    method = settings.method
+    period = method.period if isinstance(method, SumsOverPeriods) else 1
+    if has_periods(method) and settings.privacy is None:
+        reason = "must be 1 without differential privacy. Set privacy.epsilon"
+        raise SettingError("method", "periods", reason)
+    if has_periods(method) and resume is not None:
+        reason = "must be None with several periods. Start the period again instead"
+        raise SettingError(None, "resume", reason)
+    if (period > 1) != (continued is not None):
+        reason = f"must be the shared set of the period before, for period {period}"
+        raise SettingError(None, "continued", f"{reason}. Use the result of owner_settings")
 
 
 def among_clients(
@@ -205,7 +238,9 @@ PRESETS: Mapping[str, Preset] = {
 ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 
 
-def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSettings:
+def owner_settings(
+    values_by_section: Mapping[str, Mapping[str, Any]], continued: Path | str | None = None
+) -> RunSettings:
     """Builds the settings with which one data owner creates a synthetic set.
 
     Values that are not given come from `PRESETS`. All images belong to one client, even if the
@@ -213,6 +248,9 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
 
     Args:
         values_by_section: the sections of settings, as for `resolve`.
+        continued: the shared set of the last period, whose settings the next period has
+            (`continued_sections`). Only the data, the ledger folder and the section "report" are
+            then set.
 
     Raises:
         DataError: the set must be private, but the images have no declaration of public facts.
@@ -222,11 +260,15 @@ def owner_settings(values_by_section: Mapping[str, Mapping[str, Any]]) -> RunSet
     (20, 20, 1)
     """
     check_sections(values_by_section)
+    if continued is not None:
+        return resolve(continued_sections(Path(continued), values_by_section))
     sections = {name: dict(values) for name, values in values_by_section.items()}
     name = str(sections.get("run", {}).get("method", DEFAULT_METHOD)).lower()
     chosen_settings = sections.get("method", {})
     for section, values in PRESETS.get(name, TWO_ROUNDS).items():
         sections[section] = {**values, **sections.get(section, {})}
+    if str(chosen_settings.get("periods", 1)) != "1":
+        sections["run"] = {**sections["run"], "rounds": 1, **values_by_section.get("run", {})}
     if (
         "ipc" in chosen_settings and "drawn_ipc" not in chosen_settings
     ):  # ipc is the number of all images of a class
@@ -251,6 +293,7 @@ def synthesize(
     with_model: bool = False,
     observer: Observer | None = None,
     download: bool = False,
+    continued: Path | str | None = None,
 ) -> RunResult:
     """Creates a synthetic set from the images of one data owner, and exports the set.
 
@@ -260,9 +303,11 @@ def synthesize(
         runs: the parent folder of run folders. Do not share a run folder, because it contains
             private data.
         unprotected: True exports the set even if it has no differential privacy.
-        with_model: True exports the model of the run, too.
+        with_model: True exports the model of the run, too. With several periods, it is always
+            exported, as later periods need its centre and whitening.
         observer: an observer that receives the progress.
         download: True lets torchvision download a named data set.
+        continued: the shared set of the last period, as in `owner_settings`.
 
     Raises:
         FedsynthError: as for `simulate` and `export_run`. Errors that can be detected
@@ -274,8 +319,11 @@ def synthesize(
     """
     target = Path(out)
     check_synthesis(settings, target, unprotected=unprotected)
-    result = simulate(settings, output=runs, observer=observer, download=download)
+    result = simulate(
+        settings, output=runs, observer=observer, download=download, continued=continued
+    )
     if result.folder is not None and result.metrics:
+        with_model = with_model or has_periods(settings.method)
         flags = {"unprotected": unprotected, "with_model": with_model}
         export_run(result.folder, target, **flags, method=type(settings.method))
     return result

@@ -1,7 +1,7 @@
 """Methods that make synthetic data, for custom pipelines (`examples/custom_pipeline.py`).
 
-They cover condensation of clients' images, generators that are trained without data, and stratified
-aggregation of the logits of several models. Each of the names below is imported on first use.
+They cover condensation of clients' images, generators trained without data, and stratified
+aggregation of several models' logits. Each name below is imported on first use.
 """
 
 from __future__ import annotations

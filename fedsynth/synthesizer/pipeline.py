@@ -1,9 +1,7 @@
-"""Condensation of plain tensors without a federation.
-
-An objective draws a network for each step and returns the gradient of the loss with respect to the
-synthetic records. `condense` loops over the steps and moves the records along the gradient. If the
-objective has a `fedsynth.privacy.DataOwner`, all steps are charged to the owner's ledger when the
-loop starts.
+"""Condensation of plain tensors without a federation. An objective draws a network for each step
+and returns the loss's gradient with respect to the synthetic records. `condense` loops over the
+steps and moves the records along the gradient. If the objective has a `fedsynth.privacy.DataOwner`,
+all steps are charged to the owner's ledger when the loop starts.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from fedsynth.synthesizer.condensation.losses import Loss, loss_gradient
 from fedsynth.training.sgd import MomentumSgd
 from fedsynth.validation import check_number
 
-# The type of functions that return a network for one step, such as a freshly initialised network.
-# The features of an `EmbeddingNetwork` are its embedding and its logits. The features of any other
-# module are its output [N, D].
+# A function that returns a network for one step, such as a newly initialised one. An
+# `EmbeddingNetwork`'s features are its embedding and its logits. Any other module's features are
+# its output [N, D].
 Networks = Callable[[], nn.Module]
 
-# The largest number of values in the records that go through a module together.
+# The largest number of values in the records of one pass.
 CPU_NUMBERS = 2**21
 
 
@@ -61,13 +59,11 @@ def mean_distance(real: Tensor, synthetic: Tensor) -> Tensor:
 def sliced_wasserstein(
     u_ND: Tensor, v_MD: Tensor, *, projections: int = 64, seed: int = 0
 ) -> Tensor:
-    """Returns the sliced Wasserstein distance between two sets of points (Bonneel et al. 2015).
-
-    The points are projected onto random directions. The result is the mean of the 1-Wasserstein
-    distances between the projections.
+    """Returns the sliced Wasserstein distance between two point sets (Bonneel et al. 2015): the
+    mean 1-Wasserstein distance between their projections onto random directions.
 
     Args:
-        u_ND, v_MD: the two sets of points. N and M may differ.
+        u_ND, v_MD: the two point sets. N and M may differ.
         projections: the number of random directions.
         seed: the seed of the directions.
 
@@ -122,9 +118,12 @@ class ModuleFeatures(matching.NetworkFeatures):
 def _step_features(
     networks: Networks, seed: int, step: int, device: torch.device
 ) -> matching.NetworkFeatures:
-    """Draws the network of a step from the seed and returns the features that it computes."""
+    """Draws a step's network from the seed, and returns its features."""
     if isinstance(networks, nn.Module):
-        raise TypeError("networks must be a function that returns a network, but is a network")
+        raise TypeError(
+            "networks is a network, but must be a function that returns one. Pass a function such as "
+            "`lambda: network`"
+        )
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
     if isinstance(network, EmbeddingNetwork):
@@ -133,26 +132,23 @@ def _step_features(
 
 
 def _pair(x: Tensor) -> Tensor:
-    """Returns the group index 0 for each record.
-
-    Group indices select augmentations, and nothing is augmented here.
+    """Returns group index 0 for each record, because group indices select augmentations and nothing
+    is augmented here.
     """
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
 @dataclass(eq=False, repr=False)
 class FeatureMatching:
-    """Matches the features of synthetic records with those of real minibatches, without privacy.
+    """Matches synthetic records' features to real minibatches' features, without privacy.
 
     Each class is matched separately.
 
     Args:
         x, y: the records [N, ...] and their labels [N].
-        networks: draws the network of a step.
-        classes: the number of classes.
-        steps: the number of steps.
-        batch_size: the number of real records of each class in a step.
-        loss: the loss between the real and the synthetic features of a class.
+        networks: draws a step's network. classes: the number of classes. steps: the number of
+            steps. batch_size: the number of real records per class in a step. loss: the loss
+            between a class's real and synthetic features.
         bounds: the smallest and the largest value in a record.
         seed: the seed of the networks and the minibatches.
 
@@ -177,10 +173,13 @@ class FeatureMatching:
         self._members = [torch.nonzero(self.y == label).flatten() for label in range(self.classes)]
         for label, members in enumerate(self._members):
             if not len(members):
-                raise DataError(f"each class must have a record, but class {label} has none")
+                raise DataError(
+                    f"class {label} has no records, but each class needs at least one. Add records, "
+                    "or lower classes"
+                )
 
     def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns real records that are drawn at random from each class."""
+        """Returns real records, drawn at random from each class."""
         draws = torch_generator(seed, "start images")
         rows = []
         for members in self._members:
@@ -189,7 +188,7 @@ class FeatureMatching:
         return self.x[torch.stack(rows)]
 
     def begin(self) -> None:
-        """Does nothing, because this objective charges no releases."""
+        """Does nothing, because no releases are charged."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
         features = _step_features(self.networks, self.seed, step, self.x.device)
@@ -206,7 +205,7 @@ class FeatureMatching:
 
 @dataclass(eq=False, repr=False)
 class _PrivateMatching:
-    """The base class of objectives with differential privacy.
+    """Base class for objectives with differential privacy.
 
     When `condense` starts, the objective charges the data owner for all steps.
     """
@@ -230,7 +229,7 @@ class _PrivateMatching:
         self._mechanisms: list[GaussianSumMechanism] = []
 
     def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns random records within the owner's bounds. They contain nothing private."""
+        """Returns random records within the owner's bounds, which depend on no private data."""
         self._per_class = per_class
         records = self.owner.public_records(self.classes * per_class, seed)
         return records.view(self.classes, per_class, *self.owner.record_shape)
@@ -240,7 +239,7 @@ class _PrivateMatching:
 
         Raises:
             BudgetExceededError: the owner's budget does not allow all steps.
-            PrivacyError: the features or the gradient of a record depend on other records.
+            PrivacyError: a record's features or gradient depend on other records.
         """
         features = self._features(0)
         self._check(features)
@@ -258,7 +257,7 @@ class _PrivateMatching:
         self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
     def _check(self, features: matching.NetworkFeatures) -> None:
-        """Tries the vectors that a step computes from records, before anything is charged."""
+        """Tries a step's per-record vectors before anything is charged."""
         self.owner.check_independent(
             lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
         )
@@ -267,7 +266,7 @@ class _PrivateMatching:
         return _step_features(self.networks, self.seed, step, self.owner.device)
 
     def _width(self, features: matching.NetworkFeatures) -> int:
-        """Returns the number of coordinates that a step releases for each class."""
+        """Returns a step's number of released coordinates per class."""
         raise NotImplementedError  # abstract
 
 
@@ -279,7 +278,7 @@ class ResidualMatching(_PrivateMatching):
     Args:
         owner: the data owner, who has the records, the ledger and the budget.
         networks: draws the network of a step.
-        clip: the L2 bound of a record's residual.
+        clip: the L2 bound on a record's residual.
         steps: the number of steps. All steps are charged when `condense` starts.
         sample_rate: the Poisson sampling rate of a step.
         total_epsilon: see `DataOwner.charge`.
@@ -308,14 +307,14 @@ class ResidualMatching(_PrivateMatching):
 class GradientMatching(_PrivateMatching):
     """Minimises any loss of features with differential privacy.
 
-    A step releases the noisy sum of clipped gradients of single records (FedDM, Eq. 15). The
-    gradient of a record is computed as if the record were the only real one. For `mean_distance`,
-    the average of these gradients is the gradient of a batch. For other losses, the objective is
-    the average of the loss over single records.
+    A step releases the noisy sum of clipped per-record gradients (FedDM, Eq. 15). A record's
+    gradient is computed as if it were the only real record. For `mean_distance`, the per-record
+    gradients average to the batch's gradient. For other losses, the objective is the mean loss over
+    single records.
 
     Args:
-        loss: a loss between a real record's features [1, D] and the synthetic features of a class
-            [M, D].
+        loss: a loss between a real record's features [1, D] and a class's synthetic features [M,
+            D].
         owner, networks, clip, steps, sample_rate, total_epsilon, seed: as in `ResidualMatching`,
             except that `clip` bounds a record's gradient.
     """
@@ -351,7 +350,7 @@ class GradientMatching(_PrivateMatching):
         return torch.stack([loss_gradient(self.loss, real[None], made_MD) for real in real_RD])
 
 
-# The type of the objectives that `condense` minimises.
+# The objectives that `condense` minimises.
 Objective = FeatureMatching | ResidualMatching | GradientMatching
 
 
@@ -370,10 +369,10 @@ def condense(
     Args:
         objective: an objective such as `FeatureMatching` or `ResidualMatching`. A private objective
             charges its owner for all steps before the first step.
-        per_class: the number of synthetic records of each class.
+        per_class: the number of synthetic records per class.
         lr, momentum: the learning rate and the momentum of gradient descent on the records.
-        start: the records to start from, [classes, per_class, ...]. With privacy they must be
-            public or released. If None, the objective provides them.
+        start: the start records, [classes, per_class, ...]. With privacy, they must be public or
+            released. With None, the objective provides them.
         seed: the seed of the objective's start records.
         progress: whether to show a progress bar on stderr.
 
@@ -401,6 +400,9 @@ def condense(
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)
         synthetic.clamp_(*objective.bounds)
     if not bool(synthetic.isfinite().all()):
-        raise DivergedError(f"condensation diverged to NaN or infinity. Use an lr below {lr:g}")
+        raise DivergedError(
+            "the synthetic records contain NaN or infinite values, because condensation diverged. "
+            f"Use an lr below {lr:g}"
+        )
     labels = torch.arange(objective.classes, device=synthetic.device)
     return SyntheticRecords(synthetic.flatten(0, 1), labels.repeat_interleave(per_class))

@@ -1,4 +1,4 @@
-"""Names the result of a client's training, so that runs can share finished trainings."""
+"""Names the results of clients' trainings, so that runs can share finished ones."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedsynth.training.many_clients import Learner
 from fedsynth.training.sgd import LookUp, Objective, Pull
 from fedsynth.version import __version__
 
-# Number of images that are loaded at a time to compute a digest.
+# Number of images loaded at a time for a digest.
 DIGEST_IMAGES = 4096
 
 
 def covers(objective: Objective) -> bool:
-    """Returns True if `training_name` depends on everything that an objective contributes."""
+    """Returns True if `training_name` covers all of an objective's contributions."""
     return objective.plain and type(objective.penalty) in (Pull, type(None))
 
 
@@ -28,12 +28,12 @@ def training_name(
     device: torch.device,
     precision: torch.dtype,
 ) -> str:
-    """Returns a name of the result of a client's plain training.
+    """Returns a name for a client's plain training.
 
     The name contains a hash of the initial model, the data and their order, the optimiser, the
-    penalty, the hardware and the versions of the software. Equal names mean equal results for the
-    networks of this package, whose `repr` and values define them completely, as long as the version
-    of the package is the same.
+    penalty, the hardware and the software versions. Equal names mean equal results for fedsynth's
+    networks, whose `repr` and values define them completely, as long as fedsynth's version is the
+    same.
     """
     digest = hashlib.blake2b(digest_size=16)
     model = learner.model

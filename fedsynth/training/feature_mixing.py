@@ -1,8 +1,8 @@
 """Augmentations from other papers, with which FedFA+ (TPAMI 2024) compares its own.
 
 Each function augments a batch of images or feature maps [N, C, H, W]. `Mixing` draws their random
-numbers and applies them to a network. The constants are those of the papers. MixUp, Manifold MixUp
-and MoEx mix the labels too. MixStyle and DAC-SC preserve labels.
+numbers and applies them to a network. The constants are the papers'. MixUp, Manifold MixUp and MoEx
+also mix the labels. MixStyle and DAC-SC preserve labels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALTERNATIVES = (*LABEL_MIXING, *LABEL_PRESERVING)
 # α of the symmetric Beta distribution of λ: MixUp's and Manifold MixUp's for CIFAR-10, and that of
 # MixStyle's code.
 BETA = {"mixup": 1.0, "m-mixup": 2.0, "mixstyle": 0.1}
-MOEX_SHARE = 0.9  # MoEx's λ, the weight of the label of the image itself
+MOEX_SHARE = 0.9  # MoEx's λ, the weight of the image's own label
 
 
 def mixup(x_NCHW: Tensor, partner_N: Tensor, share: float) -> Tensor:
@@ -40,7 +40,7 @@ def mixstyle(x_NCHW: Tensor, partner_N: Tensor, share_N: Tensor) -> Tensor:
     """Mixes the channel statistics of each image with its partner's (MixStyle, Zhou et al. 2021).
 
     The result is γ·(x − μ)/σ + β, where γ = λ·σ + (1 − λ)·σ' and β = λ·μ + (1 − λ)·μ' (Eqs. 4 to
-    6). As in the code, the statistics have no gradient. The variances are the biased ones of Eq. 3.
+    6). As in the code, the statistics have no gradient. The variances are biased, as in Eq. 3.
     """
     share = share_N[:, None, None, None]
     mean = x_NCHW.mean(dim=(2, 3), keepdim=True).detach()
@@ -52,8 +52,8 @@ def mixstyle(x_NCHW: Tensor, partner_N: Tensor, share_N: Tensor) -> Tensor:
 def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
     """Replaces the moments of each image by its partner's (MoEx, Li et al. 2021, Eq. 2).
 
-    The result is σ'·(x − μ)/σ + μ'. The moments are those of positional normalisation, over the
-    channels of each pixel. The variance is biased, as in the paper. The code's is not.
+    The result is σ'·(x − μ)/σ + μ'. As in positional normalisation, the moments are taken over each
+    pixel's channels. The variance is biased as in the paper, unlike the code's.
     """
     mean = x_NCHW.mean(dim=1, keepdim=True)
     std = (x_NCHW.var(dim=1, correction=0, keepdim=True) + 1e-5).sqrt()
@@ -61,11 +61,11 @@ def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
 
 
 def scnorm(x_NCHW: Tensor) -> Tensor:
-    """Halves the style of each image by SCNorm (DAC-SC, Lee, Bae and Kim 2023).
+    """Halves each image's style by SCNorm (DAC-SC, Lee, Bae and Kim 2023).
 
-    SCNorm keeps the phase of x's Fourier transform. The new amplitude is λ times that of the
-    instance norm of x plus 1 − λ times that of x. The instance norm has the phase of x and a mean
-    of 0, so the result is λ·IN(x) + (1 − λ)·x. DAC-SC learns λ from λ = 1/2, which is used here.
+    SCNorm keeps the phase of x's Fourier transform. It mixes the amplitudes of the instance norm
+    IN(x) and x with the weights λ and 1 − λ. IN(x) has the phase of x and a mean of 0, so the
+    result is λ·IN(x) + (1 − λ)·x. DAC-SC learns λ from λ = 1/2, which is used here.
     """
     std = (x_NCHW.var(dim=(2, 3), correction=0, keepdim=True) + 1e-5).sqrt()
     return ((x_NCHW - x_NCHW.mean(dim=(2, 3), keepdim=True)) / std + x_NCHW) / 2
@@ -78,7 +78,7 @@ class Mixed:
     Args:
         x: the images that the network receives.
         layers: functions that change the output of submodules, by name.
-        partner: the index [N] of the image whose label is mixed in.
+        partner: the indices [N] of the images whose labels are mixed in.
         share: λ, the weight of the own label.
     """
 
@@ -103,9 +103,8 @@ class Mixing:
     Args:
         name: one of `ALTERNATIVES`, or another name for no augmentation.
         stages: the names of the submodules that may be augmented.
-        probability: the probability with which a label-preserving augmentation changes the output
-            of a stage.
-        mix_probability: the probability with which a batch is augmented by one that mixes labels.
+        probability: the probability that a label-preserving augmentation changes a stage's output.
+            mix_probability: the probability that a label-mixing augmentation changes a batch.
         generator: CPU generator of all draws.
     """
 
@@ -143,5 +142,5 @@ class Mixing:
 
 
 def _partners(x_NCHW: Tensor, draws: np.random.Generator) -> Tensor:
-    """Draws a permutation of the images of a batch."""
+    """Draws a permutation of a batch's images."""
     return torch.from_numpy(draws.permutation(len(x_NCHW))).to(x_NCHW.device)

@@ -1,9 +1,8 @@
 """The two parts of FedFA+ (TPAMI 2024): augmentation of feature maps, and histograms of embeddings.
 
-An augmentation layer computes the mean μ and the standard deviation σ of each channel of an image.
-The layer replaces them by draws from N(μ, Σ̂²_μ) and N(σ, Σ̂²_σ). The variance Σ̂² = (γ + 1) ⊙ Σ²
-is the variance Σ² of these statistics within the batch, widened according to how much they vary
-across clients.
+An augmentation layer computes each image's channel statistics, the means μ and standard deviations
+σ. It replaces them by draws from N(μ, Σ̂²_μ) and N(σ, Σ̂²_σ). The variance Σ̂² = (γ + 1) ⊙ Σ²
+widens the statistics' variance Σ² within the batch by how much they vary across clients.
 """
 
 from __future__ import annotations
@@ -22,18 +21,16 @@ MOMENTUM = 0.99
 
 
 def spread(means_MC: Tensor) -> Tensor:
-    """Computes the variance across clients Σ² [C] of the statistics [M, C] of M clients."""
+    """Computes the variance Σ² [C] of statistics [M, C] across M clients."""
     return means_MC.var(dim=0, correction=0) + EPS
 
 
 def modulation(means_MC: Tensor) -> Tensor:
-    """Computes how strongly each channel is augmented, γ [C].
+    """Computes each channel's augmentation strength γ [C] from M clients' accumulated statistics
+    `means_MC` [M, C].
 
-    `means_MC` [M, C] are the statistics that M clients have accumulated.
-
-    γ is proportional to (1 + 1/Σ²)⁻¹, where Σ² is the variance of a channel's statistic across
-    clients, and is scaled to a mean of 1. If all clients have equal statistics, γ is 1 for every
-    channel.
+    γ is proportional to (1 + 1/Σ²)⁻¹, scaled to a mean of 1, where Σ² is a channel statistic's
+    variance across clients. If all clients have equal statistics, γ is 1 for every channel.
     """
     weight = 1 / (1 + 1 / spread(means_MC))
     return weight * len(weight) / weight.sum()
@@ -41,7 +38,7 @@ def modulation(means_MC: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Augmentation:
-    """Resamples the channel statistics of the feature maps that one stage of a network returns.
+    """Resamples the channel statistics in the output of a network's stage.
 
     The layer augments a batch at random, and accumulates the channel statistics of all batches.
 
@@ -49,17 +46,16 @@ class Augmentation:
         probability: probability with which a batch is augmented.
         coin: CPU generator that decides whether a batch is augmented.
         noise: generator of the resampled statistics, on the device of the features.
-        gamma_mean, gamma_std: γ [C] for the channel means and for the standard deviations. None
-            means 1 in every channel, which is the value for clients with equal statistics.
-        variance: "fedfa" for Σ̂² = (γ + 1) ⊙ Σ², "fedfa-c" for Σ̂² = Σ², which is the variance
-            within the client's batch, or "fedfa-r" for a variance that is drawn from U(0, 1) for
-            each channel and batch.
-        mean, std: statistics [C] that the client accumulated in earlier rounds. If they are None,
-            the layer starts with the statistics of the first batch.
+        gamma_mean, gamma_std: γ [C] for the channel means and the standard deviations. None means 1
+            in every channel, as for clients with equal statistics.
+        variance: "fedfa" for Σ̂² = (γ + 1) ⊙ Σ², "fedfa-c" for the batch's own variance Σ², or
+            "fedfa-r" for a variance drawn from U(0, 1) for each channel and batch.
+        mean, std: the client's accumulated statistics [C] from earlier rounds. With None, the layer
+            starts with the first batch's statistics.
 
     Attributes:
-        statistics: a list that contains the accumulated mean and standard deviation as one pair.
-            The list is empty before the first batch.
+        statistics: a list with the accumulated mean and standard deviation as one pair, empty
+            before the first batch.
     """
 
     probability: float
@@ -110,7 +106,7 @@ def augmented(
 ) -> Iterator[None]:
     """Applies augmentation layers to a network while the `with` block runs.
 
-    `layers` maps the name of each submodule to the function that changes its output.
+    `layers` maps each submodule's name to the function that changes its output.
     """
     with ExitStack() as hooks:
         for name, layer in layers.items():
@@ -125,7 +121,7 @@ def augmented(
 def channels(
     network: nn.Module, stages: tuple[str, ...], image_shape: tuple[int, int, int]
 ) -> dict[str, int]:
-    """Returns the number of output channels of each named submodule."""
+    """Returns each named submodule's number of output channels."""
     sizes: dict[str, int] = {}
     twin = copy.deepcopy(network).cpu().eval()
     for name in stages:
@@ -142,10 +138,10 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 
     The result is [D, bins], and its rows sum to 1. Feature maps [N, D, H, W] are averaged first.
 
-    A sigmoid maps each feature z to s in (0, 1), so that clients need not agree on a range. The
-    bins divide this interval into equal parts. The membership of s in the bins is softmax((w·s +
-    b)/temperature) with w = 1 … L, where b is the negative cumulative sum of the cut points (soft
-    binning, Yang et al. 2018). A lower temperature gives sharper bins.
+    A sigmoid maps each feature z to s in (0, 1), so that clients need not agree on a range. L equal
+    bins divide (0, 1). The membership of s in the bins is softmax((w·s + b)/temperature) with w = 1
+    … L (soft binning, Yang et al. 2018). b is the negative cumulative sum of the cut points. A
+    lower temperature gives sharper bins.
     """
     if features_ND.dim() > 2:
         features_ND = features_ND.mean(dim=(2, 3))
@@ -159,8 +155,8 @@ def soft_histogram(features_ND: Tensor, bins: int, temperature: float) -> Tensor
 def symmetric_divergence(p_DL: Tensor, q_DL: Tensor) -> Tensor:
     """Computes the symmetric KL divergence of two histograms, averaged over the features.
 
-    For each feature, the divergence is ½(KL(p‖q) + KL(q‖p)). The average makes the weight of this
-    loss independent of the number of features.
+    For each feature, the divergence is ½(KL(p‖q) + KL(q‖p)). Because of the average, the loss's
+    weight does not depend on the number of features.
     """
     p, q = p_DL.clamp_min(EPS), q_DL.clamp_min(EPS)
     return ((p - q) * (p.log() - q.log())).sum(dim=1).mean() / 2

@@ -1,7 +1,6 @@
-"""Loops over many steps, which report progress and resume from checkpoints.
-
-A run that is killed inside a round can continue each long loop after its last saved step. It need
-not repeat the whole round (docs/decisions/resuming.md).
+"""Long loops that report progress and resume from checkpoints. A run killed inside a round
+continues each long loop after its last saved step, without repeating the round
+(docs/decisions/resuming.md).
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 TRAINED = "trained-"
-# A function that returns the tensors of a loop's state, by name.
+# A function that returns a loop's tensors, by name.
 MakeTensors = Callable[[], Mapping[str, Tensor]]
 
 
 class LoopCheckpointer:
     """Saves checkpoints within a round, so that a killed run can continue long loops.
 
-    This base class saves nothing, so a killed run repeats the current round. Checkpoints are saved
-    for the loops of clients without differential privacy and for the loops of the server. The loops
-    of a private client are never saved, because its releases must not be repeated.
+    The base class saves nothing, so a killed run repeats the current round. Subclasses save
+    checkpoints of the server's loops and of clients' loops without differential privacy. A private
+    client's loops are never saved, because its releases must not be repeated.
 
     Attributes:
         shares_trainings: whether runs share finished trainings, whose names begin with `TRAINED`.
@@ -32,11 +31,11 @@ class LoopCheckpointer:
     shares_trainings = False
 
     def load(self, name: str) -> tuple[int, Mapping[str, Tensor]] | None:
-        """Loads the checkpoint of the loop with this name.
+        """Loads the named loop's checkpoint.
 
         Returns:
-            The number of finished steps and the tensors of the loop after these steps, or None if
-            there is no checkpoint.
+            The number of finished steps and the loop's tensors after them, or None if there is no
+            checkpoint.
         """
         return None
 
@@ -52,8 +51,8 @@ class LoopCheckpointer:
     def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
         """Keeps the tensors of a finished loop for the next checkpoint.
 
-        The run may be interrupted in a later loop of the same round, and must then not repeat the
-        finished loop.
+        If the run is interrupted in a later loop of the same round, it need not repeat the finished
+        one.
         """
 
 
@@ -71,7 +70,7 @@ def resumable(
     report: Callable[[int], None] = lambda completed: None,
     draws: Sequence[Iterator[object]] = (),
 ) -> Iterator[int]:
-    """Yields the step numbers of a loop, starting after the last checkpoint of the loop.
+    """Yields a loop's step numbers, starting after its last checkpoint.
 
     Without a checkpoint, the loop yields 0, 1, ..., steps - 1.
 
@@ -82,8 +81,8 @@ def resumable(
         keeper: saves and loads the checkpoints. With None, nothing is saved.
         name: the name of the loop, which must be unique within a round.
         report: called with the number of finished steps after each step.
-        draws: iterators of random draws that are not part of `state`, with one draw for each step.
-            When the loop resumes, the draws of the finished steps are skipped.
+        draws: iterators of random draws outside `state`, with one draw for each step. A resumed
+            loop skips the finished steps' draws.
 
     >>> total = torch.zeros(1)
     >>> for step in resumable(3, {"total": total}):
@@ -120,9 +119,9 @@ def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> i
 
 
 def named_tensors(state: State) -> dict[str, Tensor]:
-    """Returns all tensors of a loop's state, so that they can be saved.
+    """Returns all tensors of a loop's state, for saving.
 
-    The name of each tensor begins with the name of the object to which the tensor belongs.
+    Each name begins with the name of the tensor's object.
     """
     named: dict[str, Tensor] = {}
     for name, part in state.items():

@@ -1,18 +1,18 @@
 """Trains the models of many clients together, which is faster for small dense networks.
 
-The weights of all clients are the rows of one matrix, and each step updates all rows. A step of a
-small dense network spends most of its time in Python and in kernel launches, so training a hundred
-clients together takes little longer than training a few.
+All clients' weights are the rows of one matrix, and each step updates all rows. A small dense
+network's step spends most of its time in Python and kernel launches. Training a hundred clients
+together therefore takes little longer than training a few.
 
 The result equals that of `train_on` for each client, up to rounding, because each client sees its
 examples in the same order and takes the same number of steps. The clients are sorted by their
-number of steps, so that those that are still training are always the first rows. When only a few
-clients remain, they are trained one after another. A batch that is not full is padded with examples
-of weight zero.
+number of steps, so that the clients in training are always the first rows. When only a few clients
+remain, they are trained one after another. A batch that is not full is padded with examples of
+weight zero.
 
-`train_on` is used where training together would not be faster. These cases are convolutions, which
-would become grouped convolutions with separate weights for each client; batches so large that
-arithmetic takes longer than Python; and a small number of clients.
+`train_on` is used where training together would not be faster: for convolutions, which would become
+grouped convolutions with separate weights for each client; for batches so large that arithmetic
+takes longer than Python; and for few clients.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.row_products import PaddedLinear
 from fedsynth.training import sgd
 
-FEW = 4  # number of clients below which a pass costs more than it saves; 2 for softmax regression
+FEW = 4  # with fewer clients, a pass costs more than it saves; 2 for softmax regression
 LARGE_BATCH = 2**15  # scalars in a batch above which arithmetic outweighs Python
 BLOCK = 32  # steps whose batches are laid out at a time
-# Number of copies of a network's parameters that are in memory while a client trains. They are the
-# weights, the gradient, the velocity, a penalty, intermediate values and the upload.
+# Number of parameter copies in memory while a client trains: the weights, the gradient, the
+# velocity, a penalty, intermediate values and the upload.
 COPIES = 15
 
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
@@ -49,14 +49,14 @@ DENSE = (nn.Linear, PaddedLinear, nn.Flatten, nn.Identity, nn.Sequential, *ACTIV
 
 @dataclass(frozen=True)
 class Learner:
-    """The network, the examples and the settings with which the model of one client is trained.
+    """One client's network, examples and training settings.
 
     Args:
         model: the network, which is trained in place.
         examples: indices [N] of the client's examples in the dataset in memory.
         settings: the settings of SGD.
         generator: a CPU generator that shuffles the examples.
-        penalty: a term that is added to the loss of each step.
+        penalty: a term added to each step's loss.
     """
 
     model: nn.Module
@@ -70,9 +70,9 @@ def trains_together(model: nn.Module) -> bool:
     """Returns True if training many copies of a network together has the result of separate
     training.
 
-    This is the case if the network has only dense layers that neither mix examples nor draw random
-    numbers. A layer class from outside torch must declare this by `dense = True`, because its
-    `forward` method could do anything.
+    The network must consist of dense layers that neither mix examples nor draw random numbers. A
+    layer class from outside torch must declare it by `dense = True`, because its `forward` method
+    could do anything.
     """
     for layer in model.modules():
         if type(layer) not in DENSE and not getattr(type(layer), "dense", False):
@@ -82,9 +82,10 @@ def trains_together(model: nn.Module) -> bool:
 
 
 def learner_bytes(model: nn.Module, batch: int, spec: DatasetSpec) -> int | None:
-    """Estimates the memory in bytes that each additional learner needs if learners train together.
+    """Estimates the memory in bytes for each additional learner if learners train together.
 
-    Returns None if training one after another is as fast, or if only that has the correct result.
+    Returns None if separate training is as fast, or if only separate training has the correct
+    result.
 
     Args:
         model: the network of each learner.
@@ -152,7 +153,7 @@ def train_together(
 
 
 class _Queue:
-    """The batches on which a learner still has to be trained."""
+    """A learner's remaining batches."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -163,7 +164,7 @@ class _Queue:
     def take(self, limit: int) -> Tensor:
         """Removes the next batches from the queue, at most `limit`.
 
-        Returns the indices of their examples [S, B]. A batch that is not full is padded with −1.
+        Returns their example indices [S, B]. A batch that is not full is padded with −1.
         """
         examples = self.learner.examples
         size = self.learner.settings.batch
@@ -180,10 +181,10 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """Takes the next batches of all learners, so that the learners can be trained together.
+    """Takes all learners' next batches, to train them together.
 
-    Returns the indices of the examples [S, A, B], and the weight of each example in the mean of its
-    batch. The weight is 0 for padding, and for a learner that has no batch left in a step.
+    Returns the example indices [S, A, B], and each example's weight in its batch's mean. The weight
+    is 0 for padding, and for a learner without a batch in a step.
     """
     padded = nn.utils.rnn.pad_sequence([queue.take(steps) for queue in queues], padding_value=-1)
     present = padded >= 0
@@ -216,7 +217,7 @@ def _finish(
 def _stacked_pulls(
     penalties: Sequence[sgd.Penalty | None], flat_KP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Joins the penalties of all learners into matrices. Each penalty must be a `Pull` or None.
+    """Joins all learners' penalties into matrices. Each penalty must be a `Pull` or None.
 
     Returns the weights [K, 1], the centers [K, P] and the linear parts [K, P]. Returns None if no
     learner has a penalty.
@@ -231,16 +232,17 @@ def _stacked_pulls(
             centers_KP[number] = penalty.center
             linear_KP[number] = penalty.linear
         elif penalty is not None:
-            raise ValueError("the penalty of each learner must be None or a Pull")
+            raise ValueError(
+                "a learner's penalty is neither None nor a Pull. Use train_on for other penalties"
+            )
     return weights_K1, centers_KP, linear_KP
 
 
 def _gradients(
     network: nn.Module, flat_AP: Tensor, x_ABCHW: Tensor, labels_AB: Tensor, share_AB: Tensor
 ) -> Tensor:
-    """Computes the gradient of each learner's mean cross-entropy, [A, P].
-
-    The gradient is with respect to the learner's weights.
+    """Computes the gradient of each learner's mean cross-entropy with respect to its weights, [A,
+    P].
     """
     if is_softmax_regression(network):
         classes: int = network.classifier.out_features  # type: ignore[assignment,union-attr]

@@ -2,10 +2,10 @@
 
 The loss is ½·(cross-entropy + 1 − Dice), and the measure is the Dice coefficient, as in the public
 codes of HarmoFL and FedFA. Both average over all classes, including the background. There are two
-differences. The codes compute the Dice coefficient of the loss over all pixels of a batch. Here it
-is that of each image, so that the loss of an example depends only on this example. If a class is
-neither in the mask nor in the prediction, the measure is 1. The codes give 0, but have no images
-without foreground.
+differences. The codes compute the loss's Dice coefficient over all pixels of a batch. Here it is
+computed for each image, so that an example's loss depends only on the example. If a class is
+neither in the mask nor in the prediction, the measure is 1. The codes return 0, but are applied
+only to images with foreground.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SMOOTH = 1e-5  # of the codes' loss
 
 
 def losses(logits_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
-    """Computes the loss of each image, ½·(cross-entropy + 1 − Dice of the probabilities), [N]."""
+    """Computes each image's loss ½·(cross-entropy + 1 − Dice of the probabilities), [N]."""
     masks = masks_NHW.long()
     cross_entropy = F.cross_entropy(logits_NCHW, masks, reduction="none").mean(dim=(1, 2))
     p = logits_NCHW.softmax(dim=1)
@@ -28,10 +28,10 @@ def losses(logits_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
 
 
 def dice(logits_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
-    """Computes the Dice coefficient of each image, averaged over the classes, float64 [N].
+    """Computes each image's Dice coefficient, averaged over the classes, float64 [N].
 
     For a class with the predicted pixels A and the true pixels B, it is 2·|A ∩ B|/(|A| + |B|), or 1
-    if there are no such pixels.
+    if both are empty.
 
     >>> logits = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).view(1, 2, 1, 2)  # predicts 1 and 0
     >>> dice(logits, torch.tensor([[[1, 1]]])).item()  # (0 + 2/3)/2

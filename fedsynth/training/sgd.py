@@ -1,10 +1,9 @@
 """Trains networks by minibatch SGD on a dataset in memory, for clients and for servers.
 
-Training many clients at once is in `many_clients.py`. On a GPU, a step is recorded once as a CUDA
-graph and then replayed, so that launching many small kernels from Python does not slow down
-training.
+`many_clients.py` trains many clients at once. On a GPU, a step is recorded once as a CUDA graph and
+then replayed, so that launching many small kernels from Python does not slow down training.
 
-An optimiser has two functions, as in optax. `init` creates the state of the optimiser, and `update`
+An optimiser has two functions, as in optax. `init` creates the optimiser's state, and `update`
 changes the weights by a gradient. Both work in place, so that a step can be recorded as a CUDA
 graph. The same optimisers update the weights of one or many networks, synthetic images, and the
 weights in DP-SGD. A custom optimiser, such as Adam or SGD with a decaying learning rate, is a
@@ -39,16 +38,17 @@ WARM_UP = 3
 def recorded(
     step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
-    """Records a training step as a CUDA graph, and returns a function that replays the step.
+    """Records a training step as a CUDA graph, and returns a function of indices [batch] that
+    replays it.
 
-    The returned function takes indices [batch]. If the step cannot be recorded, a warning is
-    issued, and the returned function calls `step` directly.
+    If the step cannot be recorded, a warning is issued, and the returned function calls `step`
+    directly.
 
     Args:
-        step: a function that takes indices into the dataset in memory and returns nothing. It must
-            use tensors at fixed addresses, and must not wait for the device.
+        step: a function of indices into the dataset in memory. It must use tensors at fixed
+            addresses, and must not wait for the device.
         batch: number of indices in a batch.
-        state: all tensors that `step` changes. Their values are restored after the warm-up runs.
+        state: all tensors that `step` changes. They are restored after the warm-up runs.
     """
     device = state[0].device
     index = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -121,10 +121,7 @@ class MomentumSgd:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Creates the state of the optimiser, which is the velocity v.
-
-        The velocity is a tuple of one tensor of zeros.
-        """
+        """Creates the optimiser's state, the velocity v, as a tuple with one zero tensor."""
         return (torch.zeros_like(w),)
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
@@ -142,7 +139,7 @@ class Adam:
 
     Args:
         learning_rate: η.
-        beta1, beta2: the decay of the means of the gradient and of its square.
+        beta1, beta2: the decay rates for the means of the gradient and its square.
         weight_decay: λ. λ·w is added to the gradient.
 
     >>> import torch
@@ -158,7 +155,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Creates the state of the optimiser: both means, and the number of steps."""
+        """Creates the optimiser's state: both means, and the number of steps."""
         return torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w[..., :1])
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
@@ -181,7 +178,7 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """The settings of training by minibatch SGD on shuffled examples.
+    """The settings of minibatch SGD on shuffled examples.
 
     Args:
         epochs: number of passes over the data.
@@ -201,13 +198,12 @@ class SgdSettings:
 
 @dataclass(frozen=True)
 class Pull:
-    """A penalty on the weights w of a network, which FedProx, FedDyn and SCAFFOLD add to the loss.
+    """A penalty on a network's weights w, as in FedProx, FedDyn and SCAFFOLD.
 
     The penalty is ⟨linear, w⟩ + weight/2·‖w − center‖².
 
-    `train_on` adds the gradient of this penalty in closed form, without automatic differentiation.
-    DP-SGD calls the object like any other `Penalty`. The vectors have shape [P], as returned by
-    `flatten`.
+    `train_on` adds the penalty's gradient in closed form, without automatic differentiation. DP-SGD
+    calls the object like any other `Penalty`. The vectors have shape [P], as returned by `flatten`.
     """
 
     weight: float
@@ -219,13 +215,13 @@ class Pull:
         return torch.dot(self.linear, flat) + self.weight / 2 * (flat - self.center).square().sum()
 
     def add_gradient(self, grad: Tensor, flat: Tensor) -> None:
-        """Adds the gradient of the penalty, linear + weight·(w − center), to `grad` in place."""
+        """Adds the penalty's gradient, linear + weight·(w − center), to `grad` in place."""
         grad.add_(self.linear).add_(flat - self.center, alpha=self.weight)
 
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that a training minimises, which is the mean cross-entropy by default.
+    """The function that a training minimises, by default the mean cross-entropy.
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network in training, images
@@ -235,9 +231,8 @@ class Objective:
             to the loss of each step.
         before_step: a function that is called with the network in training before each step, for
             example to train another network.
-        state: the objects that these functions change, by name, as in
-            `fedsynth.training.loop.State`. They are saved in checkpoints. The mapping is empty if
-            the functions change nothing.
+        state: the objects that the functions change, by name, as in `fedsynth.training.loop.State`.
+            They are saved in checkpoints. The mapping is empty if the functions change nothing.
     """
 
     loss: Loss | None = None
@@ -276,7 +271,8 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains a network by minibatch SGD, in place. It is then in training mode, if it has examples.
+    """Trains a network in place by minibatch SGD. With at least one example, it ends in training
+    mode.
 
     On a GPU, steps with full batches are recorded as a CUDA graph where possible.
 
@@ -284,16 +280,15 @@ def train_on(
         model: the network.
         images: a function that returns the normalised images [M, C, H, W] at the given indices [M],
             which are int64 and on the device of the labels.
-        labels_N: the labels of all examples.
-        settings: the settings of SGD.
-        generator: a CPU generator that shuffles the examples of each epoch.
-        objective: a function that replaces the cross-entropy, a penalty, and their state.
+        labels_N: all examples' labels. settings: the settings of SGD. generator: a CPU generator
+            that shuffles each epoch's examples. objective: a function that replaces the
+            cross-entropy, a penalty, and their state.
         report: called with the number of finished steps and the total number of steps.
-        keeper: saves checkpoints between epochs. If the training was interrupted, it resumes from
-            the last checkpoint with the same random draws.
-        name: the name of this training in checkpoints, which must be unique within a round.
-        precision: the precision in which the network computes the logits for the cross-entropy
-            (`fedsynth.mixed_precision`). A `loss` chooses its precision itself.
+        keeper: saves checkpoints between epochs. An interrupted training resumes from the last
+            checkpoint with the same random draws.
+        name: the training's name in checkpoints, unique within a round.
+        precision: the precision of the logits for the cross-entropy (`fedsynth.mixed_precision`). A
+            `loss` chooses its precision itself.
     """
     if not len(labels_N):
         return
@@ -335,10 +330,10 @@ def train_on(
 def fetched(
     images: LookUp, labels: LookUp, parts: Sequence[Tensor]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the images and labels of each batch of indices.
+    """Yields images and labels for each index batch.
 
-    The images of several batches are looked up at once, because indexing and normalising a hundred
-    small images takes no longer than ten.
+    Several batches are looked up at once, because indexing and normalising a hundred small images
+    takes no longer than ten.
 
     >>> x = torch.arange(6.0)
     >>> parts = torch.tensor([3, 1, 0, 5, 2]).split(2)
@@ -364,10 +359,10 @@ def make_step(
     objective: Objective = CROSS_ENTROPY,
     precision: torch.dtype = torch.float32,
 ) -> Callable[[Tensor, Tensor], None]:
-    """Returns a function that takes a batch of images and labels and performs one training step.
+    """Returns a function that performs one training step on a batch of images and labels.
 
-    A step changes `network` and the optimiser's `state` in place. The arguments are explained in
-    `train_on`.
+    A step changes `network` and the optimiser's `state` in place. `train_on` explains the
+    arguments.
     """
     flat, grad = network.flat, network.grad
     radius = settings.radius
@@ -422,7 +417,7 @@ def batches_of(examples: int, batch: int) -> int:
 
 
 def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Returns the total number of steps of a training. It is 0 if there are no examples."""
+    """Returns a training's total number of steps, 0 without examples."""
     if not examples:
         return 0
     if settings.steps is not None:

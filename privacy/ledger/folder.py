@@ -10,6 +10,7 @@ changed, or that a record has moved to another client. The files are:
     NAME.jsonl              a ledger, which contains a fingerprint: a keyed hash of all its records
     private/records.key     the key, 32 bytes from the operating system
     private/FINGERPRINT     the sorted hashes of the records with this fingerprint
+    private/.sequences      noise of releases over several periods (`fedsynth.privacy.periods`)
 
 Whoever has the key can test guesses of records, and a file of hashes reveals the number of records.
 Therefore only the owner can read the folder `private` and its files (modes 0700 and 0600). It is
@@ -30,6 +31,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +41,9 @@ from fedsynth.errors import LedgerError
 from fedsynth.files import create_once, lock, open_regular, read_regular
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import require
+
+if TYPE_CHECKING:
+    from fedsynth.privacy.periods import ReleaseSequence
 
 Digests = npt.NDArray[np.uint8]
 Records = Counter[bytes]  # hash of a record → how often a client has it
@@ -92,6 +98,7 @@ class LedgerFolder:
         names: Sequence[str] | None,
         records: Callable[[bytes], Sequence[Digests]],
         dataset: str,
+        sequences: Mapping[str, ReleaseSequence] = MappingProxyType({}),
     ) -> list[Ledger]:
         """Opens the ledgers of a run's clients, and creates missing ones.
 
@@ -100,6 +107,8 @@ class LedgerFolder:
             records: a function of the folder's key that returns the hashes of each client's
                 records, uint8 [N, `DIGEST_BYTES`].
             dataset: an identifier of the data set and its partition.
+            sequences: the sequences of clients that release running sums over several periods. From
+                the second period on, all of such a client's records must be new.
 
         Returns:
             The ledgers, in the order of the clients.
@@ -115,20 +124,27 @@ class LedgerFolder:
                 zip(names or default_names(len(present)), present, strict=True)
             )
             for name in records_by_client:
-                if name in index.ledgers:
+                if name in index.ledgers and _period(sequences.get(name)) == 1:
                     self._refuse_unknown(name, index.ledgers[name])
                     index.ledgers[name].check_dataset(dataset)
             for name in records_by_client:
-                self._check(name, index, records_by_client)
+                self._check(name, index, records_by_client, sequences.get(name))
             opened = []
             for name, client_records in records_by_client.items():
                 ledger = self._opened(name, client_records, index, dataset)
-                ledger.confirm = functools.partial(self._confirmed, name, records_by_client)
+                ledger.confirm = functools.partial(
+                    self._confirmed, name, records_by_client, sequences.get(name)
+                )
                 opened.append(ledger)
         return opened
 
     @contextmanager
-    def _confirmed(self, name: str, records_by_client: Mapping[str, Records]) -> Iterator[None]:
+    def _confirmed(
+        self,
+        name: str,
+        records_by_client: Mapping[str, Records],
+        sequence: ReleaseSequence | None,
+    ) -> Iterator[None]:
         """Checks the records again before a ledger's first charge.
 
         Another run may have opened the ledger for other records in the meantime. When the runs
@@ -140,7 +156,9 @@ class LedgerFolder:
                     f"another run opened ledger {self._file(name)} with different records after "
                     "this run. Start this run again"
                 ).with_code("ledger.lock")
-            self._check(name, index, records_by_client)
+            self._check(name, index, records_by_client, sequence)
+            if sequence is not None:
+                sequence.begin(index.fingerprint(name, records_by_client[name]))
             yield
 
     def ledgers(self) -> dict[str, Ledger]:
@@ -198,21 +216,27 @@ class LedgerFolder:
         return f"fedsynth privacy carry-over {shlex.quote(str(self.path))} {name}"
 
     def _check(
-        self, name: str, index: _RecordIndex, records_by_client: Mapping[str, Records]
+        self,
+        name: str,
+        index: _RecordIndex,
+        records_by_client: Mapping[str, Records],
+        sequence: ReleaseSequence | None = None,
     ) -> None:
         """Checks that a client's records match its own ledger and are in no other ledger.
 
         Raises:
             LedgerError: the records differ from those for which the ledger was charged, or another
-                ledger was charged for some of them.
+                ledger was charged for some of them, or some are of an earlier period.
         """
+        if sequence is not None:
+            self._check_period(name, index, records_by_client[name], sequence)
         ledger = index.ledgers.get(name)
-        bound = ledger is not None and ledger.bound
+        bound = ledger is not None and ledger.bound and _period(sequence) == 1
         present = records_by_client[name]
         if bound and index.is_current(name, present):
             return
         previous: Records = Counter()
-        if ledger is not None and ledger.releases:
+        if ledger is not None and ledger.releases and _period(sequence) == 1:
             previous = index.current(name)
         new = present - previous
         self._refuse_moved(name, new, index, records_by_client)
@@ -258,6 +282,54 @@ class LedgerFolder:
                     "earlier run did: by site (train) or as one owner (synthesize). In Python, "
                     "pass the ledgers' names to simulate(names=...)"
                 ).with_code("ledger.moved_records")
+
+    def _check_period(
+        self, name: str, index: _RecordIndex, present: Records, sequence: ReleaseSequence
+    ) -> None:
+        """Checks that a period follows the earlier ones, and that its records are in none of them.
+
+        Raises:
+            LedgerError: the period was released before, an earlier period is missing, or a record
+                is in an earlier period.
+        """
+        number, stored = sequence.period, sequence.stored_facts(sequence.period)
+        ledger = index.ledgers.get(name)
+        rows = () if ledger is None else ledger.releases
+        sequence.rows = len(rows) if stored is None else stored.rows
+        if stored is not None and stored.finished:
+            raise LedgerError(
+                f"period {number} of client {name!r} is complete. Continue its shared set, or "
+                "export its run folder again with fedsynth export"
+            ).with_code("sequence.finished")
+        is_current = ledger is not None and index.is_current(name, present)
+        if sequence.has_releases and (stored is None or not is_current):
+            raise LedgerError(
+                f"period {number} of client {name!r} began with other records, of which a release "
+                "was made. Repeat it with those records"
+            ).with_code("sequence.records")
+        for period in range(1, number):
+            earlier_facts = sequence.stored_facts(period)
+            records = None if earlier_facts is None else index.records_of(earlier_facts.records)
+            if (
+                earlier_facts is None
+                or not earlier_facts.finished
+                or ledger is None
+                or records is None
+            ):
+                raise LedgerError(
+                    f"folder {self.path} does not contain the finished period {period} of client "
+                    f"{name!r}. Complete that period, or restore the folder from a backup"
+                ).with_code("sequence.missing")
+            if repeated := len(present.keys() & records.keys()):
+                raise LedgerError(
+                    f"{repeated} records of client {name!r} are already in period {period}, but a "
+                    "record may be in one period only. Remove them from the new data"
+                ).with_code("sequence.repeated")
+            if stored is None and sequence.is_charged(rows[earlier_facts.rows :]):
+                raise LedgerError(
+                    f"the ledger of client {name!r} was charged for period {number}, but the noise "
+                    f"of this period is not in {sequence.folder}. Restore it from a backup"
+                ).with_code("sequence.missing")
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
         fingerprint = index.fingerprint(name, present)
@@ -346,12 +418,12 @@ class _RecordIndex:
         self._current: dict[str, Records] = {}
         self.orphans: dict[bytes, Path] = {}
         for path in _orphaned_lists(folder, ledgers):
-            self.orphans.update(dict.fromkeys(self._list(path.name) or (), path))
+            self.orphans.update(dict.fromkeys(self.records_of(path.name) or (), path))
         self.owners: defaultdict[bytes, set[str]] = defaultdict(set)
         for name, ledger in ledgers.items():
             charged = ledger.lines.charged if ledger.lines.releases else ()
             for fingerprint in charged:
-                for record in self._list(fingerprint) or ():
+                for record in self.records_of(fingerprint) or ():
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
@@ -378,7 +450,7 @@ class _RecordIndex:
         """
         if name not in self._current:
             ledger = self.ledgers[name]
-            records = self._list(ledger.lines.records[-1]) if ledger.lines.records else None
+            records = self.records_of(ledger.lines.records[-1]) if ledger.lines.records else None
             if ledger.bound and (records is None or not self.is_current(name, records)):
                 raise LedgerError(
                     f"the record list of client {name!r} is missing or damaged. Restore "
@@ -387,11 +459,16 @@ class _RecordIndex:
             self._current[name] = records or Counter()
         return self._current[name]
 
-    def _list(self, fingerprint: str) -> Records | None:
+    def records_of(self, fingerprint: str) -> Records | None:
+        """Returns the records with a fingerprint, or None if their file is missing."""
         try:
             return _unpacked(read_regular(self.folder / fingerprint, MAX_RECORDS_BYTES))
         except FileNotFoundError:
             return None
+
+
+def _period(sequence: ReleaseSequence | None) -> int:
+    return 1 if sequence is None else sequence.period
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:

@@ -25,7 +25,7 @@ from fedsynth.privacy import accounting
 from fedsynth.privacy.audit_bounds import FALSE_POSITIVE_RATES, attack_success, best_guess
 from fedsynth.privacy.disclosure import UNACCOUNTED
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.releases import Release, check_adjacency, check_delta, require
+from fedsynth.privacy.releases import CLIENT, Release, check_adjacency, check_delta, require
 from fedsynth.privacy.report import figures
 from fedsynth.privacy.report.figures import LedgerHead, LedgerStart, Report, ReportFacts
 from fedsynth.privacy.report.pages import render_html, render_markdown
@@ -209,13 +209,15 @@ def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKin
 
 
 def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[float, bool]:
-    """Computes the ε that protects several units (examples or users) of one client together.
+    """Computes the ε that protects several units together: examples or users of one client, or
+    clients.
 
     Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
-    the noise multiplier σ/size. With subsampling, group privacy is used (the chain of neighbours in
-    Theorem 2.2 of Dwork & Roth 2014). If (ε', δ') holds for one unit, then size·ε' holds for `size`
-    units at δ'·(1 + e^ε' + … + e^{(size−1)ε'}). The smallest such ε' on a grid is used. Often δ'
-    would have to be so small that the accountant cannot compute it.
+    the noise multiplier σ/size. Clients change one sum each, which gives σ/√size. With subsampling,
+    group privacy is used (the chain of neighbours in Theorem 2.2 of Dwork & Roth 2014). If (ε', δ')
+    holds for one unit, then size·ε' holds for `size` units at δ'·(1 + e^ε' + … + e^{(size−1)ε'}).
+    The smallest such ε' on a grid is used. Often δ' would have to be so small that the accountant
+    cannot compute it.
 
     Args:
         rows: the ledger rows of the client.
@@ -226,8 +228,10 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
     Returns:
         ε, and True if it is exact. ε is infinite if it cannot be computed.
     """
-    if all(row.sample_rate == 1 for row in rows):
-        scaled = [replace(row, noise_multiplier=row.noise_multiplier / size) for row in rows]
+    if all(row.sample_rate == 1 and row.selection is None for row in rows):
+        # several clients have separate releases: their μ² add up
+        factor = math.sqrt(size) if any(row.unit == CLIENT for row in rows) else size
+        scaled = [replace(row, noise_multiplier=row.noise_multiplier / factor) for row in rows]
         return accounting.epsilon(scaled, delta, adjacency), True
     unit_epsilon = accounting.epsilon(rows, delta, adjacency)
     merged = accounting.merge(rows, adjacency)
@@ -285,6 +289,8 @@ def accountant(
     computation = "exact Gaussian composition (nothing is subsampled)"
     if worst is None:
         computation = "none: no guarantee to compute"
+    elif merged.selections:
+        computation = "Rényi differential privacy, which covers private selections"
     elif merged.interval is not None:
         computation = "discretised PLD, connect-the-dots"
     elif merged.sampled:

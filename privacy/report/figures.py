@@ -129,6 +129,15 @@ class Access(Part):
     note: str
 
 
+class SelectionFacts(Part):
+    """A private selection, as in `fedsynth.privacy.selection.Selection`."""
+
+    candidates: list[list[list[float | int]]]
+    poisson_mean: float | None
+    eta: float | None
+    gamma: float | None
+
+
 class LedgerEntry(Part):
     """Ledger rows that differ only in round and client."""
 
@@ -146,6 +155,7 @@ class LedgerEntry(Part):
     unaccounted: str | None
     unit: str
     shares: int
+    selection: SelectionFacts | None = None
 
 
 class LedgerStart(Part):
@@ -373,7 +383,10 @@ class RunStart(Part):
 
 
 class Start(Part):
-    """The file privacy_start.json, with the public facts fixed at a run's start."""
+    """The file privacy_start.json, with the public facts fixed at a run's start.
+
+    `selected` is True for the best trial of a private selection, whose row is in the ledgers.
+    """
 
     schema_version: Literal[4]
     noise_multiplier: float | None
@@ -383,6 +396,7 @@ class Start(Part):
     run: RunStart
     simulated: bool
     warnings: list[str]
+    selected: bool = False
 
 
 class Resumptions(Part):

@@ -256,7 +256,7 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
     preset = library.load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
     assert settings == choose_speed(preset, torch.device("cpu"))
-    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no results for method moon")
+    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no cell with method moon")
 
 
 def test_installed_script_works_in_ascii_locale(tmp_path: Path) -> None:
@@ -475,6 +475,30 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     second = library.load_synthetic(tmp_path / "again")
     assert second.images.equal(synthetic.images)
     assert (second.epsilon, second.spec) == (synthetic.epsilon, synthetic.spec)
+
+
+def test_synthesize_continues_a_shared_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fedsynth: Call
+) -> None:
+    """The commands of docs/periods.md."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs/periods.md").read_text("utf-8")
+    commands = re.findall("^fedsynth (synthesize .*)", page, re.MULTILINE)
+    for seed, month in enumerate(("january", "february", "march")):
+        for number in range(12):
+            label = "ill" if number % 2 else "well"
+            write_image(tmp_path / month / label / f"{number}.png", 100 * seed + number)
+        assert fedsynth(f"data describe {month} --name scans").ok
+        toml = tmp_path / month / "fedsynth.toml"
+        text = re.sub("(?m)^ledger = .*", 'ledger = "../scans-ledger"', sign(toml))
+        toml.write_text(text)
+    small = " --set ipc=1 --set drawn_ipc=0 --set image_steps=1 --set features=pixels"
+    for number, line in enumerate(commands):
+        assert fedsynth(line + small * (number == 0)).ok
+    report = (tmp_path / "share-3" / "privacy_report.md").read_text("utf-8")
+    assert "period 3 of 12" in report
+    refused = fedsynth("synthesize --continue share-3 --data march --dp-epsilon 9 --out share-4")
+    refused.assert_refused("privacy.epsilon must not be changed")
 
 
 def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> None:

@@ -404,8 +404,8 @@ def test_functions_are_audited(fedsynth: Call, tmp_path: Path) -> None:
     assert facts["epsilon"] == 9  # the noise is that of 4.4
     assert len(facts["bounds"]) == 8
     fedsynth(f"{command} --dp-sigma 1 --rounds 2").assert_refused("only --dp-sigma, --dp-epsilon")
-    fedsynth(f"{command} --run x").assert_refused("cannot be used with --function")
-    fedsynth(f"privacy audit {FEDDM} --page x").assert_refused("--page needs it")
+    fedsynth(f"{command} --run x").assert_refused("is set with --function")
+    fedsynth(f"privacy audit {FEDDM} --page x").assert_refused("--page without it")
     fedsynth(command).assert_refused("sigma or epsilon must be set")
 
 

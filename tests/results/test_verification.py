@@ -334,7 +334,10 @@ def test_failed_logger_start_raises_output_error(
     recorder = Mock(spec=fs.Observer)
     with pytest.raises(OutputError) as caught:
         fs.simulate(fs.resolve(TINY), observer=Several([recorder, LOGGERS[name](tmp_path)]))
-    assert str(caught.value) == f"cannot log to {name}: RuntimeError: no API key configured"
+    assert (
+        str(caught.value)
+        == f"cannot log to {name}: RuntimeError: no API key configured. Correct its settings"
+    )
     recorder.round_ended.assert_not_called()
     for error, message in (
         (ImportError("none"), rf"pip install 'fedsynth\[{name}\]'"),

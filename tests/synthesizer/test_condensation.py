@@ -123,7 +123,7 @@ def test_own_loss_is_minimised(tmp_path: Path) -> None:
     assert code_options(run.settings) == ["--matching", f"{file}:means"]
     file.write_text("def means(x, y):\n    return x\n")
     own = with_own_code({"method": {"matching": f"{file}:means"}})["method"]["matching"]
-    with pytest.raises(SettingError, match="the loss fails with ValueError: the loss must return"):
+    with pytest.raises(SettingError, match="the loss raises ValueError: the loss must return"):
         simulate(resolve(quick_sections("feddm", method={"matching": own})))
 
 
@@ -319,7 +319,7 @@ def test_networks_and_losses_are_checked_before_use() -> None:
     assert data_owner.spent() == 0
     with pytest.raises(ValueError, match="start must have shape"):
         condense(random_loss, per_class=2, start=torch.zeros(3, 1, 1, 8, 8))
-    with pytest.raises(TypeError, match="a function that returns a network"):
+    with pytest.raises(TypeError, match="must be a function that returns one"):
         residual(data_owner, fixed_network(), steps=1).begin()
 
 

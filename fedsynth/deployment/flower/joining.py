@@ -69,7 +69,11 @@ class ServerConnection:
         if not host or not port.isdigit():
             raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
-            raise SettingError(None, "--ca", "must be set if the server is remote or --key is set")
+            raise SettingError(
+                None,
+                "--ca",
+                "must be set if the server is remote or --key is set. Name the CA's certificate file",
+            )
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
                 error = SettingError(None, f"the file {path}", "does not exist")

@@ -111,7 +111,14 @@ class SuperLinkSettings:
             raise SettingError(None, "host", f"must be {' or '.join(HOSTS)}, got {self.host!r}")
         if self.keys is None:
             if self.host != LOCALHOST:
-                raise SettingError(None, "--keys", "must be set if nodes on other machines connect")
+                raise SettingError(
+                    None,
+                    "--keys",
+                    (
+                        "must be set if nodes on other machines connect. Create keys with fedsynth "
+                        "deploy keys"
+                    ),
+                )
             return
         for path in [*map(self.keys.joinpath, TLS_FILES.values()), *self.public_keys]:
             if not path.is_file():
@@ -218,7 +225,9 @@ class SuperLink:
         except (OSError, ValueError):
             outcome = {}
         if "error" in outcome:
-            raise OutputError(f"the run failed: {outcome['error']}")
+            raise OutputError(
+                f"the run failed: {outcome['error']}. Correct the cause and resume the run"
+            )
         if "folder" not in outcome:
             raise FlowerError("the run did not finish. The server's messages above give the reason")
         return Path(outcome["folder"])

@@ -3,19 +3,19 @@
 `average` computes ACA, the average over the active clients of a round. `update_cache` also computes
 OCA, the average over the last model of every client (FedKF, Algorithm 1).
 
-Robust aggregation limits the influence of a few malicious clients on the average. The rules use the
-values x_1 … x_m of each coordinate, one from each upload of the round:
+Robust aggregation limits a few malicious clients' influence on the average. The rules combine each
+coordinate's values x_1 … x_m, one from each upload of the round:
 
     median    their median (Yin et al. 2018, arXiv 1803.01498, Definition 1)
     trimmed   the mean without the ⌈β·m⌉ smallest and largest (Definition 2 there)
-    clip      w + 1/m Σ_k min(1, τ/‖x_k − w‖)·(x_k − w), around the model w that the clients started
-              from: one step of centred clipping (Karimireddy, He and Jaggi 2021, arXiv 2012.10333)
-              with the median of the ‖x_k − w‖ as τ, which is our choice
+    clip      w + 1/m Σ_k min(1, τ/‖x_k − w‖)·(x_k − w), one step of centred clipping around the
+              clients' start model w (Karimireddy, He and Jaggi 2021, arXiv 2012.10333).
+              τ is the median of the ‖x_k − w‖, which is our choice.
 
 All uploads have equal weight, because a malicious client could otherwise report an n_k that
-increases its weight. A method receives m copies of the result instead of the uploads, so its server
-step, such as server momentum or control variates, needs no change. With differential privacy,
-robust aggregation is post-processing.
+increases its weight. A method receives m copies of the robust aggregate in place of the uploads.
+Its server step, such as server momentum or control variates, therefore needs no change. With
+differential privacy, robust aggregation is post-processing.
 
 The rule `clip` treats all trainable parameters as one vector. Buffers take their median, because an
 update of norm τ could make the variances of batch norm negative. Counters are integers and take the
@@ -44,10 +44,9 @@ M = TypeVar("M", bound=Message)
 def counted_uploads(
     uploads: Mapping[int, M], model: Tensors, context: RoundContext
 ) -> dict[int, M]:
-    """Returns the uploads that count in the average, which are those with a weight above zero.
+    """Returns the uploads that count in the average: those with a weight above zero.
 
-    With robust aggregation, `robust_uploads` replaces these uploads. The result is empty if no
-    upload has a weight above zero.
+    With robust aggregation, `robust_uploads` replaces them. The result may be empty.
     """
     counted = {k: upload for k, upload in uploads.items() if upload.weight > 0}  # type: ignore[attr-defined]
     if context.robust == "none" or not counted:
@@ -87,7 +86,7 @@ def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundConte
 def robust_mean(
     models: Sequence[Tensors], center: Tensors, context: RoundContext
 ) -> dict[str, Tensor]:
-    """Combines several models such that a few malicious clients have little influence.
+    """Combines several models so that a few malicious clients have little influence.
 
     Args:
         models: one mapping for each upload, at least one. All have the same names and finite
@@ -115,8 +114,7 @@ def robust_mean(
 def _cut(count: int, context: RoundContext) -> int:
     """Returns how many of `count` sorted values the robust rule removes at each end.
 
-    For `trimmed` this is ⌈β·count⌉. For all other rules, only the one or two values in the middle
-    remain.
+    `trimmed` removes ⌈β·count⌉. All other rules keep only the one or two middle values.
     """
     largest = (count - 1) // 2
     if context.robust != "trimmed":
@@ -177,9 +175,9 @@ class AveragingState(ServerState):
     """The server's state in methods that average models.
 
     Args:
-        cache: the last model of every client, as one tensor [K, …] for each parameter. The entry of
-            a client that has sent no model yet is w⁰ (FedKF, Algorithm 1, line 2). The mapping is
-            empty if the method keeps no cache.
+        cache: every client's last model, as one tensor [K, …] per parameter. A client that has sent
+            no model yet has w⁰ (FedKF, Algorithm 1, line 2). The mapping is empty if the method
+            keeps no cache.
         seen: a boolean mask [K] of the clients that have sent a model, or None without a cache.
         overall: the parameters of OCA. The mapping is empty if the method keeps no cache.
         buffers: further tensors that the method keeps between rounds, by parameter. The mapping is
@@ -198,10 +196,9 @@ Averaging = TypeVar("Averaging", bound=AveragingState)
 def average(uploads: Mapping[int, ModelParameters], *, uniform: bool = False) -> dict[str, Tensor]:
     """Computes the weighted average of the uploaded models.
 
-    It is Σ_k weight_k · parameters_k / Σ_k weight_k.
-
-    The sum is in float64 and adds the uploads one after another in the order of the mapping.
-    Integer buffers, such as counters, are taken from the first upload.
+    The average is Σ_k weight_k · parameters_k / Σ_k weight_k. The sum is in float64, one upload
+    after another in the mapping's order. Integer buffers, such as counters, are taken from the
+    first upload.
 
     Args:
         uploads: the uploads by client index. Their total weight must be above zero.
@@ -242,8 +239,8 @@ def momentum_step(
 ) -> Averaging:
     """Moves the server's model towards the mean of the clients' models.
 
-    The step is v ← momentum·v + (w − mean), followed by w ← w − lr·v. Buffers are those of the
-    mean. If there is a momentum, v is kept in the `buffers` of the state.
+    The step is v ← momentum·v + (w − mean), followed by w ← w − lr·v. Buffers are the mean's. With
+    momentum, the state's `buffers` keep v.
     """
     parameters = dict(mean)
     velocity: dict[str, Tensor] = {}
@@ -265,20 +262,20 @@ def update_cache(
     *,
     all_slots: bool = False,
 ) -> Averaging:
-    """Adds the cache of every client's last model, and the average OCA over the cache, to a state.
+    """Adds the cache of the clients' last models, and its average OCA, to a state.
 
-    OCA weights each client by n_k. With differential privacy, where n_k is private, all clients
-    have equal weight. Which clients have taken part is public.
+    OCA weights each client by n_k, or equally with differential privacy, where n_k is private.
+    Which clients have taken part is public.
 
     Args:
         state: the state to which the cache is added.
         previous: the state before the round.
-        uploads: the uploads of the round. Uploads of weight 0, from clients that were dropped or
-            have no examples, are ignored.
+        uploads: the round's uploads. Those with weight 0, from dropped clients or clients without
+            examples, are ignored.
         context: the context of the round.
-        all_slots: whether OCA averages all K entries of the cache, including those that still hold
-            w⁰ (FedKF, Algorithm 1, line 10). Otherwise it averages only the clients that have sent
-            a model, as in the official code.
+        all_slots: whether OCA averages all K cache entries, including those that still hold w⁰
+            (FedKF, Algorithm 1, line 10). Otherwise it averages only clients that have sent a
+            model, as in the official code.
     """
     K = context.clients
     if previous.seen is None:

@@ -1,8 +1,6 @@
-"""Sums of vectors over the examples of each class, and class counts.
-
-A vector is computed from each example. Without differential privacy, the sums and counts are exact.
-With it, they are noisy and charged. FedAF computes its class-mean logits from them, and FedFM its
-anchors.
+"""Class sums of vectors, and class counts. Each example yields one vector. Without differential
+privacy, the sums and counts are exact. With it, they are noisy and charged. FedAF computes its
+class-mean logits from them, and FedFM its anchors.
 
 Private condensation uses class sums too. A mechanism consists of release plans and of
 a matching loss that reads the releases.
@@ -35,7 +33,7 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.synthesizer.condensation import matching, private_matchers
 
-# The name of the release plan of the class counts.
+# The name of the class counts' release plan.
 COUNTS = "class counts"
 
 # The type of functions that map normalised images [N, C, H, W] to one vector per image [N, D].
@@ -54,19 +52,19 @@ def sums_plans(
     noise: float,
     exchange: str,
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the release plans of the class sums and of the class counts.
+    """Returns the release plans for the class sums and the class counts.
 
     Neither release subsamples the data.
 
     Args:
-        name: the name of the plan of the sums. The plan of the counts has the name `COUNTS`.
+        name: the name of the sums' plan. The counts' plan is named `COUNTS`.
         quantity: a description of the summed quantity.
         clipped: a description of the clipped quantity.
-        clip: L2 bound on the vector of one example.
+        clip: L2 bound on one example's vector.
         width: D, the dimension of the vectors.
         classes: number of classes.
-        noise: noise multiplier of the sums and of the counts, divided by the run's σ.
-        exchange: the exchange of the round in which they are released.
+        noise: noise multiplier of the sums and the counts, divided by the run's σ.
+        exchange: the exchange in which they are released.
     """
     sums = ReleasePlan(
         name=name,
@@ -85,7 +83,7 @@ def sums_plans(
 
 
 def counts_plan(sums: ReleasePlan, noise: float) -> ReleasePlan:
-    """Returns the release plan of the class counts that are released together with class sums.
+    """Returns the release plan for class counts released together with class sums.
 
     The counts are a single release, to which each example contributes 1.
 
@@ -112,15 +110,14 @@ def sums_rules(
     context: RoundContext,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Rule]:
-    """Returns the rules by which the server checks the fields `sums` and `counts` of an upload.
+    """Returns the server's rules for an upload's fields `sums` and `counts`.
 
     With noise, counts may be negative, and both fields may be as large as the noise.
 
     Args:
         client: the index of the uploading client.
-        shape: the shape of the sums.
-        plan: the name of the plan of the sums.
-        context: the context of the round.
+        shape: the shape of the sums. plan: the name of the sums' plan. context: the context of the
+            round.
         dtype: the dtype of the sums and of noisy counts.
     """
     bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
@@ -133,7 +130,7 @@ def sums_rules(
 
 
 def class_counts(clients: Group) -> Tensor:
-    """Counts the examples of each class at each client, [K, C].
+    """Counts each client's examples of each class, [K, C].
 
     With differential privacy, the counts are noisy.
     """
@@ -148,7 +145,7 @@ def class_counts(clients: Group) -> Tensor:
 
 
 def mechanisms_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
-    """Returns the mechanisms that each private client was charged for. Other clients have none."""
+    """Returns the mechanisms for which each private client was charged. Other clients have none."""
     if isinstance(clients, PrivateClientView):
         return clients.mechanisms(plan)
     return ()
@@ -161,14 +158,14 @@ def class_sums(
     width: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Adds the rows of each client's examples for each class, [K, C, D].
+    """Adds up each client's rows by class, [K, C, D].
 
     Args:
         clients: the group of clients.
         charged: the mechanisms that clip and release the sums of private clients.
         rows: computes a row for each image of a batch, from the images and their classes. A row
-            must depend only on its image, its class, and on public or released values. The function
-            is called without gradients.
+            must depend only on its image, its class, and public or released values. The function is
+            called without gradients.
         width: D, the dimension of the rows.
         dtype: the dtype in which exact sums are computed. They are returned in float32.
     """
@@ -176,7 +173,7 @@ def class_sums(
     if isinstance(clients, PrivateClientView):
 
         def by_pair(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-            # pairs number (client, class) pairs; −1, which is discarded, becomes some class
+            # indices of (client, class) pairs; −1, which is discarded, becomes some class
             return rows(x_NCHW, (pair_N % classes).to(x_NCHW.device, non_blocking=True))
 
         return clients.class_sums(charged, by_pair).view(len(clients.ids), classes, -1)
@@ -234,9 +231,9 @@ class ModelAndSums(ModelParameters):
 def uploads_with_sums(
     plan: str, context: RoundContext
 ) -> Callable[[nn.Module, Trained], tuple[Message, ClientState]]:
-    """Returns a function that makes the upload of a client, for `LocalObjective.make_upload`.
+    """Returns a function that makes a client's upload, for `LocalObjective.make_upload`.
 
-    The sums are those of the client's examples under its trained model.
+    The sums run over the client's examples, under its trained model.
 
     Args:
         plan: the name of the plan of the sums.
@@ -260,16 +257,15 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Computes the mean vector of each class for each client, and a mask of the client's classes.
+    """Computes each client's class means [C, D], and a mask [C] of its classes.
 
-    The means have the shape [C, D], and the mask [C]. The means of all other classes are near zero
-    and must not be used.
+    The means of all other classes are near zero and must not be used.
 
     Args:
         clients, vectors, width, plan: as in `sums_and_counts`. The group may have several clients.
         context: the context of the round.
-        min_examples: smallest noisy count with which a private client has a class. In addition,
-            the count must be at least 1, and at least twice the standard deviation of its noise.
+        min_examples: smallest noisy count with which a private client has a class. The count must
+            also be at least 1, and at least twice its noise's standard deviation.
     """
     noise = context.noise.get(COUNTS, 0.0)
     floor = max(1.0, 2 * noise)
@@ -282,8 +278,8 @@ def class_means(
     return means
 
 
-# The name of the release plan whose releases the synthetic images are matched to. The mechanism
-# `features` also has the plan `COUNTS`.
+# The name of the release plan that the synthetic images are matched to. The mechanism `features`
+# also has the plan `COUNTS`.
 IMAGES = "images"
 
 
@@ -303,10 +299,8 @@ def default_clip(width: int) -> float:
     """Returns a public clipping bound for residuals, the differences of real and synthetic
     features.
 
-    The bound is close to the typical norm of a residual.
-
-    The bound is for instance-normalised features. Their spread in each coordinate is about the same
-    for all networks, so the norm grows as √width.
+    The bound is close to a residual's typical norm if features are instance-normalised. Their
+    spread per coordinate is about the same for all networks, so the norm grows as √width.
     """
     return 0.25 * math.sqrt(width)
 
@@ -314,16 +308,16 @@ def default_clip(width: int) -> float:
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the plans of the mechanism `features`: one for class sums, and one for class counts.
+    """Returns the plans of the mechanism `features`:
 
-    The class sums are released M times in a round, and the class counts once.
+    M releases of class sums per round, and one of class counts.
 
     Args:
         privacy: the settings of differential privacy.
         context: the context of the round.
         networks: M.
-        count_noise: noise multiplier of the counts, in units of σ/√M. The unit is the noise
-            multiplier of all M sums together.
+        count_noise: the counts' noise multiplier, in units of σ/√M, the noise multiplier of all M
+            sums together.
     """
     width = feature_width(context, logits=True)
     classes = context.spec.classes
@@ -349,13 +343,13 @@ def private_matching(
     columns: int | None = None,
     min_examples: float,
 ) -> matching.MatchingObjective:
-    """Returns the matching loss that reads from releases that were already charged to the clients.
+    """Returns the matching loss that reads the releases charged to the clients.
 
     Args:
         clients: the clients, charged for the images or for both `feature_plans`.
         context: the context of the round.
-        columns: number of leading coordinates of the features that the mechanism `residual`
-            matches. With None, it matches all.
+        columns: number of leading feature coordinates that the mechanism `residual` matches. With
+            None, it matches all.
         min_examples: smallest released count with which the mechanism `features` sends a class.
 
     Raises:
@@ -376,9 +370,9 @@ def private_matching(
 
 
 def unsupported(mechanism: str) -> SettingError:
-    """Returns the error for a mechanism that the method does not have."""
+    """Returns the error for a mechanism that the method does not support."""
     reason = (
-        f"must be 'residual', 'gradient', 'features' or 'paper', got {mechanism!r}. A method "
-        "with another mechanism must override `release_plans` and `client_step`"
+        f"must be 'residual', 'gradient', 'features' or 'paper', got {mechanism!r}. Override "
+        "`release_plans` and `client_step` in a method with another mechanism"
     )
     return SettingError("privacy", "mechanism", reason)

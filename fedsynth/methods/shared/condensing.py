@@ -1,8 +1,7 @@
-"""Settings and hooks that several methods with synthetic images share.
-
-In these methods, the clients condense their data into synthetic images of each class, or the server
-trains on such images. The steps of the algorithms are in `feddm.py`, `fedaf.py`, `real.py` and
-`fedsum.py`, and call the functions of `fedsynth.synthesizer.condensation`.
+"""Settings and hooks shared by methods with synthetic images. The clients condense their data into
+synthetic images of each class, or the server trains on such images. The algorithms' steps are in
+`feddm.py`, `fedaf.py`, `real.py` and `fedsum.py`, and call the functions of
+`fedsynth.synthesizer.condensation`.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class TrainsOnUnion(Method):
-    """Settings of a server that trains the global model on all uploaded images together (FedDM, Eq.
-    10).
+    """Settings for a server that trains the global model on the union of all uploaded images
+    (FedDM, Eq. 10).
 
-    The training starts from the weights w_r with which the round began.
+    The training starts from the round's initial weights w_r.
 
     Args:
         ipc: number of images of each class.
         server_epochs, server_batch, server_lr: epochs, batch size and learning rate of the server's
-            SGD on the union. The defaults are those of the paper.
+            SGD on the union. The defaults are the paper's.
         server_momentum, server_weight_decay: momentum and weight decay of the server's SGD on the
-            union. They are not given in the paper, and the defaults are those of the public code of
-            distribution matching.
+            union. The paper does not state them. The defaults are those of distribution matching's
+            public code.
     """
 
     presets: ClassVar[Presets] = {"digits": {"server_epochs": 60}}
@@ -69,7 +68,7 @@ class TrainsOnUnion(Method):
     server_weight_decay: float = in_range(5e-4, 0)
 
     def union_sgd(self) -> SgdSettings:
-        """Returns the settings of SGD for the server's training on the uploaded images."""
+        """Returns the SGD settings for the server's training on the uploaded images."""
         optimiser = MomentumSgd(self.server_lr, self.server_momentum, self.server_weight_decay)
         return SgdSettings(self.server_epochs, self.server_batch, optimiser)
 
@@ -85,7 +84,7 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings of a server that trains in a ball around the current weights w_r.
+    """Settings for a server that trains in a ball around the current weights w_r.
 
     The trained weights satisfy ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 
@@ -103,21 +102,21 @@ class TrainsInBall(TrainsOnUnion):
 
 @dataclass(frozen=True)
 class CondensingMethod(TrainsOnUnion):
-    """Base class of methods whose clients condense their data into synthetic images.
+    """Base class for methods whose clients condense their data into synthetic images.
 
-    A subclass defines `client_step` and `server_step`. A step of the condensation uses all
-    synthetic images of a class. With only about ten images per class, sampling would save nothing,
-    and the gradient is exact. The settings of the server are documented in `TrainsOnUnion`.
+    A subclass defines `client_step` and `server_step`. A condensation step uses all of a class's
+    synthetic images. With only about ten images per class, sampling would save nothing, and the
+    gradient is exact. `TrainsOnUnion` documents the server's settings.
 
-    For networks with batch norm, the synthetic images of all classes of a client share batch
-    statistics, and so do the real images, as in the public code of distribution matching. Batch
-    norm is refused with differential privacy.
+    For networks with batch norm, all synthetic images of a client share batch statistics, and so do
+    its real images, as in distribution matching's public code. Batch norm is refused with
+    differential privacy.
 
     Args:
         iterations: T, the number of condensation steps in a round.
         image_lr: η_c, the learning rate of the images.
-        image_momentum: momentum of the updates of the images.
-        batch: number of real images of a class in a step.
+        image_momentum: momentum of the image updates.
+        batch: number of real images per class in a step.
         small_class: how a class with fewer examples than a batch is used. "all" uses all its
             examples, which gives the exact mean. "resample" draws a batch with replacement.
         min_examples: smallest number of examples with which a client sends a class. With a privacy
@@ -125,15 +124,14 @@ class CondensingMethod(TrainsOnUnion):
         start_average: number of random real images whose mean is a start image. With 1, the images
             start as real images. With a privacy guarantee, the images start from public noise
             instead.
-        restart: whether the images start again in each round. With False, the images of the last
-            round are improved further.
-        matching: the loss of features that the condensation of FedDM and FedAF minimises: mean,
-            gaussian, energy or sinkhorn, or FILE.py:NAME for your own. "mean" matches the class
-            means of features. The others match the distributions of features of each class
-            (`fedsynth.synthesizer.condensation.losses`), and are refused with differential privacy.
-            Your function gets real features [B, D] and synthetic features [M, D] of a class, and
-            returns a scalar.
-        blur: blur of the losses "gaussian", "energy" and "sinkhorn", in the units that these losses
+        restart: whether the images start again in each round. With False, the last round's images
+            are improved further.
+        matching: the loss between features that FedDM and FedAF minimise: mean, gaussian, energy or
+            sinkhorn, or FILE.py:NAME for your own. "mean" matches class-mean features. The others
+            match each class's feature distribution (`fedsynth.synthesizer.condensation.losses`),
+            and are refused with differential privacy. Your function gets a class's real features
+            [B, D] and synthetic features [M, D], and returns a scalar.
+        blur: the blur for "gaussian", "energy" and "sinkhorn", in the units that these losses
             define.
 
     A subclass can change the uploads of another method:
@@ -170,9 +168,9 @@ class CondensingMethod(TrainsOnUnion):
         super().__post_init__()
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plan of the T releases by which a round moves the synthetic images.
+        """Returns the plan for the T releases that move a round's synthetic images.
 
-        Each release moves the images by one step. A method with more releases appends their plans.
+        Each release moves the images by one step. Methods with further releases append their plans.
         """
         self.check_private(context)
         mechanism = privacy.mechanism or self.dp_mechanisms[0]
@@ -208,11 +206,11 @@ class CondensingMethod(TrainsOnUnion):
         return (plan,)
 
     def client_bytes(self, context: RoundContext) -> int:
-        """Estimates the memory in bytes that one more client in a group needs.
+        """Estimates the memory in bytes for one more client in a group.
 
-        The estimate includes the batch indices of a round, the synthetic images with their gradient
-        and velocity, and the class sums of features. For networks with batch norm, it consists of
-        the activations of a whole batch.
+        The estimate includes a round's batch indices, the synthetic images with their gradient and
+        velocity, and the class sums of features. For networks with batch norm, it is the
+        activations' size for a whole batch.
         """
         classes = context.spec.classes
         pixels = math.prod(context.spec.image_shape)
@@ -252,10 +250,10 @@ class CondensingMethod(TrainsOnUnion):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns the matching loss of the condensation.
+        """Returns the condensation's matching loss.
 
-        With differential privacy it clips, sums and adds noise. Otherwise it compares a batch of
-        each class of the real images with all synthetic images of the class.
+        With differential privacy, the loss clips, sums and adds noise. Otherwise, it compares a
+        batch of each class's real images with all of its synthetic images.
         """
         width = None
         if not self.matches_logits:
@@ -280,13 +278,13 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
-        """Returns an object that computes the features u_w = [h_w; b·z_w] of images.
+        """Returns an object that computes images' features u_w = [h_w; b·z_w].
 
-        The method `use` of the returned object sets the network w.
+        Its method `use` sets the network w.
 
         Args:
             clients: the group of clients.
-            pairs: the (client, class) pairs that are condensed.
+            pairs: the condensed (client, class) pairs.
             context: the context of the round, which sets the precision and the memory bound.
             logit_weight: b.
         """
@@ -311,16 +309,13 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         draws: Sequence[Iterator[object]],
     ) -> Iterator[int]:
-        """Yields the numbers t = 0, …, T − 1 of the condensation steps.
+        """Yields the condensation steps' numbers t = 0, …, T − 1.
 
-        It also reports the progress and saves checkpoints.
-
-        Yields nothing if there are no images.
+        It also reports the progress and saves checkpoints. Yields nothing if there are no images.
 
         Args:
             clients: the group of clients.
-            images_SICHW, velocity: tensors that the caller changes in place. They are saved in
-                checkpoints.
+            images_SICHW, velocity: tensors that the caller changes in place, saved in checkpoints.
             context: the context of the round.
             draws: random draws that are skipped on resuming, as in `resumable`.
         """
@@ -343,9 +338,9 @@ def perturbed(
 
     The weights are w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
 
-    All clients use the same networks, which are drawn from the public seed of the round. In
-    Algorithm 1 each client draws its own. The function yields the same network object each time,
-    with different weights.
+    All clients use the same networks, drawn from the round's public seed. In Algorithm 1, each
+    client draws its own. The function yields the same network object each time, with different
+    weights.
 
     Args:
         w_r: the global model. It is copied, and the weights of the copy are frozen.
@@ -354,7 +349,7 @@ def perturbed(
             longer. With 300,000 parameters, where ‖N(0, I)‖ ≈ 550, it is always longer. With
             "ball", the length of ε is uniform in [0, ρ].
         context: the context of the round.
-        period: number of networks after which the sequence repeats. With None, it never repeats.
+        period: number of networks before the sequence repeats. With None, it never repeats.
     """
     network, weights = _flat_copy(w_r, context)
     center = weights.clone()
@@ -380,8 +375,8 @@ def resampled(
     """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
 
     `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
-    the paper does not require. With a `period`, they repeat after this number of networks. The same
-    network object is yielded each time; w_r is copied.
+    the paper does not require. With a `period`, the draws repeat after `period` networks. The same
+    network object is yielded each time, and w_r is copied.
     """
     network, weights = _flat_copy(w_r, context)
     center = weights.clone()

@@ -1,7 +1,5 @@
-"""The common part of DENSE, FedHydra and FedDF, whose server distils the clients' models.
-
-The clients train as in FedAvg, and the server distils their models into one model. Each method
-defines its distillation in `distil`.
+"""The common part of DENSE, FedHydra and FedDF. The clients train as in FedAvg, and the server
+distils their models into one. Each method defines its distillation in `distil`.
 
 A run with one round is the one-shot setting, in which the clients may have different architectures
 (`ModelSettings.clients`). In further rounds, clients start from the distilled model, so all clients
@@ -39,13 +37,13 @@ from fedsynth.validation import one_of
 
 @dataclass(frozen=True)
 class EnsembleState(AveragingState):
-    """The server's state in methods that distil the clients' models, with measurements of the last
-    round.
+    """The server's state in methods that distil the clients' models, with the last round's
+    measurements.
 
     Args:
-        tallies: the tallies of the generated images in each epoch, [epochs, C, C], or None if no
-            images were generated.
-        matrices: measurements of the round's clients by name, each [C, clients].
+        tallies: each epoch's tallies of generated images, [epochs, C, C], or None if no images were
+            generated.
+        matrices: measurements of the round's clients, by name, each [C, clients].
         accuracies: the student's accuracy after each epoch, [epochs], or None.
         other: the student that the round did not end with ("student_weights"), or empty.
     """
@@ -58,17 +56,17 @@ class EnsembleState(AveragingState):
 
 @dataclass(frozen=True)
 class EnsembleDistillation(TrainsLocally):
-    """Base class of methods whose server distils the clients' models into one model.
+    """Base class for methods whose server distils the clients' models into one model.
 
     The defaults are those of FedHydra's comparison: SGD with lr=0.01, a batch of 128 examples, and
-    200 local epochs. The momentum is not given there. The settings of local training are documented
-    in `TrainsLocally`.
+    200 local epochs. It does not state the momentum. `TrainsLocally` documents the settings of
+    local training.
 
     Args:
-        start: the model from which the student starts. "server" is the model from which the clients
-            started, which is newly initialised in a one-shot run (FedHydra, Algorithm 1). "average"
-            is the average of the clients' models (FedDF). If the clients have different
-            architectures, "average" starts from the server's model too.
+        start: the student's initial model. "server" is the model from which the clients started,
+            which is newly initialised in a one-shot run (FedHydra, Algorithm 1). "average" is the
+            average of the clients' models (FedDF). If the clients have different architectures,
+            "average" starts from the server's model too.
     """
 
     state = EnsembleState
@@ -116,9 +114,9 @@ class EnsembleDistillation(TrainsLocally):
 
 @dataclass(frozen=True)
 class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, OneShotSettings):
-    """Base class of methods whose server distils the clients' models on generated images.
+    """Base class for methods whose server distils the clients' models on generated images.
 
-    The settings of the distillation are documented in `OneShotSettings`.
+    `OneShotSettings` documents the distillation's settings.
     """
 
     metric_privacy: ClassVar[Mapping[str, Disclosure]] = {
@@ -142,7 +140,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
     def result(
         self, training: OneShotDistillation, context: RoundContext, matrices: Tensors | None = None
     ) -> EnsembleState:
-        """Returns the state after the last epoch. The student gets its final weights."""
+        """Returns the state after the last epoch, and sets the student's final weights."""
         self._note_models(training.models, context)
         student, other = training.student, training.average.state_dict()
         if self.student_weights == "average":
@@ -166,9 +164,8 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
         return dict(zip(names, (state.parameters, state.other), strict=True))
 
     def _note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
-        """Adds a note to the round if the batch-norm loss L_BN ignores some of the clients' models.
-
-        It ignores models that have no running statistics of batch norm.
+        """Adds a note to the round if the batch-norm loss L_BN ignores some clients' models,
+        because they have no batch norm with running statistics.
         """
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
@@ -178,10 +175,10 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the facts of the round, including measures of the generated images and the
-        student's accuracy after each epoch.
+        """Returns the round's facts, including measures of the generated images (`GENERATOR`) and
+        the student's accuracy after each epoch (`EPOCHS`).
 
-        Their keys are `GENERATOR` and `EPOCHS`. They are post-processing of the uploads.
+        Both are post-processing of the uploads.
         """
         facts = dict(super().facts(state, context))
         if state.tallies is not None and len(state.tallies):
@@ -192,7 +189,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
 
 
 def generated_facts(tallies: Tensor) -> dict[str, float]:
-    """Computes quality measures of the generated images, averaged over the epochs of the round.
+    """Computes quality measures of the generated images, averaged over the round's epochs.
 
     `evaluation.generated` defines the measures.
 

@@ -1,17 +1,17 @@
 """Methods whose clients train the global model on their own data and send it.
 
-A method defines what it adds to a client's cross-entropy (`task`), the server's message
-(`broadcast`), and the aggregation of the models (`combine`). `TrainsLocally` implements the
-settings, the clients' training, stragglers, the release plan of a private run, and the cache of
-every client's last model. The loop of local SGD is `fedsynth.training.sgd.train_on`.
+A method defines the addition to a client's cross-entropy (`task`), the server's message
+(`broadcast`), and the models' aggregation (`combine`). `TrainsLocally` implements the settings, the
+clients' training, stragglers, a private run's release plan, and the cache of the clients' last
+models. The loop of local SGD is `fedsynth.training.sgd.train_on`.
 
-The clients of a group are trained one after another, or together where that is faster and has the
-same result (`fedsynth.training.many_clients`).
+A group's clients are trained one after another, or together where that is faster with the same
+result (`fedsynth.training.many_clients`).
 
-With differential privacy, the gradient of a task's penalty is added to the noisy mean gradient of
-each step. The penalty must not use the client's data. It may depend on the current weights, which
-are computed from releases, on the server's message, and on public values. It is then
-post-processing and costs no budget.
+With differential privacy, the penalty's gradient is added to each step's noisy mean gradient. The
+penalty must not use the client's data. It may depend on the current weights, which are computed
+from releases, on the server's message, and on public values. It is then post-processing and costs
+no budget.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from fedsynth.training import digest, many_clients, sgd
 from fedsynth.training.segmentation import network_losses
 from fedsynth.validation import in_range, one_of
 
-# The name of the release plan of the trained model.
+# The name of the trained model's release plan.
 MODEL = "model"
-# Number of parts of a client's training after which progress is reported.
+# How often a client's training reports its progress.
 PARTS = 100
 
 
@@ -69,7 +69,7 @@ class Trained:
     """Facts about one client's finished training, from which the client's upload is made.
 
     Args:
-        weight: the weight of the client's upload in the average.
+        weight: the upload's weight in the average.
         steps: the number of steps that the client took.
         client: a `Group` that contains only this client, for values computed from its data.
     """
@@ -80,29 +80,29 @@ class Trained:
 
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
-    """Makes the upload of a client that sends only its trained model, with an empty state."""
+    """Makes a plain upload with only the trained model, and an empty client state."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
 @dataclass(frozen=True)
 class LocalObjective(sgd.Objective):
-    """The additions of a method to a client's training on the cross-entropy in one round.
+    """A method's additions to a client's training in one round.
 
     An objective also makes the client's upload.
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network, images x [N, C, H,
             W] and labels y [N] or masks [N, H, W], and returns the loss of each example [N]. With
-            differential privacy, the loss of an example must not depend on other examples.
-        penalty: a function that takes the network in training and returns a scalar, which is added
-            to the loss of each step. It must not use the client's data.
+            differential privacy, an example's loss must not depend on other examples.
+        penalty: a function from the network in training to a scalar, which is added to each step's
+            loss. It must not use the client's data.
         before_step: a function that is called with the network in training before each step, for
             example to train a generator. It must not use the client's data.
-        state: the objects that these functions change, by name, including random generators. They
-            are saved in checkpoints, and steps are then not recorded as CUDA graphs. The mapping is
+        state: the objects that the functions change, by name, including random generators. They are
+            saved in checkpoints, and steps are then not recorded as CUDA graphs. The mapping is
             empty if the functions change nothing.
-        make_upload: a function that takes the trained model and its `Trained`, and returns the
-            upload and the client's new state.
+        make_upload: a function from the trained model and its `Trained` to the upload and the
+            client's new state.
 
     >>> from fedsynth import ModelSettings, RunSettings, TrainsLocally, simulate
     >>> class Ridge(TrainsLocally):
@@ -121,7 +121,7 @@ class LocalObjective(sgd.Objective):
 def _report_client(
     report: Callable[..., None], client: int, clients: int, stage: str, completed: int, total: int
 ) -> None:
-    """Reports the progress of one of several clients, which contribute equally."""
+    """Reports one client's progress. All clients contribute equally."""
     report(stage, client * total + completed, clients * total)
 
 
@@ -132,37 +132,36 @@ def _trained(learner: many_clients.Learner, client: ExactClientView) -> Trained:
 
 @dataclass(frozen=True)
 class TrainsLocally(Measurements):
-    """Base class of methods with local training on the clients and an average on the server.
+    """Base class for methods with local training on the clients and an average on the server.
 
     Args:
         local_epochs: number of passes over the client's data in a round.
         batch: number of examples in a step.
         lr: learning rate of local training.
-        momentum: momentum of local SGD, or β₁ of Adam.
+        momentum: local SGD's momentum, or Adam's β₁.
         weight_decay: weight decay of local training. λ·w is added to the gradient.
         optimiser: the optimiser of local training, "sgd" or "adam" (Kingma and Ba 2015). The public
             codes of HarmoFL and FedFA train by Adam on ProstateMRI, with lr=1e-4,
-            weight_decay=1e-4, batch=16, local_epochs=1 and 500 rounds. Their clients keep the
-            moments of Adam between rounds, and here each round starts with new ones.
-        local_steps: number of steps of every client in a round. With 0, `local_epochs` determines
-            the number of steps.
+            weight_decay=1e-4, batch=16, local_epochs=1 and 500 rounds. Their clients keep Adam's
+            moments between rounds. Here each round starts with new ones.
+        local_steps: every client's number of steps per round. With 0, `local_epochs` determines it.
         equal_steps: whether every client takes the same number of steps, local_epochs ·
             ⌊N/(K·batch)⌋, which is the number for a client with the mean number of examples.
-            FedKF's official code does this, so the tables of its paper do too. With differential
-            privacy, the steps are equal in any case.
-        stragglers: share of the clients of a round that complete only a random number of 1 …
+            FedKF's official code does so, and so do its paper's tables. With differential privacy,
+            the steps are equal in any case.
+        stragglers: share of a round's clients that complete only a random number of 1 …
             local_epochs passes (FedProx, Sec. 5.2). They are drawn publicly.
         drop_stragglers: whether the uploads of stragglers are ignored, as FedAvg does in the
             FedProx paper. Otherwise their partial work is used.
-        final: the model that a run ends with. "aca" is the average over the active clients of the
-            last round. "oca" is the average over the last models of all clients (T1 in FedKF), for
-            which the server keeps a model of each client. Clients start from ACA in both cases.
+        final: the run's final model. "aca" is the average over the last round's active clients.
+            "oca" is the average over all clients' last models (T1 in FedKF), for which the server
+            caches each client's model. Clients start from ACA in both cases.
         oca: which models OCA averages. "seen" averages the clients that have taken part so far, as
             in FedKF's official code. "all" averages all K clients, as in FedKF's Algorithm 1, where
-            a client that has not taken part has w⁰. In early rounds, most models of that average
-            are therefore untrained.
+            a client that has not taken part has w⁰. In early rounds, most averaged models are
+            therefore untrained.
 
-    A custom method overrides what differs, such as the server's aggregation:
+    A custom method overrides only its differences, such as the server's aggregation:
 
     >>> import torch
     >>> from fedsynth import ModelSettings, RunSettings, simulate
@@ -216,33 +215,37 @@ class TrainsLocally(Measurements):
                 reason = "has no effect with method.local_steps. Set method.local_steps=0"
                 raise SettingError("method", key, reason)
         if self.final == "oca" and self.oca_refusal:
-            reason = f"must be 'aca' for {self.name}, because {self.oca_refusal}"
+            reason = (
+                f"must be 'aca' for {self.name}, because {self.oca_refusal}. Set method.final=aca"
+            )
             raise SettingError("method", "final", reason)
         if self.optimiser == "adam" and self.adam_refusal:
-            reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}"
+            reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}. Set method.optimiser=sgd"
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
-            raise SettingError("method", "momentum", "must be below 1 for Adam, got 1")
+            raise SettingError(
+                "method", "momentum", "must be below 1 for Adam, got 1. Use Adam's usual β₁, 0.9"
+            )
 
     def task(
         self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Returns what the method adds to this client's local training in this round."""
+        """Returns the method's additions to a client's local training."""
         return LocalObjective()
 
     def _objective(
         self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Returns the client's task. If it has no loss and the data have masks, the loss is that of
-        segmentation."""
+        """Returns the client's task. For data with masks, a task without a loss gets the
+        segmentation loss."""
         objective = self.task(client, message, state, context)
         if context.spec.has_masks and objective.loss is None:
             return replace(objective, loss=network_losses)
         return objective
 
     def local_optimiser(self) -> sgd.Optimiser:
-        """Returns the optimiser with which a client trains its model. It is the same with and
-        without differential privacy."""
+        """Returns the optimiser of local training, which is the same with and without differential
+        privacy."""
         if self.optimiser == "adam":
             return sgd.Adam(self.lr, self.momentum, weight_decay=self.weight_decay)
         return sgd.MomentumSgd(self.lr, self.momentum, self.weight_decay)
@@ -252,8 +255,8 @@ class TrainsLocally(Measurements):
     ) -> nn.Module:
         """Returns the network that a client trains.
 
-        This is the model of the message, or a newly initialised network if the clients have
-        different architectures.
+        It is the server's model, or a newly initialised network if the clients have different
+        architectures.
         """
         if context.client_architectures is None:
             return context.load(message.parameters)
@@ -283,7 +286,7 @@ class TrainsLocally(Measurements):
     def _train_openly(
         self, message: Request, client: ExactClientView, state: ClientState, context: RoundContext
     ) -> tuple[Message, ClientState]:
-        """Trains the model of a single client, and returns the client's upload and new state."""
+        """Trains a single client's model, and returns the client's upload and new state."""
         (number,) = client.ids
         objective = self._objective(number, message, state, context)
         epochs = self.straggler_epochs(context).get(number)
@@ -315,7 +318,7 @@ class TrainsLocally(Measurements):
     def _train_privately(
         self, message: Request, client: PrivateClientView, state: ClientState, context: RoundContext
     ) -> tuple[Message, ClientState]:
-        """Trains the model of a single client by DP-SGD, with as many steps as were charged."""
+        """Trains a single client's model by DP-SGD, with as many steps as were charged."""
         (number,) = client.ids
         objective = self._objective(number, message, state, context)
         model = self.start_model(number, message, state, context)
@@ -351,7 +354,7 @@ class TrainsLocally(Measurements):
         states: ClientStates,
         context: RoundContext,
     ) -> Results:
-        """Trains the models of all clients of a group at once. All objectives must be plain."""
+        """Trains all models of a client group at once. All objectives must be plain."""
         straggler_epochs = self.straggler_epochs(context)
         learners = []
         for client, objective, state in zip(clients.split(), objectives, states, strict=True):
@@ -379,7 +382,8 @@ class TrainsLocally(Measurements):
         straggler_epochs: int | None,
         context: RoundContext,
     ) -> many_clients.Learner:
-        """Returns what determines the training of the only client of a group."""
+        """Returns the network, examples and settings that determine a one-client group's
+        training."""
         return many_clients.Learner(
             model,
             client.examples(0),
@@ -408,8 +412,7 @@ class TrainsLocally(Measurements):
         return many_clients.learner_bytes(context.architecture, self.batch, context.spec)
 
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
-        """Returns the number of passes that each straggler of the round completes, by client
-        index."""
+        """Returns each straggler's number of passes in the round, by client index."""
         if not self.stragglers:
             return {}
         active = context.active
@@ -418,13 +421,13 @@ class TrainsLocally(Measurements):
         return {active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(drawn)}
 
     def keeps_cache(self) -> bool:
-        """Returns whether the server keeps the last model of every client."""
+        """Returns whether the server keeps every client's last model."""
         return self.final == "oca"
 
     def combine(
         self, state: State, uploads: Mapping[int, Upload], context: RoundContext
     ) -> AveragingState:
-        """Computes the server's next state from the uploads that have a weight above zero.
+        """Computes the server's next state from the uploads with a weight above zero.
 
         With robust aggregation, all uploads are copies of the robust aggregate
         (`methods/shared/aggregation.py`).
@@ -455,7 +458,7 @@ class TrainsLocally(Measurements):
         return state.parameters
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the number of passes of each straggler, and whether stragglers are dropped.
+        """Returns each straggler's number of passes, and whether stragglers are dropped.
 
         Both are public, because stragglers are drawn publicly.
         """
@@ -487,7 +490,7 @@ class TrainsLocally(Measurements):
         return (plan,)
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns the plans with this client's number of steps and this client's model dimension.
+        """Returns the plans with the client's own number of steps and model dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.
         """
@@ -500,8 +503,7 @@ class TrainsLocally(Measurements):
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> sgd.SgdSettings:
-        """Returns the settings of SGD for `epochs` passes, or for a number of steps that is the
-        same for all clients."""
+        """Returns the SGD settings for `epochs` passes, or for a common number of steps."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes or (context.nominal_size,)
@@ -510,8 +512,8 @@ class TrainsLocally(Measurements):
         return sgd.SgdSettings(epochs, self.batch, self.local_optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
-        """Returns an upper bound on the number of steps of this client, computed from public sizes
-        or from the size that the client declared."""
+        """Returns an upper bound on the client's number of steps, from public sizes or its declared
+        size."""
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
         examples = int(most_examples(client, context))

@@ -1,7 +1,5 @@
-"""The common part of FedDF and FedBE, whose servers distil an ensemble of models into one model on
-unlabelled public images.
-
-The public images are the training images of a named dataset, resized to the image shape of the run.
+"""The common part of FedDF and FedBE, whose servers distil an ensemble on unlabelled public images.
+The public images are the training images of a named dataset, resized to the run's image shape.
 Their labels are not used.
 """
 
@@ -27,14 +25,14 @@ from fedsynth.validation import in_range
 
 @dataclass(frozen=True)
 class DistilsOnPublicImages(TrainsLocally, PublicImages):
-    """Base class of methods whose server distils an ensemble on public images.
+    """Base class for methods whose server distils an ensemble on public images.
 
     The following settings come in addition to those of `TrainsLocally`.
 
     Args:
-        proxy: the public dataset whose training images are used for the distillation, or "noise"
-            for random pixels. There is no default, because no choice is right for every run. With
-            differential privacy, it must not be the clients' own dataset.
+        proxy: the public dataset that provides the images, or "noise" for random pixels. There is
+            no default, because no choice is right for every run. With differential privacy, it must
+            not be the clients' own dataset.
         server_steps: number of steps of the distillation.
         server_batch: number of public images in a step.
         server_lr: initial learning rate of the distillation.
@@ -55,13 +53,16 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
 
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
-            reason = "must be a data set with public images, or 'noise' for random pixels"
+            reason = (
+                "is not set, but the server distils on public images. Name a public data set, or use "
+                "'noise' for random pixels"
+            )
             raise SettingError("method", "proxy", reason)
 
     def images_of(self, context: RoundContext) -> ImageData:
         """Returns the public images."""
         if context.proxy is None:
-            reason = f"must contain public images for {self.name}"
+            reason = f"is None, but {self.name} distils on public images. Pass them"
             raise SettingError(None, "RoundContext.proxy", reason)
         return context.proxy
 
@@ -73,19 +74,18 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
         context: RoundContext,
         **state: Any,
     ) -> Iterator[int]:
-        """Takes the steps of the distillation, which minimise KL(teacher ‖ student).
+        """Takes the distillation steps, which minimise KL(teacher ‖ student).
 
-        Yields the number of each step, 0, 1, …, after the step. The student is in training mode
-        during the steps, and in evaluation mode afterwards.
+        Yields each step's number, 0, 1, …, after the step. The student is in training mode during
+        the steps, and in evaluation mode afterwards.
 
         Args:
-            teacher: a function that returns the logits of the ensemble [N, classes] for normalised
-                images [N, C, H, W]. It is called without gradients.
+            teacher: a function from normalised images [N, C, H, W] to the ensemble's logits [N,
+                classes]. It is called without gradients.
             student: the model to train, in place.
             optimiser: the optimiser of the student's parameters.
             context: the context of the round.
-            state: further objects that change between the steps, by name. They are saved in
-                checkpoints.
+            state: further objects that change between the steps, by name, saved in checkpoints.
         """
         images = self.images_of(context)
         draws = torch_generator(context.seed, "proxy batches", context.round)

@@ -1,5 +1,5 @@
-"""The synthetic images of FedStats, which the server generates from released sums only, after the
-last round.
+"""FedStats' synthetic images, which the server generates after the last round from released sums
+only.
 
 If moments of small pictures are released, the initial images are rendered from them
 (`fedsynth.methods.statistics.pictures`). Otherwise they are drawn from random processes. They are
@@ -35,22 +35,21 @@ from fedsynth.synthesizer.condensation.sets import MAX_IPC
 from fedsynth.synthesizer.condensation.student import soft_labels
 from fedsynth.validation import in_range, one_of
 
-# Positions of the images that are kept between an initial image (0) and its optimised image (1).
+# Positions of the kept images between an initial image (0) and its optimised image (1).
 # Interpolated images need no pass through the features, and increase the variety by half.
 ALONG = (1.0, 0.75, 0.5, 0.25)
-# Number of candidates from random processes for each image that is not optimised. More candidates
-# do not improve a student.
+# Number of random-process candidates for each image that is not optimised. More candidates do not
+# improve a student.
 FEW_CANDIDATES = 2
 
 
 @dataclass(frozen=True)
 class ImagesState(ServerState):
-    """The server's state for FedStats' synthetic images: the statistics they follow, and the
-    images.
+    """The server's state for FedStats' synthetic images: their statistics, and the images.
 
     Args:
-        class_means: the means of z of each class around their common mean, [C, d], from the
-            released moments. None before round 1, or if no images are requested.
+        class_means: the class means of z around their common mean, [C, d], from the released
+            moments. None before round 1, or if no images are requested.
         picture_means, picture_roots: the fields of `PixelMoments`, from the released small
             pictures. None before round 1, or if small pictures are not released.
         images: the normalised images generated after the last round, [C · m, channels, H, W], where
@@ -69,19 +68,19 @@ class ImagesState(ServerState):
 class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     """A method whose server generates images from released statistics after the last round.
 
-    The settings of the optimisation of images are documented in `ImageSteps`.
+    `ImageSteps` documents the optimisation's settings.
 
     Args:
-        ipc: number of images of each class with soft labels after the last round. A quarter of
-            them are optimised towards the released statistics, the others lie between these and
-            their start images. With 0, none are optimised.
-        drawn_ipc: number of further images of each class, which are not optimised. Each of them is
-            worse, but they are more diverse, and a student learns more from both kinds. They cost
-            no privacy and little time.
-        pictures: whether moments of small pictures are released, from which the images start.
-            Otherwise the images start from random processes, which cost no privacy. "auto" releases
-            them for grey images with more than one row and column of pixels. For colour images, a
-            student learns more from random processes.
+        ipc: number of images per class with soft labels after the last round. A quarter of them are
+            optimised towards the released statistics. The others lie between an optimised image and
+            its start image. With 0, none are optimised.
+        drawn_ipc: number of further images per class, not optimised. Each is worse, but they are
+            more diverse, and a student learns more from both kinds. They cost no privacy and little
+            time.
+        pictures: whether the images start from released moments of small pictures. Otherwise the
+            images start from random processes, which cost no privacy. "auto" releases them for grey
+            images with more than one row and column of pixels. For colour images, a student learns
+            more from random processes.
         pixel_share: share of the budget for the moments of small pictures. It is used only if
             images are requested.
     """
@@ -94,7 +93,10 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pictures == "yes" and not self.images_each:
-            reason = "must be 'auto' or 'no' without images. To request images, set method.ipc=400"
+            reason = (
+                "must be 'auto' or 'no', got 'yes', because no images are requested. Set "
+                "method.ipc=400 to request them"
+            )
             raise SettingError("method", "pictures", reason)
 
     @property
@@ -105,8 +107,8 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     def releases_pictures(self, spec: DatasetSpec) -> bool:
         """Returns whether moments of small pictures are released.
 
-        They are not released if no images are requested, or if the images start from random
-        processes. The decision uses only public facts.
+        They are released if images are requested that do not start from random processes. The
+        decision uses only public facts.
         """
         if not self.images_each or not self.pixel_share:
             return False
@@ -115,8 +117,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return self.pictures == "yes"
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Returns the state with images made from all releases so far, and with the images' soft
-        labels."""
+        """Returns the state with images made from all releases so far, and their soft labels."""
         if state.class_means is None:
             return state
         teacher: Any = context.load(state.parameters).requires_grad_(False)
@@ -124,7 +125,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
-        """Generates the images of all classes as stored pixels, [C · m, channels, H, W].
+        """Generates all classes' images as stored pixels, [C · m, channels, H, W].
 
         The images are sorted by class. In each class the optimised images come first.
 
@@ -166,10 +167,8 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
 def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> Tensor:
     """Computes the class means of z minus the common mean of all classes, [C, d].
 
-    The class means are shrunk towards 0 by their noise.
-
-    The means are b·C/n times the sums of e/b ⊗ z (e = e_y − 1/C, b = ‖e‖), which is exact if the
-    classes are equally frequent.
+    The class means are b·C/n times the sums of e/b ⊗ z (e = e_y − 1/C, b = ‖e‖), which is exact if
+    the classes are equally frequent. They are then shrunk towards 0 by their noise.
 
     Args:
         pool: the release of moments, summed over the clients.
@@ -199,7 +198,8 @@ def check_differentiable(model: FeatureLinear) -> None:
         embedded = model.embed_pixels(image)
     if not embedded.requires_grad:
         reason = (
-            "must be 0, because the feature map has no gradient with respect to the pixels. Remove "
-            "torch.no_grad from the feature map, or set method.drawn_ipc=400"
+            "must be 0, because the feature map has no gradient with respect to the pixels. "
+            "Remove torch.no_grad from the feature map, or set method.ipc=0 and "
+            "method.drawn_ipc=400"
         )
         raise SettingError("method", "ipc", reason)

@@ -1,29 +1,29 @@
 """Post-processing of summed class statistics: a classifier in closed form, steps on noisy
 gradients, and the whitening of features.
 
-With z = clip₁(T(φ(x) − m)/R) and e = e_y − 1/C, clients release noisy sums of √½·[svec(z zᵀ); z ⊗
-e/b] with b = ‖e‖ = √(1 − 1/C) (`fedsynth.privacy.products.Moments`). In later rounds, they release
-noisy sums of clip(p − y) ⊗ z.
+Let z = clip₁(T(φ(x) − m)/R), e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C). Clients release noisy sums of
+√½·[svec(z zᵀ); z ⊗ e/b] (`fedsynth.privacy.products.Moments`), and in later rounds noisy sums of
+clip(p − y) ⊗ z.
 
-Suppose that each gradient has noise ν per coordinate. After T steps W ← W − Σ_t η_t g_t with
-effective lengths η_t, the noise is ν·√(Σ η_t²) in each coordinate of W, and also in the logit of a
-z of norm 1. If a budget is divided over T releases, ν grows with √T. If the lengths are equal, the
+Suppose that each gradient has noise ν per coordinate. After T steps with effective lengths η_t, W ←
+W − Σ_t η_t g_t has the noise ν·√(Σ η_t²) in each coordinate. A unit-norm z has the same noise in
+its logits. If a budget is divided over T releases, ν grows with √T. If the lengths are equal, the
 noise therefore depends only on τ = Σ η_t, and not on the number of steps. With momentum it is
 slightly larger. As τ grows, the classifier moves from its class means to the maximum likelihood,
-and the noise grows too. `step_rate` chooses τ by the noise, which is known publicly before any data
-are read.
+and the noise grows too. `step_rate` chooses τ by the noise, which is public before any data are
+read.
 
-A whitening that is computed from public images works only if these images resemble the data.
-The data may then vary far more in some directions than in others. Such directions use up most of
-the norm of a clipped vector, and steps along all other directions are slow. A covariance of all d
-coordinates has d²/2 entries, which are too many to be seen above the noise. The covariances of
-channels and of spatial cells have few entries. They are released together with the centre, for u =
-clip₁(φ/B) with B the norm bound of the map (`fedsynth.privacy.products.Grams`).
+A whitening computed from public images works only if they resemble the data. Otherwise the data may
+vary far more in some directions than in others. The former use up most of a clipped vector's norm,
+and steps along all others are slow. A covariance of all d coordinates has d²/2 entries, too many to
+be seen above the noise. Covariances over channels and over spatial cells have few entries. They are
+released together with the centre, for u = clip₁(φ/B) with B the norm bound of the map
+(`fedsynth.privacy.products.Grams`).
 
-The matrix T of the whitening scales each eigenvector by λ^(−POWER/2).
-Eigenvalues below the noise are set to the noise (or to `FLOOR` of the mean), so that all unknown
-directions are scaled equally. One factor then scales all, so that the trace is roughly kept. u is
-clipped and φ is not, so T is only approximately right for z.
+The whitening matrix T scales each eigenvector by λ^(−POWER/2). Eigenvalues below the noise are set
+to the noise (or to `FLOOR` of the mean), so that all unknown directions are scaled equally. A
+common factor then roughly keeps the trace. u is clipped and φ is not, so T is only approximately
+right for z.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fedsynth.models.on_features import root_names
 from fedsynth.privacy.products import Grams, Moments, Outer, matrices_of, smat
 from fedsynth.privacy.row_products import row_product
 
-# The least ridge, with or without noise, relative to the mean eigenvalue when z has norm 1.
+# The smallest ridge, with or without noise, relative to the mean eigenvalue when z has norm 1.
 EXACT = 1e-6
 
 
@@ -52,10 +52,7 @@ def target_norm(classes: int) -> float:
 
 
 def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
-    """Computes the gradient of the mean cross-entropy at a classifier with zero weights, [C, d].
-
-    It follows from the sums of e/b ⊗ z.
-    """
+    """Computes the mean cross-entropy's gradient at zero weights, [C, d], from the sums of e/b ⊗ z."""
     gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
     return gradient.float()
 
@@ -63,9 +60,9 @@ def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
 def moment_rows(
     z_Nd: Tensor, labels_N: Tensor, classes: int, *, has_second: bool
 ) -> Moments | Outer:
-    """Returns each example's contribution to the release of moments.
+    """Returns each example's contribution to the moments.
 
-    If the release has no second moments, the contribution is e/b ⊗ z, whose norm is at most 1.
+    Without second moments, it is e/b ⊗ z, of norm at most 1.
     """
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     if has_second:
@@ -74,24 +71,23 @@ def moment_rows(
 
 
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
-    """Returns the contribution of each example to a gradient step.
-
-    The contribution is clip(p − y) ⊗ z, the clipped gradient of the cross-entropy.
+    """Returns each example's contribution to a gradient step: clip(p − y) ⊗ z, the clipped gradient
+    of the cross-entropy.
     """
     wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
 
 
 def second_and_crossed(pool: Pool, dimension: int, classes: int) -> tuple[Tensor, Tensor, float]:
-    """Extracts second moments and products with targets from a sum of `Moments` over the clients.
+    """Extracts second moments and products with targets from the clients' summed `Moments`.
 
     Args:
         pool: Σ √½·[svec(z zᵀ); t ⊗ z] over all clients, with its noise.
         dimension, classes: the dimension of z, and of the targets t.
 
     Returns:
-        (1/n) Σ z zᵀ, symmetric [d, d], (1/n) Σ t ⊗ z [C, d], both float64, and the standard
-        deviation of the noise in a diagonal entry of the first.
+        (1/n) Σ z zᵀ, symmetric [d, d], (1/n) Σ t ⊗ z [C, d], both float64, and the noise's standard
+        deviation in the first matrix's diagonal.
     """
     scaled = pool.sums.double() * (math.sqrt(2) / pool.records)
     packed = dimension * (dimension + 1) // 2
@@ -113,9 +109,9 @@ class Spectrum:
 
     @classmethod
     def of(cls, second: Tensor, noise: float, ridge: float) -> Spectrum:
-        """Computes the spectrum of second moments.
+        """Computes the second moments' spectrum.
 
-        Negative eigenvalues are caused by noise and are set to 0.
+        Negative eigenvalues, caused by noise, are set to 0.
 
         Args:
             second, noise: the released second moments and their noise, see `second_and_crossed`.
@@ -134,17 +130,15 @@ class Spectrum:
     def step(self, gradient_Cd: Tensor, floor: float) -> Tensor:
         """Returns the direction of a Newton-like step, gradient·V diag(1/max(values, floor)) Vᵀ.
 
-        The floor is needed because, along an eigenvector whose eigenvalue is below the noise, a
-        full step would add only noise.
+        Without the floor, a full step along an eigenvector below the noise would add only noise.
         """
         scaled = gradient_Cd @ self.vectors / self.values.clamp_min(floor)
         return scaled @ self.vectors.T
 
 
 def total_weight(steps: int, momentum: float) -> float:
-    """Computes the total weight that steps with momentum give to all gradients.
-
-    It is Σ_t (1 − mᵗ)/(1 − m), which is τ divided by the rate.
+    """Computes the total weight Σ_t (1 − mᵗ)/(1 − m) that steps with momentum give to all
+    gradients, which is τ divided by the rate.
 
     >>> total_weight(2, 0.5)
     2.5
@@ -155,18 +149,16 @@ def total_weight(steps: int, momentum: float) -> float:
 def step_rate(
     noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
 ) -> float:
-    """Returns the step size η with which all steps together add noise of about `logit_noise` to a
-    logit.
+    """Returns the step size η, at most `max_rate`, with which all steps add noise of about
+    `logit_noise` to a logit.
 
     The steps are v ← m·v + g and W ← W − η·v.
 
-    The rate is at most `max_rate`.
-
     Args:
-        noise: ν/√T, the standard deviation of a coordinate of the gradient if the whole budget were
-            spent on one gradient. With 0, the rate is `max_rate`.
+        noise: ν/√T, the gradient's standard deviation per coordinate if the whole budget were spent
+            on one gradient. With 0, the rate is `max_rate`.
         steps: T.
-        logit_noise: standard deviation of the noise of all T steps together in a logit.
+        logit_noise: standard deviation of all T steps' total noise in a logit.
         max_rate: the largest rate that is stable along the steepest direction.
         momentum: m, below 1.
 
@@ -178,30 +170,29 @@ def step_rate(
     return min(max_rate, logit_noise / noise / total_weight(steps, momentum))
 
 
-# The share of the products of spatial cells in the squared norm of a contribution. There are few
-# cells, so the noise of their covariance is small.
+# The spatial cells' share of a contribution's squared norm. There are few cells, so their
+# covariance's noise is small.
 CELLS_PART = 0.16
-# The exponent of the whitening. 1 would make the features white. A smaller value is used because
-# the eigenvalues are uncertain. It was tuned on held-out training images.
+# The whitening's exponent. 1 would make the features white. It is smaller because the eigenvalues
+# are uncertain. It was tuned on held-out training images.
 POWER = 0.75
 # The smallest eigenvalue that is used, relative to the mean eigenvalue. Noise may raise it.
 FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns the contributions of single examples to the sum of covariances.
+    """Returns each example's contribution [p·svec(U Uᵀ); q·svec(Uᵀ U)] to the covariances.
 
-    The contribution of an example is [p·svec(U Uᵀ); q·svec(Uᵀ U)], where U are the matrices of u.
-    Its norm is at most 1.
+    U are the matrices of u. Its norm is at most 1.
     """
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the norm of the mean contribution if channels and spatial cells are white.
+    """Returns the mean contribution's norm if channels and spatial cells are white.
 
-    The norm shows whether a flat spectrum is above the noise. All blocks of the feature map are
-    assumed to have equal norms.
+    The norm shows whether a flat spectrum is above the noise. All feature-map blocks are assumed to
+    have equal norms.
 
     >>> round(white_signal([(1, 1)]), 3)
     1.0
@@ -215,15 +206,14 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """Computes the matrices that make up the whitening T, from the released covariances.
-
-    The keys are the names of the matrices in a model (`fedsynth.models.on_features.root_names`).
+    """Computes the whitening T's matrices from the released covariances, by their names in a model
+    (`fedsynth.models.on_features.root_names`).
 
     Args:
         pool: the release, summed over the clients. If its public number of records differs from the
             true number, the covariances are slightly wrong.
         centre_d: the released centre, in the units of the feature map.
-        centre_deviation: standard deviation of the noise in each coordinate of the centre.
+        centre_deviation: standard deviation of the centre's noise per coordinate.
         features: the feature map.
     """
     bound = features.norm_bound
@@ -239,7 +229,7 @@ def released_roots(
             width = size * (size + 1) // 2
             second = smat(sums[start : start + width], size) / math.sqrt(part)
             identity = torch.eye(size, dtype=second.dtype, device=second.device)
-            # the noise of the mean adds its variance to each diagonal entry of side·sideᵀ
+            # the mean's noise adds its variance to each diagonal entry of side·sideᵀ
             covariance = second - side @ side.T + centre_variance * summands * identity
             roots.append(_root(covariance, noise / math.sqrt(part)).float())
             start += width
@@ -247,13 +237,12 @@ def released_roots(
 
 
 def noise_edge(noise: float, size: int) -> float:
-    """Returns the value that the eigenvalues of a symmetric matrix of pure noise reach, noise·√(2d).
+    """Returns noise·√(2d), the edge of a symmetric noise matrix's spectrum.
 
-    By chance, single ones exceed this value by up to a quarter.
+    By chance, single eigenvalues exceed the edge by up to a quarter.
 
     Args:
-        noise: standard deviation of the noise of a diagonal entry. The standard deviation of other
-            entries is √½ of it.
+        noise: standard deviation of the noise in the diagonal. Other entries have √½ of it.
         size: d, the number of rows.
 
     >>> noise_edge(0.5, 8)
@@ -263,10 +252,9 @@ def noise_edge(noise: float, size: int) -> float:
 
 
 def denoised(values_d: Tensor, floor: float) -> Tensor:
-    """Replaces the variances below a floor, which noise hides, by their mean, or by 0 if the mean is
-    negative.
+    """Replaces variances below the noise floor by their mean, or by 0 if it is negative.
 
-    The sum of all variances is kept, because the noise of a sum is much smaller than its signal.
+    The sum of all variances is kept, because a sum's noise is much smaller than its signal.
 
     >>> denoised(torch.tensor([-1.0, 2.0, 9.0]), floor=3.0)
     tensor([0.5000, 0.5000, 9.0000])
@@ -277,9 +265,9 @@ def denoised(values_d: Tensor, floor: float) -> Tensor:
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """Computes the symmetric matrix that flattens the spectrum of a covariance.
+    """Computes the symmetric matrix that flattens a covariance's spectrum.
 
-    It roughly keeps the trace, by a factor that is limited.
+    A limited factor roughly keeps the trace.
 
     Args:
         covariance: the released covariance [size, size].

@@ -74,21 +74,20 @@ FEWEST = 1e-3
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution to the release of small pictures.
-
-    It is √½·[svec(u uᵀ); e_y ⊗ u], whose norm is at most 1.
+    """Returns each example's contribution √½·[svec(u uᵀ); e_y ⊗ u] to the small-picture release, of
+    norm at most 1.
     """
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 
 def pixel_width(dimension: int, classes: int) -> int:
-    """Returns the number of coordinates of the release of small pictures."""
+    """Returns the small-picture release's dimension."""
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """The moments of small pictures, after each picture v was scaled to v/‖v‖.
+    """The moments of small pictures, each scaled to v/‖v‖.
 
     Attributes:
         means: the mean of each class, [C, D − 1], without u's constant.
@@ -121,15 +120,15 @@ class PixelMoments:
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
     ) -> Tensor:
-        """Draws random images of each class from a Gaussian with the moments of the class.
+        """Draws random images of each class from a Gaussian with the class's moments.
 
         The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
 
         Args:
-            count: number of images of each class.
+            count: number of images per class.
             shape: (channels, H, W).
-            variety: fractions of the standard deviation for the first and the last image of a
-                class. The images between them have evenly spaced fractions.
+            variety: fractions of the standard deviation for a class's first and last image. The
+                images between them have evenly spaced fractions.
             generator: a CPU generator.
         """
         classes = len(self.means)

@@ -1,13 +1,12 @@
 """Random transformations of images, for condensation and for the training of students.
 
 Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation") applies the same
-transformation to the real and the synthetic images of a (client, class) pair. It draws a new
-transformation at each step. Shift, scale, rotation and flip are one affine resampling. Brightness,
-saturation and contrast are pointwise, and cutout is a mask. The strengths are the DSA paper's
-defaults.
+transformation to the real and the synthetic images of a (client, class) pair. Each step draws a new
+transformation. Shift, scale, rotation and flip are one affine resampling. Brightness, saturation
+and contrast are pointwise, and cutout is a mask. The strengths are the DSA paper's defaults.
 
-Warped and mixed copies are labelled by a teacher, so they need not keep the class of the original
-image. A smooth random field deforms the warped copies (after Simard, Steinkraus & Platt 2003).
+A teacher labels warped and mixed copies, so they need not keep the original image's class. A smooth
+random field deforms the warped copies (after Simard, Steinkraus & Platt 2003).
 
 Views are flips and crops of single images, as in DENSE's public code.
 """
@@ -28,15 +27,15 @@ from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 
-# The type of functions that transform images, given the group index of each image. Images with the
-# same group index get the same transformation.
+# A function that transforms images, given each image's group index. Images with the same group
+# index get the same transformation.
 Augmentation = Callable[[Tensor, Tensor], Tensor]
 
 SHIFT, SCALE, ROTATE_DEGREES, CUTOUT = 0.125, 1.2, 15.0, 0.5
 
 
 class SiameseAugmentation:
-    """The random transformations of all images in one step of condensation.
+    """The random transformations of all images in one condensation step.
 
     Images with the same group index get the same transformation.
 
@@ -70,8 +69,7 @@ class SiameseAugmentation:
         self._hole = torch.where(on[2], 2 * draw[8:10] - 1, 9.0)
 
     def __call__(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-        """Returns the transformed images. They are differentiable with respect to the original
-        images.
+        """Returns the transformed images, differentiable with respect to the originals.
 
         Args:
             x_NCHW: the images.
@@ -101,19 +99,17 @@ AUGMENTATIONS = ("none", "siamese")
 def augmentations(
     kind: str, label_S: Tensor, context: RoundContext, *, flip: bool, period: int | None = None
 ) -> Iterator[Augmentation | None]:
-    """Yields the random augmentation of each condensation step, with one transformation for each
-    class.
+    """Yields each condensation step's random augmentation, with one transformation per class.
 
-    The same augmentation is applied to real and to synthetic images. All clients share it, because
-    it is drawn from the round's public seed.
+    It applies to real and synthetic images alike. All clients share it, because it is drawn from
+    the round's public seed.
 
     Args:
-        kind: one of `AUGMENTATIONS`. With "none", every yielded value is None.
+        kind: one of `AUGMENTATIONS`. "none" yields None in every step.
         label_S: the class of each (client, class) pair.
         context: the round's context.
         flip: see `SiameseAugmentation`.
-        period: the number of steps after which the transformations repeat. If None, they never
-            repeat.
+        period: the number of steps before the transformations repeat. With None, they never repeat.
     """
     if kind == "none":
         yield from repeat(None)
@@ -141,7 +137,7 @@ KNOTS = 5  # of this grid, per side
 
 
 def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Returns copies of images that are rotated, scaled, sheared, shifted and deformed at random.
+    """Returns randomly rotated, scaled, sheared, shifted and deformed copies of images.
 
     Each image has its own random transformation. Pixels from outside the image take the value of
     the nearest border pixel.
@@ -170,10 +166,7 @@ def warped(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def blended(x_NCHW: Tensor, generator: torch.Generator) -> Tensor:
-    """Mixes each image with another image of the batch.
-
-    The weight of each mixture is uniform on [0, 1].
-    """
+    """Mixes each image with another image of the batch, with weights uniform on [0, 1]."""
     count = len(x_NCHW)
     share = torch.rand(count, 1, 1, 1, generator=generator, device=x_NCHW.device)
     other = torch.randperm(count, generator=generator, device=x_NCHW.device)
@@ -186,8 +179,8 @@ class Views:
 
     Args:
         flips: whether every image is mirrored left to right with probability one half.
-        crop: the share of the longer side that is added at every edge as black pixels. A window of
-            the original size is then cut out at random. 0 means no crop.
+        crop: the width of the black border added at every edge, as a share of the longer side. A
+            window of the original size is then cut out at random. 0 means no crop.
     """
 
     flips: bool = False
@@ -215,7 +208,7 @@ class Views:
         return x_NCHW
 
     def edge(self, spec: DatasetSpec) -> int:
-        """Returns the padding of each edge, in pixels, before a random crop.
+        """Returns each edge's padding, in pixels, before a random crop.
 
         It is 4 for sides of 28 or 32 pixels and a crop of 1/8.
         """

@@ -1,14 +1,15 @@
 """Makes images from released class statistics of fixed features.
 
-Nothing here reads private data, because it is post-processing of released values.
+The module reads no private data. All of it is post-processing of released values.
 
 The released sum Σ (e_y − 1/C) ⊗ z over n examples is multiplied by C/n. If classes are about
 equally frequent, the result is the class means of z minus their common mean. The common mean is
 about 0, because z is centred with the released mean of the features.
 
-The start images are public or derived from released images. They are moved until their class means
-of z match, the released classifier assigns each image its class, and neighbouring pixels are
-similar (total variation, as in Mahendran & Vedaldi 2015, arXiv 1412.0035):
+The start images are public or derived from released images. The optimisation has three aims: their
+class means of z match, the released classifier assigns each image its class, and neighbouring
+pixels are similar. The last term is the total variation, as in Mahendran & Vedaldi 2015 (arXiv
+1412.0035):
 
     Σ_c ‖mean_c z − t_c‖² / Σ_c ‖t_c‖²  +  a·cross-entropy  +  b·total variation
 """
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 from fedsynth.features.random_images import random_images
 from fedsynth.validation import in_range
 
-# The number of random-process images that are drawn for each selected start image.
+# The number of random-process images drawn for each selected start image.
 CANDIDATES = 10
 
 AT_ONCE = 48
@@ -47,12 +48,11 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Returns how far the class means of z are from the released class means, as a scalar.
-
-        It is the squared distance, divided by the squared norm of `class_means`.
+        """Returns the squared distance between z's class means and the released ones, relative to
+        the squared norm of `class_means`.
 
         Args:
-            z_CId: z of I images of each class, [classes, I, d].
+            z_CId: z of I images per class, [classes, I, d].
         """
         size = self.class_means.square().sum().clamp_min(1e-12)
         return (z_CId.mean(dim=1) - self.class_means).square().sum() / size
@@ -63,11 +63,11 @@ class ImageSteps:
     """The settings of the image optimisation.
 
     Args:
-        image_steps: number of steps of Adam on the images.
-        image_lr: learning rate of Adam on the images, in pixel units, where 1 is white.
-        teacher_weight: a, the weight of the released classifier's cross-entropy in the loss of the
-            images. The weight of the distance to the class means is 1.
-        smoothness: b, the weight of the total variation in the loss of the images.
+        image_steps: number of Adam's steps on the images.
+        image_lr: Adam's learning rate on the images, in pixel units, where 1 is white.
+        teacher_weight: a, the weight of the released classifier's cross-entropy. The distance to
+            the class means has the weight 1.
+        smoothness: b, the weight of the total variation.
     """
 
     image_steps: int = in_range(12, 0)
@@ -77,13 +77,12 @@ class ImageSteps:
 
 
 def shrunk(class_means_Cd: Tensor, noise_std: float) -> Tensor:
-    """Shrinks noisy class means towards 0 according to their noise.
-
-    It is the positive-part James-Stein estimate (1 − d·σ²/‖t_c‖²)₊ t_c of each class.
+    """Shrinks noisy class means towards 0 by the positive-part James-Stein estimate (1 −
+    d·σ²/‖t_c‖²)₊ t_c.
 
     Args:
         class_means_Cd: released class means minus their common mean.
-        noise_std: the standard deviation σ of the noise in each coordinate, which is public.
+        noise_std: the noise's public standard deviation σ in each coordinate.
 
     >>> shrunk(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), noise_std=1.0).norm(dim=1)
     tensor([4.6000, 0.0000])
@@ -102,15 +101,14 @@ def public_start(
 ) -> Tensor:
     """Selects public start images for each class from images of random processes.
 
-    They are the images that the released classifier assigns to the class with the highest
-    confidence. No image is used twice.
+    It takes the images that the released classifier assigns to a class most confidently. No image
+    is used twice.
 
     Args:
         statistics: the released statistics, whose classifier selects the images.
-        ipc: the number of images of each class.
-        image_shape: the shape (C, H, W).
+        ipc: the number of images per class. image_shape: the shape (C, H, W).
         generator: the random generator that draws the images.
-        candidates: the number of images that are drawn for each selected image.
+        candidates: the number of images drawn for each selected image.
 
     Returns:
         Pixels [classes, ipc, C, H, W] in [0, 1], on the device of the classifier's weight.
@@ -176,11 +174,10 @@ def _pull(target: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: Im
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the loss with respect to the pixels, and the features z of the
-    pixels.
+    """Returns the loss's gradient with respect to the pixels, and their features z.
 
-    Only the graph of `AT_ONCE` images is in memory at a time. The derivative with respect to z
-    comes from the previous step, so that features are computed only once in each step.
+    Only `AT_ONCE` images' graph is in memory at a time. The derivative with respect to z comes from
+    the previous step, so each step computes features only once.
     """
     gradients, embedded = [], []
     for part, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):
@@ -194,9 +191,8 @@ def _gradient(
 
 
 def total_variation(x_NCHW: Tensor) -> Tensor:
-    """Returns the mean absolute difference of neighbouring pixels, a scalar.
-
-    The vertical and the horizontal mean are added.
+    """Returns the mean absolute difference of neighbouring pixels, vertically plus horizontally, as
+    a scalar.
 
     >>> float(total_variation(torch.tensor([[[[0.0, 2.0], [1.0, 4.0]]]])))
     4.0

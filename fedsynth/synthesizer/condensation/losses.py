@@ -1,18 +1,16 @@
-"""Losses of condensation other than the squared distance of mean features.
-
-FedAF (Wang et al. 2024, arXiv 2404.18962) has losses in logit space: the sliced Wasserstein
-distance of collaborative data condensation (Eq. 10), and the local-global knowledge matching of the
-server's training (Eqs. 12-15). Both are differentiable with respect to the network's side. The
-gradient is finite even if both sides are equal.
+"""Condensation losses other than the squared distance of mean features. FedAF (Wang et al. 2024,
+arXiv 2404.18962) has two losses in logit space. They are collaborative data condensation's sliced
+Wasserstein distance (Eq. 10), and local-global knowledge matching in the server's training (Eqs.
+12-15). Both are differentiable with respect to the network's side. The gradient is finite even if
+both sides are equal.
 
 `DistributionMatcher` matches whole distributions of features by geomloss' Gaussian-kernel, energy
 and Sinkhorn losses. FedDM and FedAF match class means of u_w (Eqs. 9 and 4). Here the loss of a
 class is a divergence between the point clouds {u_w(x): x ∈ B_c} and {u_w(s): s ∈ S_c}. The points
-are in units of √D (D coordinates), so that `blur` means the same for every network. The scale is
-chosen such that for wide blur the Gaussian and the Sinkhorn loss become the squared distance of the
-means. Learning rates therefore carry over. The loss needs the features of every example and not
-only the sum of features. No mechanism here protects single features, so the loss is refused with
-differential privacy.
+are in units of √D (D coordinates), so that `blur` means the same for every network. Losses are
+scaled so that for wide blur the Gaussian and the Sinkhorn loss become the squared distance of the
+means. Learning rates therefore carry over. The loss needs every example's features, not only their
+sum. No mechanism protects single features, so the loss is refused with differential privacy.
 """
 
 from __future__ import annotations
@@ -40,14 +38,13 @@ REDUCTIONS = ("mean", "sum")
 def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Averages the row of each class over the clients that have examples of the class (Eqs. 8 and
-    12).
+    """Averages each class's row over the clients with examples of the class (Eqs. 8 and 12).
 
-    Returns the averages [C, C], and a mask [C] of the classes that at least one client has. The row
-    of a class that no client has is zero and must not be used.
+    Returns the averages [C, C], and a mask [C] of the classes with examples at any client. All
+    other rows are zero and must not be used.
 
     The paper divides by K even if a client has no example of a class, although v_{k,c} is then
-    undefined. Here only clients that have the class count.
+    undefined. Here only clients with examples of the class count.
     """
     values = torch.stack(list(values_KCC))
     present = torch.stack(list(present_KC)).to(torch.bool)
@@ -60,13 +57,12 @@ def average_over_holders(
 def collaborative_distance(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
-    """Returns how far the mean logits of the synthetic images are from the global mean logits.
+    """Returns the distance between the synthetic images' mean logits and the global ones.
 
-    This is the collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients, a scalar (Eq.
-    10).
+    It is the scalar collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients (Eq. 10).
 
     Args:
-        u_SC: the mean logits of the synthetic images of each (client, class) pair.
+        u_SC: the mean logits of each (client, class) pair's synthetic images.
         v_SC: the global knowledge of each pair's class.
         client_S: the client of each pair.
         distance: the kind of distance. With "point" each u and v is one point, and the distance
@@ -74,8 +70,8 @@ def collaborative_distance(
             1)/2)). With "rows" the rows u and v of a client are two point clouds, which are
             compared along the random `directions_PC`. The result is multiplied by the number of
             rows, so that it is a sum over classes, too. With "sorted" it is the Wasserstein
-            distance between the coordinates of u and of v. This distance ignores which coordinate
-            belongs to which class, and is for comparison only.
+            distance between u's and v's coordinates. It ignores which coordinate belongs to which
+            class, and is for comparison only.
         directions_PC: unit vectors, for "rows".
     """
     if distance == "point":
@@ -89,7 +85,7 @@ def collaborative_distance(
 
 
 def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
-    """Sorts the values of each column, separately for the rows of each client.
+    """Sorts each column's values, separately for each client's rows.
 
     The numbers of rows per client need not be known, so the host does not wait for the device.
     """
@@ -99,7 +95,7 @@ def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
 
 
 def point_factor(dimension: int) -> float:
-    """Returns E|θ₁|, the mean size of a coordinate of a random unit vector of this dimension."""
+    """Returns E|θ₁|, a random unit vector's mean absolute coordinate."""
     ratio = math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2))
     return ratio / math.sqrt(math.pi)
 
@@ -111,15 +107,13 @@ def logits_gradient(
     distance: Callable[[Tensor], Tensor],
     weight: float,
 ) -> Tensor:
-    """Returns the gradient of a loss of mean logits with respect to the synthetic images.
-
-    It is weight·∇_S distance(u), [S, ipc, C, H, W].
+    """Returns weight·∇_S distance(u), the gradient of a loss on mean logits with respect to the
+    synthetic images, [S, ipc, C, H, W].
 
     Args:
-        features, synthetic_SICHW: see `matching_gradient`. The weight b of the logits must be 1.
-        classes: C, the number of logits. They are the last coordinates of the features.
-        distance: a function from the mean logits u of each pair's synthetic images [S, C] (FedAF,
-            Eq. 6) to a scalar.
+        features, synthetic_SICHW: see `matching_gradient`. The logits' weight b must be 1.
+        classes: C, the number of logits, which are the features' last coordinates.
+        distance: a function from each pair's mean logits u [S, C] (FedAF, Eq. 6) to a scalar.
         weight: λ_loc.
     """
     means = matching.frozen_means(features, synthetic_SICHW)
@@ -131,7 +125,7 @@ def logits_gradient(
 
 
 def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields uniformly random unit vectors [count, dimension] without end, on the generator's
+    """Yields endless uniformly random unit vectors [count, dimension], on the generator's
     device."""
     while True:
         drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
@@ -156,16 +150,16 @@ def knowledge_matching(
     """Returns the knowledge-matching loss between soft labels R and T, the softmax of mean
     logits (Eq. 15).
 
-    It is L_LGKM = ½(KL(R‖T) + KL(T‖R)), over the rows of the usable classes.
+    The loss is L_LGKM = ½(KL(R‖T) + KL(T‖R)), over the usable classes' rows.
 
     Args:
         mean_CC: t_c before the softmax. T is softmax(mean_CC/τ) (Eq. 13).
         soft_CC: R.
-        usable_C: the rows that exist on both sides. If there are none, the loss is 0.
+        usable_C: a mask of the rows defined on both sides. If there are none, the loss is 0.
         temperature: τ.
         reduction: "mean" over the usable rows, or "sum". Eq. 15 has a distribution for each class,
-            but gives no normaliser. A sum is C times as strong and grows with the number of
-            classes, while the cross-entropy does not.
+            but no normaliser. A sum grows with the number of classes C, while the cross-entropy
+            does not.
     """
     log_t = torch.log_softmax(mean_CC / temperature, dim=1)
     log_r = soft_CC.clamp_min(torch.finfo(soft_CC.dtype).tiny).log()
@@ -184,7 +178,7 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
-    """Returns the gradient of the loss with respect to one class's synthetic features [M, D]."""
+    """Returns the loss's gradient with respect to one class's synthetic features [M, D]."""
     leaf = synthetic.detach().requires_grad_()
     with torch.enable_grad():
         value = loss(real, leaf)
@@ -196,18 +190,16 @@ def loss_gradient(loss: Loss, real: Tensor, synthetic: Tensor) -> Tensor:
 
 SCALE = 4.0  # in units of √D: several times the spread of instance-normalised features
 MATCHINGS = ("mean", "gaussian", "energy", "sinkhorn")
-# The losses of users, by their labels.
+# User-defined losses, by label.
 _CUSTOM: dict[str, Loss] = {}
 
 
 def register_loss_file(setting: str) -> str:
-    """Registers a loss that a Python file defines.
-
-    Returns the name of the loss for settings, `FILE.py:NAME@HASH`.
+    """Registers a loss from a Python file, and returns its name for settings, `FILE.py:NAME@HASH`.
 
     Args:
-        setting: the file and the name of a function of real features [B, D] and synthetic features
-            [M, D] of one class, which returns a scalar. The file is executed.
+        setting: FILE.py:NAME. The function gets one class's real features [B, D] and synthetic
+            features [M, D], and returns a scalar. The file is executed.
 
     Raises:
         SettingError: the file cannot be read or executed, or does not define the name.
@@ -218,7 +210,7 @@ def register_loss_file(setting: str) -> str:
 
 
 def check_matching(name: str) -> None:
-    """Raises an error if no loss has the name."""
+    """Raises an error if no matching loss has the name."""
     if names_code(name) and name not in _CUSTOM:
         raise unloaded_file("method", "matching", name)
     check_choice("method", "matching", name, (*MATCHINGS, *_CUSTOM))
@@ -227,13 +219,12 @@ def check_matching(name: str) -> None:
 def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if kind != "mean":
-        reason = f"must be 'mean' with differential privacy, got {kind!r}"
+        reason = f"must be 'mean' with differential privacy, got {kind!r}. Set method.matching=mean"
         raise SettingError("method", "matching", reason)
 
 
 class DistributionMatcher(matching.MatchingObjective):
-    """Matches whole distributions of features instead of mean features, without differential
-    privacy.
+    """Matches whole feature distributions, without differential privacy.
 
     It computes ∇_S Σ_c divergence(u(B_c), u(S_c)).
 
@@ -243,7 +234,7 @@ class DistributionMatcher(matching.MatchingObjective):
             distances), or the name of a custom loss.
         blur: the kernel's standard deviation or the square root of the entropic regularisation, in
             units of √D. "energy" does not use it.
-        columns: the number of leading coordinates of u that are matched. If None, all are matched.
+        columns: the number of matched leading coordinates of u. With None, all are matched.
     """
 
     def __init__(
@@ -276,8 +267,8 @@ class DistributionMatcher(matching.MatchingObjective):
         return out
 
     def _cotangents(self, u_GID: Tensor, real_GBD: Tensor, weights_GB: Tensor) -> Tensor:
-        """Returns the gradient of the loss with respect to the features of the synthetic images,
-        [G, ipc, D]."""
+        """Returns the loss's gradient with respect to the synthetic images' features, [G, ipc,
+        D]."""
         width = real_GBD.shape[2]
         if self._custom is not None:
             gradient = torch.zeros_like(u_GID)
@@ -287,8 +278,9 @@ class DistributionMatcher(matching.MatchingObjective):
                 ):
                     out[:, :width] = loss_gradient(self._custom, real[weights > 0], u[:, :width])
             except Exception as error:
-                reason = f"cannot be used: the loss fails with {type(error).__name__}: "
-                raise SettingError("method", "matching", reason + one_line(error)) from error
+                cause = f"{type(error).__name__}: {one_line(error)}"
+                reason = f"cannot be used, because the loss raises {cause}. Correct the loss"
+                raise SettingError("method", "matching", reason) from error
             return gradient
         leaf = u_GID.detach().requires_grad_()
         even = leaf.new_full(leaf.shape[:2], 1 / leaf.shape[1])
@@ -301,16 +293,15 @@ class DistributionMatcher(matching.MatchingObjective):
 
 
 def _padded(rows_ND: Tensor, pair_N: Tensor, sizes_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the rows of each (client, class) pair, padded to the largest number of rows.
+    """Returns each (client, class) pair's rows, padded to a common number, [S, B, D].
 
-    The rows have the shape [S, B, D]. The function also returns weights [S, B], which sum to 1 for
-    each pair and are 0 for the padding.
+    Also returns weights [S, B], which sum to 1 for each pair and are 0 for the padding.
 
     Args:
         rows_ND: the rows of all pairs.
-        pair_N: the index of the pair of each row, ascending.
-        sizes_S: the number of rows of each pair, as in `BatchIndices`. It is on the CPU so that the
-            host need not wait for the GPU.
+        pair_N: each row's pair index, ascending.
+        sizes_S: each pair's number of rows, as in `BatchIndices`, on the CPU so that the host need
+            not wait for the GPU.
     """
     largest = int(sizes_S.max())
     sizes = sizes_S.to(pair_N.device, non_blocking=True)

@@ -6,8 +6,8 @@ loss is
     L_c = ‖ mean_{B_c} u_w − mean_{S_c} u_w ‖²,      L = Σ_c L_c
 
 (FedDM, Eq. 9; FedAF, Eq. 4), and one step needs ∇_S L (`matching_gradient`). All (client, class)
-pairs of a group of clients share one pass. `synthetic` is [S, ipc, C, H, W], and each image of the
-real batch has the index of its pair (`pair_N`).
+pairs in a client group share one pass. `synthetic` is [S, ipc, C, H, W], and `pair_N` contains the
+pair index of each image in the real batch.
 
 Real images are embedded without a graph, and the network's weights are frozen. A vector-Jacobian
 product (`fedsynth.models.convnet`, or autograd for other networks) pulls gradients back to the
@@ -37,40 +37,37 @@ from fedsynth.synthesizer.condensation.sets import BatchIndices
 
 CPU_BYTES = 8 * 2**20
 GPU_IMAGES = 1024
-ACTIVATIONS = 8  # full-size activations that a pass may hold at its widest
+ACTIVATIONS = 8  # full-size activations in memory at a pass's widest layer
 
 
 @dataclass(eq=False)
 class NetworkFeatures:
     """The features u_w(x) = [h_w(x); b·z_w(x)] that a network computes from images.
 
-    They are the embedding and the logits from one forward pass, after the siamese augmentation if
-    there is one. One object serves all steps of a condensation, and `use` sets the network of a
-    step.
+    The embedding and the logits come from one forward pass, after siamese augmentation if it is
+    used. One object serves all condensation steps, and `use` sets a step's network.
 
     Args:
         network: a network with `embed` and `classifier`, whose weights are frozen. If None, `use`
             must be called first.
         logit_weight: b.
         augment: transforms real and synthetic images. If None, images are not transformed.
-        precision: the precision of the embedding of real images, and of the backward passes for
-            single private examples. The features of synthetic images and the classifier are always
-            float32.
+        precision: the precision of real images' embeddings and per-example backward passes.
+            Synthetic images' features and the classifier are always float32.
         statistics: for networks with batch norm (`fedsynth.models.layers`), a number for each
             (client, class) pair. Pairs with the same number share batch statistics.
-        memory_bytes: the most memory in bytes that a pass should take.
+        memory_bytes: the memory bound of a pass, in bytes.
         compiled: whether torch.compile is used for passes over real images, and for the operations
             between the convolutions of `vjp`. Only passes of full size are compiled, so that shapes
             depend on the run's settings and never on a client's data. It must be False for private
             clients. One more record would move other records of its pass to another kernel, which
             changes the sums in bf16.
-        ipc: the number of images of each (client, class) pair. A full pass of `vjp` contains as
-            many whole pairs as fit. 0 means that the number is unknown, so that no pass counts as
-            full.
+        ipc: the number of images per (client, class) pair. A full pass of `vjp` contains as many
+            whole pairs as fit. 0 means unknown, so that no pass counts as full.
 
     Attributes:
         mixes: whether an image's features depend on the other images of its pass (batch norm). If
-            True, a pass must contain all images of a group of clients.
+            True, a pass must contain all images of a client group.
     """
 
     network: InitVar[nn.Module | None] = None
@@ -96,7 +93,7 @@ class NetworkFeatures:
             self.use(network, augment)
 
     def use(self, network: nn.Module, augment: Augmentation | None = None) -> None:
-        """Sets the network and the augmentation with which features are computed from now on.
+        """Sets the network and the augmentation for the following calls.
 
         If the network is the same object as before, its new weights are copied.
         """
@@ -111,16 +108,16 @@ class NetworkFeatures:
                     p.copy_(new)
 
     def __call__(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-        """Returns the features u [N, D] of images, differentiable with respect to the images."""
+        """Returns images' features u [N, D], differentiable with respect to the images."""
         return self._with_logits(
             self._embed(self._network, self._augmented(x_NCHW, pair_N), pair_N)
         )
 
     def real(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-        """Returns the features u [N, D] of real images without an autograd graph.
+        """Returns real images' features u [N, D] without an autograd graph, computed channels-last
+        in the reduced precision.
 
-        They are computed channels-last and in the reduced precision. On a CPU, the batches are
-        small enough for the cache.
+        On a CPU, the batches fit into the cache.
         """
         rows = []
         with torch.no_grad():
@@ -170,11 +167,11 @@ class NetworkFeatures:
             return self._with_logits(h), through
 
     def images_at_once(self, x_NCHW: Tensor, precision: torch.dtype = torch.float32) -> int:
-        """Returns the number of images in one pass, which is a power of two.
+        """Returns the number of images in one pass, a power of two.
 
-        On a CPU, the largest activation of a pass stays within 8 MB, so that caches and the
-        allocator can reuse the memory. Passes of private records are powers of two as well, so that
-        this number divides them evenly.
+        On a CPU, a pass's largest activation stays within 8 MB, so that caches and the allocator
+        can reuse the memory. Passes over private records are powers of two as well, and therefore
+        divide evenly.
         """
         scalars = getattr(self._network, "largest_activation", x_NCHW[0].numel())
         image_bytes = scalars * precision.itemsize
@@ -212,19 +209,17 @@ def pull_back(
     synthetic_SICHW: Tensor,
     cotangents: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Returns the gradient with respect to the synthetic images of every (client, class) pair.
+    """Returns the gradient J_cᵀ v_c with respect to every (client, class) pair's synthetic images,
+    [S, ipc, C, H, W].
 
-    The gradient is J_cᵀ v_c, [S, ipc, C, H, W], where v_c is the gradient with respect to the
-    pair's mean features.
-
-    J_c is the Jacobian of mean_{S_c} u. The images of a pair affect only the mean of this pair. A
-    pass can therefore contain few pairs, which keeps it in a CPU's cache. With batch norm, one pass
-    contains all pairs.
+    Here v_c is the gradient with respect to the pair's mean features, and J_c the Jacobian of
+    mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore contain few pairs,
+    which keeps it in a CPU's cache. With batch norm, one pass contains all pairs.
 
     Args:
         features: computes u.
         synthetic_SICHW: the synthetic images.
-        cotangents: a function (means [G, D] of some pairs, the indices of these pairs) -> v [G, D].
+        cotangents: a function (means [G, D] of some pairs, pair indices) -> v [G, D].
     """
     out = torch.empty_like(synthetic_SICHW)
     ipc = synthetic_SICHW.shape[1]
@@ -238,9 +233,9 @@ def pull_back(
 
 
 def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
-    """Returns the mean features of each pair's synthetic images, without an autograd graph.
+    """Returns mean_{S_c} u_w for each pair's synthetic images, [S, D], without an autograd graph.
 
-    They are mean_{S_c} u_w, [S, D]. The passes are the same as those of `pull_back`.
+    The passes are the same as in `pull_back`.
     """
     ipc = synthetic_SICHW.shape[1]
     means = []
@@ -253,9 +248,8 @@ def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
 
 
 def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
-    """Splits the (client, class) pairs into groups that pass through the network together.
-
-    Returns the indices of the pairs in each group.
+    """Splits the (client, class) pairs into groups for one pass each, and returns each group's pair
+    indices.
     """
     pairs, ipc = synthetic_SICHW.shape[:2]
     at_once = pairs
@@ -265,22 +259,20 @@ def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, 
 
 
 def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
-    """Returns how many (client, class) pairs, with `ipc` images each, pass through the network
-    together.
-
-    It does not depend on the total number of pairs.
+    """Returns the number of (client, class) pairs in one pass, with `ipc` images each, whatever the
+    total number of pairs.
     """
     return max(1, features.images_at_once(x_NCHW) // ipc)
 
 
 def pair_sums(values_ND: Tensor, pair_N: Tensor, pairs: int) -> Tensor:
-    """Returns the sum of the rows of each group, [pairs, D].
+    """Returns each group's sum of rows, [pairs, D].
 
-    The sums are computed by a matrix product, which is deterministic on CUDA.
+    A matrix product computes the sums, which is deterministic on CUDA.
 
     Args:
         values_ND: the rows.
-        pair_N: the group index of each row.
+        pair_N: each row's group index.
         pairs: the number of groups.
     """
     return torch.nn.functional.one_hot(pair_N, pairs).to(values_ND.dtype).T @ values_ND
@@ -292,16 +284,16 @@ def matching_gradient(
     target_SD: Tensor,
     weight_S: Tensor | None = None,
 ) -> Tensor:
-    """Returns the gradient of the matching loss with respect to the synthetic images.
+    """Returns the matching loss's gradient with respect to the synthetic images.
 
     It is ∇_S Σ_c ‖target_c − mean_{S_c} u_w‖² (FedDM, Eq. 9), [S, ipc, C, H, W].
 
     Args:
         features: computes u_w.
         synthetic_SICHW: the synthetic images.
-        target_SD: mean_{B_c} u_w of the real images. If it has fewer columns than u, only these
-            first coordinates are matched, such as embeddings without logits (FedAF, Eq. 4).
-        weight_S: the weight of each pair's loss. If None, all weights are 1.
+        target_SD: mean_{B_c} u_w of the real images. With fewer columns than u, only its first
+            coordinates are matched, such as embeddings without logits (FedAF, Eq. 4).
+        weight_S: the weight of each pair's loss. With None, all weights are 1.
     """
     width = target_SD.shape[1]
 
@@ -315,20 +307,20 @@ def matching_gradient(
 
 
 class MatchingObjective:
-    """The base class of objects that compute the gradient of a condensation step.
+    """Base class for objects that compute a condensation step's gradient.
 
     Attributes:
-        period: the number of steps after which networks and augmentations must repeat. If None,
+        period: the number of steps after which networks and augmentations must repeat. With None,
             they need not repeat.
-        uploaded: whether the images of each (client, class) pair are uploaded, bool [S]. If None,
-            all are uploaded.
+        uploaded: whether each (client, class) pair's images are uploaded, bool [S]. With None, all
+            are uploaded.
     """
 
     period: int | None = None
     uploaded: Tensor | None = None
 
     def gradient(self, step: int, features: NetworkFeatures, synthetic: Tensor) -> Tensor:
-        """Returns the gradient of a step with respect to the images, [S, ipc, C, H, W]."""
+        """Returns a step's gradient with respect to the images, [S, ipc, C, H, W]."""
         raise NotImplementedError  # abstract
 
 
@@ -336,10 +328,8 @@ class MatchingObjective:
 class ExactMatcher(MatchingObjective):
     """Matches the mean features of real minibatches, without differential privacy.
 
-    It computes the gradient ∇_S L.
-
     Args:
-        clients, batches: the group of clients and the real batches of each step.
+        clients, batches: the client group and each step's real batches.
         columns: the number of leading coordinates of u that are matched. If None, all are matched.
     """
 
@@ -348,10 +338,8 @@ class ExactMatcher(MatchingObjective):
     columns: int | None = None
 
     def real_means(self, step: int, features: NetworkFeatures) -> Tensor:
-        """Returns the mean features of each (client, class) pair's real images in this step's
-        batch.
-
-        They are mean_{B_c} u_w, [S, D]. The means have no autograd graph.
+        """Returns mean_{B_c} u_w over each (client, class) pair's real images in the step's batch,
+        [S, D], without an autograd graph.
         """
         sums = torch.zeros(())
         for rows, pairs, u in self._pieces(step, features):
@@ -362,10 +350,10 @@ class ExactMatcher(MatchingObjective):
         return sums / self.batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: NetworkFeatures) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the features u_w of every real image in this step's batch, [N, D].
+        """Returns the features u_w of the step's real images, [N, D], without an autograd graph.
 
-        The features have no autograd graph. The function also returns the index of each image's
-        (client, class) pair [N], ascending, and the number of images of each pair [S], on the CPU.
+        Also returns each image's (client, class) pair index [N], ascending, and the number of
+        images per pair [S], on the CPU.
         """
         rows = [u for _, _, u in self._pieces(step, features)]
         return torch.cat(rows), self.batches.pair, self.batches.sizes
@@ -373,10 +361,9 @@ class ExactMatcher(MatchingObjective):
     def _pieces(
         self, step: int, features: NetworkFeatures
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yields the batch of a step in pieces that fit into memory.
+        """Yields a step's batch in pieces that fit into memory.
 
-        A piece consists of a slice of the batch, the slice of the (client, class) pairs in this
-        piece, and u_w of the images.
+        A piece consists of a batch slice, its slice of (client, class) pairs, and its images' u_w.
         """
         indices = self.batches.at(step)
         size = len(indices) if features.mixes else chunk(indices.device)
@@ -394,16 +381,14 @@ class ExactMatcher(MatchingObjective):
 
 
 class NetworkMeansMatcher(MatchingObjective):
-    """Matches the mean features of all data of a client, without differential privacy.
+    """Matches the mean features of a client's whole data, without differential privacy.
 
-    It computes the gradient ∇_S L.
-
-    This is FedDM's Eq. 9 over M networks that are used in turn, without the noise of minibatches.
-    Real images take M·n forward passes in a round instead of T·C·batch.
+    It uses FedDM's Eq. 9 over M networks in turn, without minibatch noise. Real images take M·n
+    forward passes in a round instead of T·C·batch.
 
     Args:
-        clients: the clients whose examples are averaged.
-        pairs: the (client, class) pairs that are condensed.
+        clients: the clients whose examples are averaged. pairs: the condensed (client, class)
+            pairs.
         networks: the number of networks M.
     """
 

@@ -1,8 +1,7 @@
-"""Mechanisms that compute the gradient of condensation from charged, noisy sums.
-
-The module also has the mechanism `paper`, which guarantees nothing. The mechanisms `residual` and
-`gradient` release sums at every step. The mechanism `features` releases the following sums once for
-each of M networks, with the synthetic images at the time of the release:
+"""Mechanisms that compute the condensation gradient from charged, noisy sums. One further
+mechanism, `paper`, gives no guarantee. `residual` and `gradient` release sums at every step.
+`features` releases the following sums once for each of M networks, with the synthetic images at the
+time of the release:
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
 
@@ -10,10 +9,10 @@ It also releases the counts n̂_c = n_c + N(0, σ_count²) once. The target of n
 R_{m,c} / max(n̂_c, floor). Later steps do not read the data, so any number of steps over the M
 networks is post-processing.
 
-The sensitivity of `features` is as follows. s is public noise or computed from earlier releases, so
-u_m(x) − s is a function of x only. An example contributes to the sum of one class, which it changes
-by at most 𝒞, and to the count of one class, which it changes by 1. The M + 1 releases compose
-adaptively.
+The sensitivity of `features` follows from three facts. s is public noise or computed from earlier
+releases, so u_m(x) − s is a function of x only. An example contributes to the sum of one class,
+which it changes by at most 𝒞, and to the count of one class, which it changes by 1. The M + 1
+releases compose adaptively.
 """
 
 from __future__ import annotations
@@ -31,19 +30,18 @@ from fedsynth.privacy.passes import padded, power_of_two
 from fedsynth.privacy.plans import UnaccountedNoise
 from fedsynth.synthesizer.condensation import matching
 
-# The type of objects that hold private records and release noisy sums.
+# Objects that hold private records and release noisy sums.
 PrivateSums = PrivateClientView | DataOwner
 
-# The type of functions that compute the gradient of each record's loss with respect to synthetic
-# features [R, M, D]. Their arguments are the features of a class's synthetic images [M, D], and the
-# features of real records [R, D].
+# Functions that compute the gradient of each record's loss with respect to synthetic features [R,
+# M, D], from a class's synthetic features [M, D] and real records' features [R, D].
 Cotangents = Callable[[Tensor, Tensor], Tensor]
 
 # Limits on the backward passes of `per_example_gradients`. A (client, class) pair has about PASSES
 # backward passes. Each has at most PULLED times as many images as a forward pass.
 PASSES, PULLED = 4, 8
-# The fixed cost of a call of `per_example_gradients`, divided by its cost per record. A call
-# repeats the forward pass of the synthetic images.
+# The fixed cost of calling `per_example_gradients`, divided by its cost per record. A call repeats
+# the synthetic images' forward pass.
 GRADIENT_START = 64.0
 
 
@@ -53,19 +51,18 @@ class ResidualMatcher(matching.MatchingObjective):
 
     The gradient ∇_S L_c = 2·J_cᵀ (mean_{S_c} u − mean_{B_c} u) is linear in the mean of the
     per-example residuals r(x) = mean_{S_c} u − u(x). Each r(x) is clipped to 𝒞 (embedding and
-    logits jointly). The residuals of the Poisson batch are summed for each class, and noise from
-    N(0, σ²𝒞²I) is added. The noisy sum is divided by the public constant `divisor` = q · nominal
-    examples of a class. One multiplication by J_cᵀ follows as post-processing.
+    logits jointly). The Poisson batch's residuals are summed by class, and noise from N(0, σ²𝒞²I)
+    is added. The noisy sum is divided by the public constant `divisor` = q · nominal examples per
+    class. One multiplication by J_cᵀ follows as post-processing.
 
     The sensitivity is 𝒞. r(x) depends only on x, released images and public weights, so an example
-    changes the sum of one class by at most 𝒞.
+    changes one class's sum by at most 𝒞.
 
     Args:
         clients: the private records.
         mechanisms: one charged mechanism for each client.
-        divisor: the public divisor of each sum.
-        columns: the number of leading coordinates of u that are released and matched. If None, all
-            are.
+        divisor: the public divisor of each sum. columns: the number of leading coordinates of u
+            that are released and matched. With None, all are.
     """
 
     clients: PrivateSums
@@ -94,14 +91,14 @@ class ResidualMatcher(matching.MatchingObjective):
 class GradientMatcher(matching.MatchingObjective):
     """The mechanism `gradient`, which adds noise to class sums of clipped per-example gradients.
 
-    This is FedDM's Eq. 15 (App. B) with per-example clipping, a sum, noise and a public divisor.
-    The gradient of the squared-norm loss with x as the only real image is g̃(x) = 2·J_cᵀ
-    (mean_{S_c} u − u(x)). The mean of g̃ over a batch is the gradient of the batch. One forward
-    pass of S_c serves all examples of the class, and one backward pass handles many of them.
+    The mechanism is FedDM's Eq. 15 (App. B) with per-example clipping, a sum, noise and a public
+    divisor. With x as the only real image, the squared-norm loss has the gradient g̃(x) = 2·J_cᵀ
+    (mean_{S_c} u − u(x)). The mean of g̃ over a batch is the batch's gradient. One forward pass of
+    S_c serves all examples of the class, and one backward pass handles many of them.
 
     Args:
         clients, mechanisms, divisor: see `ResidualMatcher`.
-        cotangents: the derivative of the loss of single examples. If None, the loss is the squared
+        cotangents: the derivative of the per-example loss. With None, the loss is the squared
             distance of means.
     """
 
@@ -125,21 +122,20 @@ def per_example_gradients(
     pair_N: Tensor,
     cotangents: Cotangents | None = None,
 ) -> Tensor:
-    """Returns the gradient of the matching loss for every real example separately.
+    """Returns each real example's gradient g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
 
-    The gradient g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W], is with respect to the synthetic images of
-    the example's own (client, class) pair. The images of each pair have one forward pass. The
-    backward passes then handle a fixed number of the pair's examples at a time, and zeros fill the
-    last group, because the number of a pair's examples must not select a kernel
-    (`fedsynth.privacy.passes`). A reduced precision of the backward pass changes the rows but not
-    their bound, because rows are clipped when they are summed.
+    It is taken with respect to the synthetic images of the example's own (client, class) pair. Each
+    pair's images have one forward pass. The backward passes then handle a fixed number of the
+    pair's examples at a time, with zeros in the last group. A pair's number of examples must not
+    select a kernel (`fedsynth.privacy.passes`). Reduced precision in the backward pass changes the
+    rows but not their bound, because rows are clipped when they are summed.
 
     Args:
         features: computes u.
         synthetic_SICHW: the synthetic images.
         x_NCHW: the real images. Their number N is public, and so is the number of pairs.
-        pair_N: the index of each image's pair. −1 marks images that are ignored. It should be on
-            the CPU, where the passes are planned.
+        pair_N: each image's pair index, or −1 for ignored images. It should be on the CPU, where
+            the passes are planned.
         cotangents: see `GradientMatcher`.
     """
     derivative = cotangents or mean_cotangents
@@ -161,13 +157,11 @@ def per_example_gradients(
 
 
 def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
-    """Returns the derivative of the squared distance of means with respect to the synthetic
-    features.
-
-    It is the derivative of ‖mean_m u_m − r‖² with respect to each u_m, [R, M, D].
+    """Returns the derivative of the squared distance ‖mean_m u_m − r‖² with respect to each u_m,
+    [R, M, D].
 
     Args:
-        made_MD: the features u_m of the synthetic images of a class.
+        made_MD: the features u_m of a class's synthetic images.
         real_RD: the features r of real records.
     """
     gradient_RD = 2 * (made_MD.mean(dim=0) - real_RD) / len(made_MD)
@@ -177,21 +171,21 @@ def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
 def vectors_at_once(
     features: matching.NetworkFeatures, synthetic_SICHW: Tensor, expected: float
 ) -> int:
-    """Returns how many vectors of a (client, class) pair one backward pass handles.
+    """Returns how many of a (client, class) pair's vectors one backward pass handles.
 
-    It is a power of two. On average half of the last pass is padding.
+    It is a power of two. On average, half of the last pass is padding.
 
     Args:
         features: computes u.
         synthetic_SICHW: the synthetic images.
-        expected: the approximate number of vectors of a pair, which is public.
+        expected: the approximate number of vectors per pair, which is public.
     """
     images = PULLED * features.images_at_once(synthetic_SICHW[0])
     return min(power_of_two(images / synthetic_SICHW.shape[1]), power_of_two(expected / PASSES))
 
 
 def ones(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-    """Returns the row [1] for each image. The class sums of these rows are the class counts."""
+    """Returns the row [1] for each image, so that class sums are class counts."""
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
 
@@ -208,8 +202,8 @@ class FeatureSumMatcher(matching.MatchingObjective):
         count_mechanisms: for each client, a mechanism that is charged for one release of
             sensitivity 1.
         networks: the number of networks M.
-        floor: a public lower bound of the divisor. The images of a class whose noisy count is below
-            this bound are not `uploaded`.
+        floor: a public lower bound on the divisor. The images of a class with a lower noisy count
+            are not `uploaded`.
 
     Attributes:
         counts: the released noisy counts [S].
@@ -248,9 +242,9 @@ class FeatureSumMatcher(matching.MatchingObjective):
 class PaperMatcher(matching.MatchingObjective):
     """The mechanism `paper`, which is NOT differentially private and serves only for comparison.
 
-    It implements lines 15 to 17 of FedDM's Algorithm 1 as printed. Clipping the batch gradient of a
-    class to 𝒞 bounds the norm of this gradient, but not the influence of one example. The
-    sensitivity is up to 2𝒞, not 𝒞/|B_c|.
+    It implements lines 15 to 17 of FedDM's Algorithm 1 as printed. Clipping a class's batch
+    gradient to 𝒞 bounds its norm, but not one example's influence. The sensitivity is up to 2𝒞, not
+    𝒞/|B_c|.
     """
 
     exact: matching.ExactMatcher

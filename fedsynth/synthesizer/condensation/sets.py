@@ -1,7 +1,5 @@
-"""Real minibatches and start images for condensation, and uploads of synthetic images.
-
-The module draws real minibatches and start images, makes and checks uploads, and trains the
-server's model on the images of all clients together.
+"""Real minibatches and start images for condensation, uploads of synthetic images with their
+checks, and the server's training on all clients' images.
 """
 
 from __future__ import annotations
@@ -46,21 +44,20 @@ class SyntheticSet(Message):
     )
 
     def normalised(self, spec: DatasetSpec) -> Tensor:
-        """Returns the images as network inputs, which are normalised and float32."""
+        """Returns the images as network inputs, normalised and float32."""
         if self.images.dtype == torch.uint8:
             return normalise(self.images, spec)
         return self.images
 
     def soft_labels(self) -> Tensor | None:
-        """Returns the soft labels [N, C] of the images, or None if the upload has none.
-
-        Each row sums to 1.
+        """Returns the images' soft labels [N, C], with rows that sum to 1, or None if the upload
+        has none.
         """
         return None
 
 
 def synthetic_sets(uploads: Mapping[int, Message]) -> dict[int, SyntheticSet]:
-    """Returns those uploads that are synthetic sets, by client."""
+    """Returns the synthetic sets among the uploads, by client."""
     return {k: upload for k, upload in uploads.items() if isinstance(upload, SyntheticSet)}
 
 
@@ -70,8 +67,7 @@ MAX_PIXEL = 1e4
 
 
 def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -> dict[str, Rule]:
-    """Returns the rules by which the server checks a `SyntheticSet` with at most `ipc` images per
-    class.
+    """Returns the server's rules for a `SyntheticSet` with at most `ipc` images per class.
 
     The images are normalised, or have uint8 pixels if `dtype` is uint8.
     """
@@ -87,11 +83,11 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
 def check_set(upload: SyntheticSet, ipc: int) -> None:
     """Checks that a set has one label for each image, and at most `ipc` images of each class.
 
-    The server concatenates the images of all sets, and separately the labels. One missing label
-    would shift the labels of the images of every later client.
+    The server concatenates all sets' images, and separately their labels. One missing label would
+    shift the labels of every later client.
 
     Raises:
-        UploadRejectedError: the set does not pass the check. The error names the field.
+        UploadRejectedError: the set fails the check. The error names the field.
     """
     images = len(upload.images)
     if len(upload.labels) != images:
@@ -112,19 +108,17 @@ def start_images(
     average: int = 1,
     restart: bool = False,
 ) -> Tensor:
-    """Returns the images [S, ipc, C, H, W] from which the condensation of a round starts.
+    """Returns the start images of a round's condensation, [S, ipc, C, H, W].
 
-    A client that has images of its last round starts from these images. Other clients start from
-    real images or from averages of real images. Private clients start from public noise instead of
-    real images.
+    A client starts from its last images if it has any. Otherwise it starts from real images or
+    their averages, or from public noise if it is private.
 
     Args:
-        clients, pairs: the group of clients and its (client, class) pairs.
-        states: the clients' states. The entry "images" has the images of the last round.
+        clients, pairs: the client group and its (client, class) pairs. states: the clients' states.
+            The entry "images" contains the last round's images.
         context: the round's context.
-        ipc: the number of images of each pair.
-        average: the number of random real images that are averaged for each start image. With 1,
-            start images are real images.
+        ipc: the number of images per pair. average: the number of random real images averaged for
+            each start image. With 1, start images are real images.
         restart: whether the images of the last round are ignored.
     """
     if isinstance(clients, PrivateClientView):
@@ -148,10 +142,10 @@ def start_images(
 def _class_pools(
     clients: ExactClientView, pairs: ClientClassPairs, draws: Callable[[int], torch.Generator]
 ) -> Iterator[tuple[Tensor, torch.Generator]]:
-    """Yields the examples of each (client, class) pair, with the client's random generator.
+    """Yields each (client, class) pair's examples, as indices [n] into `clients.data`, with the
+    client's random generator.
 
-    The examples are positions [n] in `clients.data`. `draws` returns the random generator for a
-    client's index.
+    `draws` returns the random generator for a client's index.
     """
     for position, client in enumerate(clients.ids):
         generator = draws(client)
@@ -160,10 +154,10 @@ def _class_pools(
 
 
 def real_start(clients: ExactClientView, pairs: ClientClassPairs, ipc: int, seed: int) -> Tensor:
-    """Returns `ipc` random real images of each (client, class) pair, [S, ipc, C, H, W].
+    """Returns `ipc` random real images per (client, class) pair, [S, ipc, C, H, W].
 
-    If a class has fewer images, some images are repeated. The draw depends only on (seed, client),
-    so REAL and FedDM start from the same images if they have the same seed.
+    If a class has fewer images, some are repeated. The draw depends only on (seed, client), so REAL
+    and FedDM start from the same images if they have the same seed.
     """
     indices = clients.data.labels.new_empty(len(pairs), ipc)
     pools = _class_pools(
@@ -178,9 +172,9 @@ def real_start(clients: ExactClientView, pairs: ClientClassPairs, ipc: int, seed
 def averaged_start(
     clients: ExactClientView, pairs: ClientClassPairs, ipc: int, average: int, seed: int
 ) -> Tensor:
-    """Returns `ipc` averaged real images of each (client, class) pair, [S, ipc, C, H, W].
+    """Returns `ipc` averaged real images per (client, class) pair, [S, ipc, C, H, W].
 
-    Each is the mean of `average` random real images of the class, drawn with replacement.
+    Each is the mean of the class's `average` random real images, drawn with replacement.
     """
     shape = clients.spec.image_shape
     images = torch.empty(len(pairs), ipc, *shape, device=clients.data.labels.device)
@@ -194,10 +188,10 @@ def averaged_start(
 def split_uploads(
     images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Returns one upload for each client of the group.
+    """Returns one upload for each client of the group, with the (client, class) pairs that
+    `uploaded_S` selects.
 
-    An upload contains only the (client, class) pairs that `uploaded_S` selects. If `uploaded_S` is
-    None, it contains all pairs of the client.
+    With None, uploads contain all pairs.
     """
     uploads = []
     ipc = images_SICHW.shape[1]
@@ -219,9 +213,7 @@ def train_on_union(
     loss: Loss | None = None,
     on_all: Loss | None = None,
 ) -> None:
-    """Trains `model` in place on the uploaded images of all clients together.
-
-    This is the training of FedDM's server (Eq. 10).
+    """Trains `model` in place on the union of all uploaded images, as FedDM's server does (Eq. 10).
 
     Args:
         model: the server's model.
@@ -240,8 +232,8 @@ def train_on_union(
         if context.privacy is not None or len(uploads) < context.clients:
             return
         reason = (
-            "must be lower, because no client has this many examples of any class. Alternatively, "
-            "reduce the number of clients (partition.clients)"
+            "is larger than every client's number of examples of any class. Lower it, or lower "
+            "partition.clients"
         )
         raise SettingError("method", "min_examples", reason)
     images = torch.cat([u.normalised(context.spec) for u in sets])
@@ -265,22 +257,21 @@ SMALL_CLASS = ("all", "resample")
 class BatchIndices:
     """Draws the real examples of each condensation step, for every (client, class) pair.
 
-    The batch B_c of a pair has `batch` examples, drawn without replacement. If a class has fewer
+    A pair's batch B_c has `batch` examples, drawn without replacement. If a class has fewer
     examples, `small_class` decides. With "all" every example is used at every step, which gives the
     exact mean at less cost. With "resample" `batch` examples are drawn with replacement. A client's
     draws depend only on (seed, round, client), and not on the other clients of the group.
 
     Args:
-        clients, pairs: the group of clients and its (client, class) pairs.
-        batch: the number of examples in a batch.
+        clients, pairs: the client group and its (client, class) pairs. batch: the number of
+            examples in a batch.
         steps: the number of condensation steps.
         seed, round: the seed and the round that determine the draws.
         small_class: "all" or "resample".
 
     Attributes:
-        sizes: the number of examples of each pair in a step, on the CPU.
-        pair: the index of the pair of each example in a step, on the data's device. It is also
-            on the CPU, as `pair_on_cpu`.
+        sizes: each pair's number of examples in a step, on the CPU. pair: each example's pair index
+            in a step, on the data's device, and on the CPU as `pair_on_cpu`.
         divisors: `sizes` as float32 on the data's device, [S, 1].
     """
 
@@ -309,19 +300,18 @@ class BatchIndices:
         self.divisors = self.sizes.to(device, torch.float32)[:, None]
 
     def at(self, step: int) -> Tensor:
-        """Returns the positions [N] in `clients.data` of the examples of one step.
+        """Returns one step's examples as indices [N] into `clients.data`.
 
-        The attribute `pair` has the indices of their (client, class) pairs, which are the same
-        at every step and ascending.
+        The attribute `pair` contains their (client, class) pair indices, which are ascending and
+        the same at every step.
         """
         return self._indices[step].to(torch.int64)
 
 
 def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
-    """Draws which examples of a class are used in each step, [steps, min(batch, pool)].
+    """Draws a class's examples for each step, as indices into its list, [steps, min(batch, pool)].
 
-    The entries are positions in the list of the class's examples. With "resample", the shape is
-    [steps, batch] even if the class has fewer examples.
+    With "resample", the shape is [steps, batch] even if the class has fewer examples.
     """
     if pool <= batch:
         if small == "resample" and pool < batch:

@@ -1,11 +1,10 @@
-"""Trains a network on a synthetic set only.
+"""Trains a network on a synthetic set only. The set and the teacher are released or public, so all
+results are post-processing.
 
-The set and the teacher are released or public, so everything derived from them is post-processing.
-
-With few images a student sees little variety. A teacher can label any image. Copies that are
-shifted, rotated and deformed, or mixed in pairs, therefore get labels from the teacher (after Asano
-& Saeed 2023, arXiv 2112.00725). Without a teacher, copies keep the label of the original image, and
-labels are mixed in the same shares as images (mixup: Zhang et al. 2018, arXiv 1710.09412).
+With few images, a student sees little variety. A teacher can label any image, so it labels shifted,
+rotated and deformed copies, and mixtures of pairs (after Asano & Saeed 2023, arXiv 2112.00725).
+Without a teacher, copies keep the original image's label, and labels are mixed in the same shares
+as images (mixup: Zhang et al. 2018, arXiv 1710.09412).
 """
 
 from __future__ import annotations
@@ -28,22 +27,21 @@ AT_ONCE = 48
 
 @dataclass(frozen=True)
 class StudentSettings:
-    """The settings of the training of a student.
+    """The settings of a student's training.
 
     Args:
         steps: the number of AdamW's steps. The learning rate falls to 0 along a cosine.
         batch: the number of images in a step.
         learning_rate: the initial learning rate.
-        weight_decay: the weight decay of AdamW.
+        weight_decay: AdamW's weight decay.
         mixup: whether pairs of images are mixed, in shares uniform on [0, 1]. With a teacher and
-            copies, every second copy is such a mixture, which the teacher labels. Otherwise batches
-            and their labels are mixed.
+            copies, every second copy is a mixture, labelled by the teacher. Otherwise batches and
+            their labels are mixed.
         views: the number of augmented copies of each image.
         temperature: T of soft labels p, which become p^(1/T) up to a factor. The student's logits
             are divided by T and the loss is multiplied by T² (Hinton et al. 2015, arXiv
             1503.02531). Classes as labels have T = 1.
-        flip: whether copies may be mirrored. It should be False for classes that differ by left and
-            right.
+        flip: whether copies may be mirrored. It should be False if mirroring may change the class.
         seed: the seed of copies, batches and mixing.
 
     >>> StudentSettings(views=0).mixup
@@ -65,11 +63,9 @@ class StudentSettings:
 
 
 def settings_for(image_shape: Shape, **chosen: Any) -> StudentSettings:
-    """Returns the default settings for images of this shape, so that the training takes minutes.
+    """Returns the default settings for an image shape, with which training takes minutes.
 
-    Above 32×32 pixels, there are fewer steps, so that they process the same number of pixels, but
-    at
-    least 200.
+    Above 32×32 pixels, there are fewer steps, at least 200, to process the same number of pixels.
 
     Args:
         image_shape: the shape of an image, (channels, height, width).
@@ -97,9 +93,9 @@ def train_student(
         student: any network from normalised images to logits.
         images_NCHW: normalised images, for example `SharedSet.normalised()`.
         labels: classes [N], or soft labels [N, classes].
-        settings: the settings of the training. If None, they are `StudentSettings()`.
-        teacher: a network whose softmax labels the augmented copies. If None, copies keep the label
-            of the original image.
+        settings: the settings of the training. With None, they are `StudentSettings()`. teacher: a
+            network whose softmax labels the augmented copies. With None, copies keep the original
+            image's label.
         report: receives the number of finished steps and the total number.
 
     >>> from fedsynth import ModelSettings
@@ -139,9 +135,9 @@ def train_student(
 
 
 def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Returns labels [N] as one-hot rows, one column for each of the student's classes.
+    """Returns labels [N] as one-hot rows, one column per class of the student.
 
-    Labels that are already rows [N, C] are returned unchanged.
+    Rows [N, C] are returned unchanged.
     """
     if labels.dim() == 2:
         return labels.float()
@@ -165,9 +161,8 @@ def softened(shares_NC: Tensor, temperature: float) -> Tensor:
 def augmented(
     images_NCHW: Tensor, shares_NC: Tensor, settings: StudentSettings, teacher: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the images together with their augmented copies, and a row of labels for each image.
-
-    The images have the shape [(1 + views)·N, C, H, W].
+    """Returns the images with their augmented copies, [(1 + views)·N, C, H, W], and a label row for
+    each.
     """
     draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
     images, rows = [images_NCHW], [shares_NC]
@@ -202,7 +197,7 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
-    """Mixes pairs of rows of `values` in given shares.
+    """Mixes row pairs of `values` in the given shares.
 
     Returns share·values[first] + (1 − share)·values[second]. Without shares, returns values[first].
 

@@ -1,10 +1,10 @@
 """The conditional variational autoencoder of FedCVAE (Heinbaugh, Luz-Ricca and Shao 2023).
 
 The encoder maps the pixels x of an image in [0, 1] to the mean μ and the log-variance of a Gaussian
-over z. The decoder maps z and the one-hot label to the logits of the pixels. The layers are those
-of the public code, where the encoder takes no label. It resizes images to 32 × 32. Here the encoder
-pads them to a multiple of 16 instead, which gives layers of the same size for 28 × 28, and the
-decoder crops its output.
+over z. The decoder maps z and the one-hot label to the logits of the pixels. The layers are the
+public code's, where the encoder takes no label. The code resizes images to 32 × 32. Here the
+encoder pads them to a multiple of 16 instead, which gives layers of the same size for 28 × 28, and
+the decoder crops its output.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _layers(
 
 
 class Decoder(nn.Module):
-    """The decoder: maps [z; one-hot label] [N, latent + classes] to logits [N, C, H, W]."""
+    """The decoder, from [z; one-hot label] [N, latent + classes] to logits [N, C, H, W]."""
 
     def __init__(self, spec: DatasetSpec, latent: int, width: int, norm: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         return logits
 
     def inputs(self, z_NL: Tensor, labels_N: Tensor) -> Tensor:
-        """Returns the inputs of the decoder, [N, latent + classes]."""
+        """Returns the decoder's inputs, [N, latent + classes]."""
         return torch.cat([z_NL, F.one_hot(labels_N, self._spec.classes).to(z_NL.dtype)], dim=1)
 
     @torch.no_grad()
@@ -77,7 +77,7 @@ class Cvae(nn.Module):
     Args:
         spec: the specification of the images.
         latent: the length of z.
-        width: the number of channels of the narrow layers. The other layers have twice as many.
+        width: the number of channels in the narrow layers. The other layers have twice as many.
         norm: "batch" or "group".
     """
 
@@ -117,9 +117,8 @@ class Cvae(nn.Module):
 
 
 def reconstruction_losses(logits_NCHW: Tensor, pixels_NCHW: Tensor) -> Tensor:
-    """Computes the reconstruction loss of each image [N], summed over its pixels.
-
-    It is the cross-entropy for images of one channel, and the squared distance for others.
+    """Computes each image's reconstruction loss [N], summed over its pixels: the cross-entropy for
+    one-channel images, and the squared distance for others.
     """
     if logits_NCHW.shape[1] == 1:
         losses = F.binary_cross_entropy_with_logits(logits_NCHW, pixels_NCHW, reduction="none")

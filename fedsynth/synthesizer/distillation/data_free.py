@@ -1,9 +1,8 @@
 """Distillation of one teacher into a student without data.
 
-This is T2 of FedKF at a single party (arXiv 2207.10447, Sec. IV-B to IV-E, Table IV). In each step,
-the generator takes a step down L_G (Eq. 5), which is computed with the frozen teacher. Then the
-student learns the teacher's predictions on the generated images by minimising KL(teacher ‖ student)
-(Eq. 6).
+The distillation is FedKF's T2 at a single party (arXiv 2207.10447, Sec. IV-B to IV-E, Table IV). In
+each step, the generator takes a step down L_G (Eq. 5), computed with the frozen teacher. The
+student then minimises KL(teacher ‖ student) on the generated images (Eq. 6).
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from fedsynth.validation import check_fields, in_range
 
 @dataclass(frozen=True)
 class DataFreeDistiller:
-    """Trains students of a teacher without any data (FedKF, Table IV).
+    """Trains a teacher's students without any data (FedKF, Table IV).
 
     Args:
         teacher: a trained classifier. Its features are the output of `embed` if it has this method,
             and otherwise the input of its last linear layer.
         images: the specification of the teacher's images. It may be only the shape (C, H, W) if
             the teacher's inputs are pixels in [0, 1].
-        steps: the number of steps of the generator and of the student.
+        steps: the number of generator steps and student steps.
         batch: the number of images in a step. The paper does not state it.
         learning_rate: the learning rate of the student's SGD (0.01 for LeNet-5, 0.1 for ResNet-8).
             It falls to zero along a cosine.
@@ -46,7 +45,7 @@ class DataFreeDistiller:
         latent: the length of the generator's noise vector.
         width: the width of the generator, see `Generator`.
         replay: the number of additional student steps in each step, on random earlier batches. The
-            paper has 0. A student's step costs little compared with a generator's step, and the
+            paper has 0. A student step costs little compared with a generator step, and the
             teacher's logits on earlier images remain valid.
         replay_batches: the number of most recent batches from which `replay` draws.
         seed: the seed of the generator's weights and noise.
@@ -142,7 +141,10 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return features, teacher.classifier(features)
     layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
     if not layers:
-        raise ValueError("the teacher must have a linear layer, because the features are its input")
+        raise ValueError(
+            "the teacher contains no linear layer, whose inputs are the features. Define `embed` and "
+            "`classifier`"
+        )
     inputs: list[Tensor] = []
     with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):
         logits = teacher(x)

@@ -1,9 +1,8 @@
-"""Distillation of several models into one without data.
-
-This is the server of DENSE (Zhang et al. 2022, Algorithm 1) and of FedHydra (Algorithm 1, Eqs. 12
-to 19). An epoch draws noise z and labels y once. The generator takes several steps down L_CE +
-λ1·L_BN + λ2·L_AD on them. Then the student learns the ensemble's predictions P on the generated
-images. Everything here is computed only from the models.
+"""Distillation of several models into one without data, as on the servers of DENSE (Zhang et al.
+2022, Algorithm 1) and FedHydra (Algorithm 1, Eqs. 12 to 19). An epoch draws noise z and labels y
+once. The generator takes several steps down L_CE + λ1·L_BN + λ2·L_AD on them. Then the student
+learns the ensemble's predictions P on the generated images. Everything here is computed only from
+the models.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from fedsynth.synthesizer.distillation import losses
 from fedsynth.synthesizer.distillation.generator import descend, make_generator
 from fedsynth.validation import check_fields, in_range, one_of
 
-# The type of functions that combine the logits of all models [m, N, C] into the ensemble's logits
-# [N, C]. The second argument is the target labels [N].
+# A function that combines all models' logits [m, N, C] into the ensemble's logits [N, C]. The
+# second argument is the target labels [N].
 Aggregate = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -50,9 +49,8 @@ class Batch(NamedTuple):
 
 
 def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns the average of the models' logits, [N, C].
-
-    DENSE (Eq. 1) and FedDF use this ensemble.
+    """Returns the average of the models' logits, [N, C], which is the ensemble of DENSE (Eq. 1) and
+    FedDF.
 
     >>> average_of_logits(torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]]]), torch.tensor([0]))
     tensor([[0.5000, 1.5000]])
@@ -62,9 +60,8 @@ def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OneShotSettings:
-    """The settings of distillation from an ensemble. The defaults are FedHydra's values.
-
-    The reasons are given for values that the papers do not state.
+    """The settings of distillation from an ensemble. The defaults are FedHydra's. Reasons are given
+    for values that the papers do not state.
 
     Args:
         server_epochs: the number of epochs T_g.
@@ -81,11 +78,11 @@ class OneShotSettings:
         bn_weight, ad_weight: the weights λ1 and λ2.
         only_disagreement: whether L_AD is DENSE's, which counts only images on which the ensemble
             and the student disagree.
-        student_images: the images of an epoch on which the student is trained. With "all" they are
-            those of every generator step, with a student step for each batch ("leverages all
-            generated intermediate images", FedHydra, Sec. 2). With "last" they are one batch,
-            generated after the last step (Algorithm 1 taken literally, with its one student step).
-            With "best" they are the batch of the step with the lowest loss (DENSE's public code).
+        student_images: the student's training images in an epoch. "all" uses every generator step's
+            batch, with a student step for each ("leverages all generated intermediate images",
+            FedHydra, Sec. 2). "last" uses one batch, generated after the last step (Algorithm 1
+            taken literally, with its one student step). "best" uses the batch with the lowest loss
+            (DENSE's public code).
         replay: whether the student is trained on the images of all epochs so far, as in DENSE's
             public code, instead of only those of the current epoch.
         flips, crop: the random views of images, see `Views`. The ensemble receives views while the
@@ -95,14 +92,13 @@ class OneShotSettings:
         hard_weight: the weight β. The paper gives none, so it is 1.
         server_lr: the learning rate of the student's SGD.
         server_momentum: the momentum of the student's SGD. It is 0, because FedHydra's paper gives
-            none (Sec. 4.1.4). If the student takes a step for every generator step, the images of
-            successive steps hardly differ, and momentum adds these steps up. With momentum 0.9,
-            students learn less at most skews, and their hidden units may die (docs/results.md).
-            DENSE's public code has 0.9, but trains on each image among many others (`replay`).
-        student_weights: the student with which a round ends. "last" has the weights after the last
-            epoch, as in the papers. "average" has the mean of the weights after each epoch of the
-            last quarter, and is not in the papers. The metrics of a round have the accuracies of
-            both.
+            none (Sec. 4.1.4). If the student takes a step for every generator step, successive
+            images hardly differ, and momentum adds the steps up. With momentum 0.9, students learn
+            less at most skews, and their hidden units may die (docs/results.md). DENSE's public
+            code has 0.9, but trains on each image among many others (`replay`).
+        student_weights: the student's weights at the end of a round. "last" takes them after the
+            last epoch, as in the papers. "average" takes their mean over the epochs of the last
+            quarter, and is not in the papers. A round's metrics contain both accuracies.
     """
 
     server_epochs: int = in_range(200, 0)
@@ -138,19 +134,18 @@ class OneShotDistillation:
         models: the models F_1 … F_m on the student's device, frozen and in evaluation mode.
         aggregate: computes the ensemble's logits P.
         student: the model F_g, which is trained in place.
-        spec: the data set's specification. Only public facts are read from it.
-        targets: computes the logits that the student learns. If None, the student learns P.
+        spec: the data set's specification, of which only public facts are read. targets: computes
+            the student's target logits. With None, they are P.
         precision: the precision of the networks' passes (`fedsynth.mixed_precision`).
-        measure: returns the accuracy of the student after an epoch, which is only recorded.
+        measure: returns the student's accuracy after an epoch, which is only recorded.
 
     Attributes:
-        average: a network with the mean of the student's weights and buffers after each epoch of
-            the last quarter so far.
+        average: a network with the student's mean weights and buffers over the last quarter's
+            epochs so far.
         accuracies: the results of `measure`, float64 [epochs].
-        tallies: counts of predictions on the student's images in each epoch, int64 [epochs, 3,
-            classes], see `evaluation.generated`. The student's predictions are made after the
-            epoch.
-        state: all objects that an epoch changes and that the next epoch needs (`resumable`).
+        tallies: prediction counts on each epoch's student images, int64 [epochs, 3, classes], see
+            `evaluation.generated`. The student predicts after the epoch.
+        state: all objects that an epoch passes on to the next (`resumable`).
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> models = [nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).eval() for _ in range(3)]
@@ -209,9 +204,8 @@ class OneShotDistillation:
             self.state |= {"generator": self._generator, "adam": self._adam}
 
     def train_generator(self, epoch: int) -> list[Batch]:
-        """Takes the T_G generator steps of an epoch and returns the batches for the student.
-
-        The steps are lines 13 to 21 of FedHydra's Algorithm 1.
+        """Takes an epoch's T_G generator steps (FedHydra, Algorithm 1, lines 13 to 21), and returns
+        the student's batches.
         """
         settings = self.settings
         if settings.generator_reset and epoch:
@@ -238,8 +232,7 @@ class OneShotDistillation:
     def _generator_step(
         self, z: Tensor, y: Tensor, optimisers: Sequence[torch.optim.Optimizer]
     ) -> Batch:
-        """Takes one generator step down the loss L_Gen. Returns the images that the generator made
-        before the step."""
+        """Takes one generator step down the loss L_Gen. Returns the images from before the step."""
         settings = self.settings
         with torch.enable_grad():
             x = self._generated(z)
@@ -256,7 +249,7 @@ class OneShotDistillation:
         return Batch(x.detach(), P.detach(), y, loss.detach())
 
     def train_student(self, epoch: int, batches: Sequence[Batch]) -> None:
-        """Takes one student step for each batch and counts the predictions of the epoch.
+        """Takes one student step for each batch, and counts the epoch's predictions.
 
         The loss is L_Glo = KL(P ‖ F_g) + β·CE(F_g, argmax P) (FedHydra, Eqs. 17 to 19). With
         `replay`, the batches of earlier epochs are used, too.
@@ -281,7 +274,7 @@ class OneShotDistillation:
         self._average_student(epoch)
 
     def measure_student(self, epoch: int) -> None:
-        """Records the accuracy of the student after an epoch. On a GPU, it waits for the device."""
+        """Records the student's accuracy after an epoch. On a GPU, it waits for the device."""
         self.accuracies[epoch] = self.measure(self.student)
 
     @torch.no_grad()
@@ -332,9 +325,8 @@ class OneShotDistillation:
 
 
 def _lower_loss(first: Batch, second: Batch) -> Batch:
-    """Returns the batch with the lower loss. Returns the first batch if the losses are equal.
-
-    The losses are compared on the device.
+    """Returns the batch with the lower loss, compared on the device, or the first one if the losses
+    are equal.
     """
     lower = second.loss < first.loss
     return Batch(*(torch.where(lower, b, a) for a, b in zip(first, second, strict=True)))

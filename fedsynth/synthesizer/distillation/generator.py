@@ -1,9 +1,9 @@
 """Generators of images for distillation without data, and FedGen's generator of embeddings.
 
-The image generator is similar to DCGAN (Radford et al. 2016), in the form that DAFL (Chen et al.
-2019) trains without data. A linear layer makes a small feature map. The map is doubled twice by
-upsampling with convolution, batch norm and leaky ReLU. One more convolution and a sigmoid follow.
-The output is pixels in [0, 1], and `normalised` returns network inputs.
+The image generator is similar to DCGAN (Radford et al. 2016), in the form used by DAFL (Chen et al.
+2019). A linear layer makes a small feature map. Upsampling with convolution, batch norm and leaky
+ReLU doubles it twice. One more convolution and a sigmoid follow. The output is pixels in [0, 1],
+and `normalised` returns network inputs.
 
 A generator never reads data. It learns only from released models.
 """
@@ -24,12 +24,11 @@ ImageFormat = DatasetSpec | tuple[int, int, int]  # a data set or (channels, hei
 
 
 class DoublingConv2d(nn.Conv2d):
-    """An upsampling layer and a convolution in one operation.
+    """`Upsample(2)` (nearest neighbour) and a 3×3 convolution with padding 1 in one operation.
 
-    It computes `Upsample(2)` (nearest neighbour) followed by a 3×3 convolution with padding 1.
     Equal pixels share a product, so each pair of channels needs 4 products at an output pixel
-    instead of 9, and the enlarged image is never computed. The weights and their initialisation are
-    the same as those of the two layers, and the results are the same up to rounding.
+    instead of 9, and the enlarged image is never computed. The weights and their initialisation
+    equal those of the two layers, and so do the results up to rounding.
 
     >>> x, layer = torch.rand(2, 4, 7, 7), DoublingConv2d(4, 3)
     >>> two = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(4, 3, 3, padding=1))
@@ -61,7 +60,7 @@ class Generator(nn.Module):
     Args:
         images: the specification of the images, or their shape (C, H, W).
         latent: the length of the noise vector z.
-        width: the number of channels of the last hidden layer (64 in DAFL). The layers before it
+        width: the number of channels in the last hidden layer (64 in DAFL). The layers before it
             have twice as many.
         running: whether batch norm keeps running statistics, which evaluation mode needs.
     """
@@ -131,7 +130,7 @@ def make_generator(
 ) -> Generator:
     """Returns a `Generator` whose weights depend only on `seed` and `numbers`.
 
-    The state of the global random generator does not change.
+    The global random generator's state does not change.
 
     >>> make_generator((1, 28, 28), seed=0)(torch.randn(2, 100)).shape
     torch.Size([2, 1, 28, 28])
@@ -141,10 +140,7 @@ def make_generator(
 
 
 def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:
-    """Takes one step of each optimiser to reduce `loss`.
-
-    The gradients of other networks do not change.
-    """
+    """Takes one step of each optimiser to reduce `loss`. Other networks' gradients do not change."""
     parameters = []
     for optimiser in optimisers:
         for group in optimiser.param_groups:

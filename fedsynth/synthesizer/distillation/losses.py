@@ -1,7 +1,5 @@
-"""Losses of distillation without data.
-
-They are the losses of FedKF (arXiv 2207.10447, Eqs. 2 to 6), DENSE and FedHydra (Eqs. 14 to 19),
-and the term of FedGen that rewards diverse embeddings.
+"""Losses for distillation without data, from FedKF (arXiv 2207.10447, Eqs. 2 to 6), DENSE and
+FedHydra (Eqs. 14 to 19), and FedGen's diversity term.
 """
 
 from __future__ import annotations
@@ -19,13 +17,12 @@ from fedsynth.models.layers import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """Returns a loss that is small if the predictions of a batch use all classes equally often.
+    """Returns a loss that is small if a batch's predictions use all classes equally often.
 
-    It is the negative entropy of the mean prediction, divided by log C, in [−1, 0].
-
-    The value is −1 if all classes are predicted equally often. FedKF's Eq. 3 has −IE. The official
-    code divides it by log C, so that its weight relative to the other two terms does not depend on
-    the number of classes.
+    It is the mean prediction's negative entropy, divided by log C, in [−1, 0]. The value is −1 if
+    all classes are predicted equally often. FedKF's Eq. 3 has −IE. The official code divides it by
+    log C, so that its weight relative to the other two terms does not depend on the number of
+    classes.
     """
     mean = torch.softmax(logits_NC, dim=1).mean(dim=0)
     negative = (mean * mean.clamp_min(torch.finfo(mean.dtype).tiny).log()).sum()
@@ -55,7 +52,7 @@ def generator_loss(
 ) -> Tensor:
     """Returns the generator's loss L_G = L_IE + λ1·L_OH + λ2·L_A (FedKF, Eq. 5).
 
-    It is computed from a teacher's features and logits on generated images.
+    The inputs are a teacher's features and logits on generated images.
     """
     return (
         information_entropy_loss(logits_NC)
@@ -107,14 +104,14 @@ def _with_statistics(layer: nn.Module) -> bool:
 
 @contextmanager
 def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Tensor | float]]:
-    """Yields a function that computes the batch-norm loss of the models.
+    """Yields a function that computes the models' batch-norm loss.
 
     Inside the block, the inputs of all batch-norm layers are recorded. The function must be called
     after one pass of each model. It returns
 
     L_BN = 1/m Σ_k Σ_l ‖μ_l(x) − μ_{k,l}‖ + ‖σ²_l(x) − σ²_{k,l}‖ (DENSE, Eq. 3; FedHydra, Eq. 14)
 
-    where μ_l(x) and σ²_l(x) are the statistics of the batch at the layer's input, and μ_{k,l} and
+    where μ_l(x) and σ²_l(x) are the batch's statistics at the layer's input, and μ_{k,l} and
     σ²_{k,l} are the layer's running statistics. Without such layers the loss is zero. FedHydra's
     text states that the layers are the generator's, but they are the client models', as in DENSE.
     """

@@ -1,9 +1,9 @@
 """FedHydra's model stratification (Algorithm 2) and stratified aggregation (Algorithm 3).
 
-They implement Eqs. 1 to 11. u_{k,j} measures how well client k's model can teach class j. It is the
-relative decrease of the model's loss while a new generator is trained on the model. U is a matrix
-[C, m] of classes by clients. Ū_r weights the clients for each class, and its rows sum to 1. Ū_c
-weights the classes for each client, and its columns sum to 1.
+They implement Eqs. 1 to 11. The entries u_{k,j} of the matrix U [C, m] (classes by clients) measure
+how well client k's model can teach class j. An entry is the relative decrease of the model's loss
+while a new generator is trained on the model. The matrix Ū_r weights the clients for each class,
+and its rows sum to 1. The matrix Ū_c weights the classes for each client, and its columns sum to 1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import Generator, descend, make_generator
 from fedsynth.training.loop import State
 
-# The number of generators whose weights, gradients and images are in memory at a time.
+# The number of generators in memory at a time, with their gradients and images.
 PAIRS = 64
 
 
@@ -39,14 +39,13 @@ def pair_losses(
     width: int = 64,
     loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
 ) -> Tensor:
-    """Trains a generator for each pair of a model and a class, and returns the losses of all steps.
+    """Trains a generator for each (model, class) pair, and returns every step's losses [T_G, C, m].
 
-    L_{k,j} is the loss of model k on images that its generator makes for class j (Algorithm 2,
-    lines 4 to 15). The result has the shape [T_G, C, m].
+    L_{k,j} is model k's loss on its generator's images for class j (Algorithm 2, lines 4 to 15).
 
-    All generators begin with the same weights and noise, so that their losses are comparable. The
-    generators of up to PAIRS pairs are trained together. Each model processes the images of its C
-    generators in one pass.
+    All generators begin with the same weights and noise, so that their losses are comparable. Up to
+    PAIRS generators are trained together. Each model processes its C generators' images in one
+    pass.
 
     Args:
         models: the models in evaluation mode. Their weights are not changed.
@@ -56,7 +55,7 @@ def pair_losses(
         steps: T_G of Algorithm 2.
         batch, latent, width: the batch size, noise length and width of the generators. The paper
             does not state them.
-        learning_rate: the learning rate of Adam. The paper has one rate for all generators, 1e-3.
+        learning_rate: Adam's learning rate. The paper has one rate for all generators, 1e-3.
         loop: a function (name, number of steps, objects that change) -> 0, 1, …, such as
             `RoundContext.server_loop`, which saves checkpoints.
     """
@@ -88,7 +87,7 @@ def pair_losses(
 
 
 def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
-    """Returns the parameters of `count` equal copies of a generator, each [count, …]."""
+    """Returns the parameters of `count` equal generators, each [count, …]."""
     stacked = {}
     for name, p in generator.named_parameters():
         stacked[name] = p.detach()[None].repeat(count, *[1] * p.dim()).requires_grad_()
@@ -96,10 +95,10 @@ def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
 
 
 def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tensor:
-    """Returns the images of all generators, [P, N, C, H, W].
+    """Returns all generators' images, [P, N, C, H, W], from stacked parameters.
 
-    The parameters of the generators are stacked. The generators take turns, because one pass of
-    all of them, with grouped convolutions, takes several times as long on a CPU.
+    The generators take turns, because a joint pass with grouped convolutions takes several times as
+    long on a CPU.
     """
     images = []
     for values in zip(*map(Tensor.unbind, stacked.values()), strict=True):
@@ -112,11 +111,11 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
     """Returns the matrix U [C, m], which measures how well each client's model can teach each
     class.
 
-    An entry is (max_t − min_t)/min_t of the losses of a (class, client) pair (Eqs. 2 and 3).
+    An entry is (max_t − min_t)/min_t over a (class, client) pair's losses (Eqs. 2 and 3).
 
     Args:
         losses_TCM: the loss of every step, class and client.
-        floor: a lower bound of the denominator, because losses can be exactly 0 in float32. The
+        floor: a lower bound on the denominator, because losses can be exactly 0 in float32. The
             paper has no such bound.
 
     >>> guidance(torch.tensor([[[4.0, 2.0]], [[1.0, 2.0]]]))  # two steps, one class, two clients
@@ -138,16 +137,15 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
 
 
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
-    """Returns the weights of the clients for each class, Ū_r, and of the classes for each client,
-    Ū_c.
-
-    Both have the shape [C, m].
+    """Returns the client weights for each class, Ū_r, and the class weights for each client, Ū_c,
+    both [C, m].
 
     The paper says "We first normalize each row of U … Then, we normalize each column of U" (Sec.
-    3.2). This is taken to mean in place, so that columns are normalised after rows. A class that no
-    model teaches easily then counts as much as a class that all models teach easily. It also
-    prevents a client's weights from concentrating on a few classes. They would otherwise
-    concentrate where a loss falls to near zero, because u is unbounded and then very large.
+    3.2). fedsynth takes it to mean in place, so that columns are normalised after rows. A class
+    that no model teaches easily then counts as much as a class that all models teach easily.
+    In-place normalisation also keeps a client's weights from concentrating on a few classes.
+    Otherwise they concentrate where a loss falls to near zero, because u is unbounded and then very
+    large.
 
     Args:
         u_CM: the matrix U.
@@ -166,7 +164,7 @@ def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, 
 def stratified_aggregation(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Combines the logits of all models into the ensemble's logits P, [N, C] (Eqs. 8 to 11).
+    """Combines all models' logits into the ensemble's logits P, [N, C] (Eqs. 8 to 11).
 
     P = Σ_k Ū_r[y, k]·(F_k(x) ⊙ Ū_c[:, k]).
 
@@ -187,7 +185,7 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Combines the probabilities of all models instead of their logits, and returns log P, [N, C].
+    """Combines all models' probabilities in place of their logits, and returns log P, [N, C].
 
     P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
     A weight then scales how much a client's vote for a class counts. With logits, a weight scales

@@ -1,0 +1,388 @@
+"""A guard in front of other people's federated jobs, which makes each model update private.
+
+The job's own code trains a model on a client's data, in another framework. The guard sees the model
+that the server sent and the one that the client answers with. It clips their difference, charges
+the client's ledger, adds noise, and only then lets the answer leave (`fedsynth.deployment` has the
+parts for Flower and NVFlare).
+
+Theorem. Let u be the client's whole update in a round: the trained model minus the received one, as
+one vector of all floating-point arrays. Let ū = u·min(1, 𝒞/‖u‖₂), with ū = 0 if u is not finite.
+Adjacent clients have the same data, or one of them has the update 0 in every round (zero-out).
+Then ū differs by at most 𝒞 in L2 norm, and by at most 2𝒞 if one client's data are replaced by any
+others (replace-one). So ū + N(0, σ²𝒞²I) is the Gaussian mechanism with noise multiplier σ, nothing
+is subsampled, and the rounds compose adaptively: u may depend on everything that the job has kept
+on the client, and on every earlier release. This holds for any training, which the guard does not
+see. Adding the noisy vector to the received model, which is public, is post-processing. The noise
+is that of one client alone, so the server need not be trusted. The mean over K clients has noise of
+σ𝒞/√K in each coordinate.
+
+What else an answer contains is either public or left out: arrays of other types and the arrays of
+`left_out` are those received, and a metric is replaced by its declared nominal value or dropped.
+
+A repeated request gets the answer that was computed before, without a charge. The answer is on the
+disk before it leaves. If a crash comes between charge and answer, the charge counts, and the repeated
+request is charged again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import safetensors.torch
+import torch
+from pydantic import Field
+from safetensors import safe_open
+from torch import Tensor
+
+from fedsynth.errors import PrivacyError, faults_as, short_repr
+from fedsynth.files import file_hash, load_toml, lock, open_regular, write_whole
+from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier
+from fedsynth.privacy.ledger import Ledger, read_ledger
+from fedsynth.privacy.ledger.folder import check_names
+from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap, Released
+from fedsynth.privacy.plans import ReleasePlan, charge_round
+from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
+from fedsynth.privacy.releases import CLIENT, Release
+from fedsynth.privacy.report.build import build_report, write_report
+from fedsynth.privacy.report.figures import Access, Part, ReportFacts, Unit
+from fedsynth.privacy.report.file import Problem, damaged, read_ledger_rows
+from fedsynth.privacy.report.pages import renderer_versions
+from fedsynth.privacy.report.verify import Verification, page_problems, report_problems
+from fedsynth.version import __version__
+
+SETTINGS = "guard.toml"  # the name of a file that only a guard's folder contains
+DATASET = "all data of a client, behind a guard of model updates"
+Arrays = Mapping[str, Any]  # NumPy arrays or tensors by name
+Positive = Annotated[float, Field(gt=0)]
+
+
+class GuardSettings(Part):
+    """The file guard.toml, with the data owner's public settings of a guard.
+
+    Attributes:
+        clip: 𝒞, the bound on the L2 norm of the client's whole update in a round.
+        epsilon, delta: the budget of the client, for all jobs together.
+        rounds: the number of rounds, over all jobs, for which the budget suffices. It determines
+            the noise multiplier.
+        noise_multiplier: σ, in place of `rounds`.
+        adjacency: "zero-out" or "replace-one", which doubles the sensitivity.
+        left_out: patterns of array names, such as "*.running_var". These arrays are not released.
+        nominal: the public values that replace metrics of the same name, such as the number of
+            examples. Other metrics are dropped.
+    """
+
+    clip: Annotated[float, Field(ge=1e-12, le=1e12)]
+    epsilon: Positive
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    rounds: Annotated[int, Field(ge=1)] | None = None
+    noise_multiplier: Positive | None = None
+    adjacency: Literal["zero-out", "replace-one"] = "zero-out"
+    left_out: list[str] = Field(default=[])
+    nominal: dict[str, int | float] = Field(default={})
+
+    @classmethod
+    def read(cls, file: Path) -> GuardSettings:
+        """Reads the settings.
+
+        Raises:
+            PrivacyError: the file cannot be read, or a setting is missing, unknown or out of range.
+        """
+        try:
+            table = load_toml(file)
+        except (OSError, ValueError) as error:
+            raise damaged(file, f"cannot read the guard's settings {file}: {error}") from None
+        with faults_as(partial(damaged, file), f"{file}"):
+            settings = cls.model_validate(table)
+        if (settings.rounds is None) == (settings.noise_multiplier is None):
+            raise damaged(file, f"{file} must set exactly one of rounds and noise_multiplier")
+        return settings
+
+    @property
+    def sigma(self) -> float:
+        """The noise multiplier of each update."""
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        rounds = self.rounds or 1
+        return calibrate_noise_multiplier(
+            self.epsilon,
+            self.delta,
+            lambda sigma: Totals.of([(sigma, 1.0, rounds)]),
+            self.adjacency,
+        )
+
+
+def noisy_update(
+    update_D: Tensor,
+    plan: ReleasePlan,
+    sigma: float,
+    enforcer: BudgetEnforcer,
+    secret: SecretGenerator,
+) -> Released:
+    """Charges the ledger for one update, clips it and adds noise, [D].
+
+    Args:
+        update_D: the client's whole update, [D].
+        plan: the release, with its clip.
+        sigma: the noise multiplier.
+        enforcer: the client's ledger and cap.
+        secret: the client's secret generator.
+
+    Raises:
+        BudgetExceededError: the update would exceed the budget. Nothing was charged or drawn.
+    """
+    number = len(enforcer.ledger.releases) + 1
+    mechanism = charge_round([plan], number, sigma, enforcer, secret).take(plan.name)
+    mechanism.sample(1)
+    mechanism.add(update_D[None], torch.zeros(1, dtype=torch.int64))
+    return Released(mechanism.release()[0])
+
+
+class UpdateGuard:
+    """A guard in front of one client's model updates.
+
+    Args:
+        folder: the folder with guard.toml, in which ledgers and reports are kept. All jobs on the
+            client's data must use the same folder.
+        client: the client's name (see `check_names`).
+
+    Raises:
+        PrivacyError: guard.toml is missing or wrong.
+        LedgerError: the ledger cannot be used.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "guard.toml").write_text("clip = 1.0\\nepsilon = 8\\ndelta = 1e-5\\nrounds = 1")
+    >>> guard = UpdateGuard(folder, "clinic-a")
+    >>> received, trained = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    >>> guard.protect(["round 1"], received, trained)["w"].shape
+    torch.Size([3])
+    >>> guard.protect(["round 2"], received, trained)
+    Traceback (most recent call last):
+    ...
+    fedsynth.errors.BudgetExceededError: the planned release would raise ε of client 'clinic-a' ...
+    """
+
+    def __init__(self, folder: Path | str, client: str) -> None:
+        self.folder = Path(folder)
+        (self.client,) = check_names([client], 1)
+        self.settings = GuardSettings.read(self.folder / SETTINGS)
+        self._stated = file_hash(self.folder / SETTINGS)
+        self._ledger = Ledger(self.client, self.folder / f"{self.client}.jsonl", dataset=DATASET)
+        cap = EpsilonCap(self.settings.epsilon, self.settings.delta)
+        self._enforcer = BudgetEnforcer(
+            self._ledger, [cap], adjacency=self.settings.adjacency, unit=CLIENT
+        )
+        self._secret = SecretGenerator()
+
+    def protect(
+        self,
+        request: Sequence[object],
+        received: Arrays,
+        answer: Arrays,
+        *,
+        difference: bool = False,
+    ) -> dict[str, Any]:
+        """Returns the arrays that may leave in place of the client's answer.
+
+        Args:
+            request: what identifies the request besides the received arrays, such as the names of
+                job and task and the number of the round.
+            received: the arrays that the server sent.
+            answer: the arrays with which the job answers, with the same names and shapes.
+            difference: True if the answer is the update itself, False if it is the trained model.
+
+        Returns:
+            Arrays with the names, shapes and types of those received.
+
+        Raises:
+            BudgetExceededError: the answer would exceed the budget. Nothing was charged.
+            PrivacyError: the names, shapes or types differ. Nothing was charged.
+        """
+        public = {name: _tensor(name, value) for name, value in received.items()}
+        trained = {name: _tensor(name, value) for name, value in answer.items()}
+        self._check_same(public, trained)
+        names = [name for name in public if self._released(name, trained[name])]
+        leaving = {name: torch.zeros_like(t) if difference else t for name, t in public.items()}
+        if names:
+            update = [
+                trained[name].to("cpu", torch.float64)
+                - (0 if difference else public[name].to("cpu", torch.float64))
+                for name in names
+            ]
+            digest = _digest([*request, difference, self._stated], public)
+            noisy = self._answer(digest, torch.cat([part.flatten() for part in update]))
+            sizes = [public[name].numel() for name in names]
+            for name, part in zip(names, noisy.to(torch.float64).split(sizes), strict=True):
+                base = leaving[name]
+                leaving[name] = (base.cpu() + part.view(base.shape)).to(base.device, base.dtype)
+        return {
+            name: tensor if isinstance(received[name], Tensor) else tensor.numpy()
+            for name, tensor in leaving.items()
+        }
+
+    def nominal(self, metrics: Mapping[str, Any]) -> dict[str, int | float]:
+        """Returns the declared nominal values in place of the metrics, without all others."""
+        declared = self.settings.nominal
+        return {name: declared[name] for name in metrics if name in declared}
+
+    def _released(self, name: str, array: Tensor) -> bool:
+        patterns = self.settings.left_out
+        public = any(fnmatchcase(name, pattern) for pattern in patterns)
+        return array.is_floating_point() and array.numel() > 0 and not public
+
+    def _check_same(self, received: Mapping[str, Tensor], answer: Mapping[str, Tensor]) -> None:
+        for name in sorted(received.keys() | answer.keys()):
+            sent, trained = received.get(name), answer.get(name)
+            # servers average counts, too, so a count that was received may be no integer
+            if (
+                sent is None
+                or trained is None
+                or sent.shape != trained.shape
+                or (trained.is_floating_point() and not sent.is_floating_point())
+            ):
+                raise PrivacyError(
+                    f"the job of client {self.client!r} must answer with the arrays that it "
+                    f"received, but array {short_repr(name)} is missing or has another shape or "
+                    "type. Let the server send the whole initial model"
+                ).with_code("guard.arrays")
+
+    def _answer(self, digest: str, update_D: Tensor) -> Tensor:
+        """Returns the noisy update, or the one that was released for the same request."""
+        sent = self.folder / f"{self.client}.safetensors"
+        with _locked(self.folder / f"{self.client}.lock"):
+            if sent.exists():
+                with safe_open(sent, "pt") as answers:
+                    if digest in answers.keys():  # noqa: SIM118  # no mapping
+                        return answers.get_tensor(digest)
+            plan = ReleasePlan(
+                name="update",
+                quantity="model update",
+                mechanism="gaussian",
+                clipped="the client's whole update",
+                clip=self.settings.clip,
+                sample_rate=1.0,
+                steps=1,
+                dimension=len(update_D),
+            )
+            noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
+            write_whole(sent, safetensors.torch.save({digest: noisy}))
+            self._ledger.note_files(self._stated)
+        with _locked(self.folder / "report.lock"):
+            write_report(guard_report(self.folder), self.folder)
+        return noisy
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open_regular(path, writing=True, create=True) as file:  # closing releases the lock
+        lock(file, path)
+        yield
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise PrivacyError(
+            f"array {short_repr(name)} must be a numeric array, got {type(value).__name__}. Remove "
+            "it from the job's model"
+        ).with_code("guard.arrays") from None
+
+
+def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
+    """Returns a hash that identifies a request. It is public, as a request is."""
+    hashed = hashlib.sha256(repr(request).encode())
+    for name, tensor in received.items():
+        hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+        hashed.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+# -------------------------------------------------------------------------------------- the report
+
+
+def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
+    """Returns the facts in a guard's report that are not in its ledgers.
+
+    Args:
+        folder: the guard's folder.
+        rows: the rows of each ledger.
+
+    Raises:
+        PrivacyError: guard.toml is missing or damaged.
+    """
+    settings = GuardSettings.read(folder / SETTINGS)
+    rounds = max(map(len, rows), default=0)
+    nominal = ", ".join(f"{name} = {value:g}" for name, value in settings.nominal.items())
+    return ReportFacts(
+        method="guarded job (of another framework)",
+        mechanism="gaussian",
+        delta=settings.delta,
+        epsilon_cap=settings.epsilon,
+        planned_rounds=max(settings.rounds or rounds, rounds),
+        rounds_done=rounds,
+        public_items={
+            "data set": "what the job reads at the client, which the guard does not see",
+            "clip": f"{settings.clip:g}, stated by the data owner",
+            "nominal metrics": nominal or "none",
+            "arrays left out": ", ".join(settings.left_out) or "none but integers",
+        },
+        ledger_kept=True,
+        randomness=DESCRIPTION,
+        scope=[
+            Access(access="the job's training", status="accounted", note="as one clipped update"),
+            Access(access="metrics", status="public", note="dropped, or nominal values instead"),
+        ],
+        adjacency=settings.adjacency,
+        unit=Unit(kind=CLIENT),
+        provenance={
+            "config": file_hash(folder / SETTINGS),
+            "fedsynth": __version__,
+            "dp-accounting": version("dp-accounting"),
+            **renderer_versions(),
+        },
+        noise_multiplier=settings.sigma,
+        simulated=False,
+    )
+
+
+def guard_report(folder: Path) -> dict[str, Any]:
+    """Builds the privacy report of all clients in a guard's folder from their ledgers.
+
+    Raises:
+        PrivacyError: guard.toml or a ledger is damaged.
+    """
+    histories = [read_ledger(path).history() for path in sorted(folder.glob("*.jsonl"))]
+    facts = guard_facts(folder, [history.releases for history in histories])
+    return build_report(facts, histories)
+
+
+def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -> Verification:
+    """Checks that a guard's report follows from its settings and ledgers.
+
+    Args:
+        folder: the guard's folder.
+        report: a report that `schema_problems` has found valid.
+        ledger: the folder of the ledger files. None is the guard's folder.
+
+    Raises:
+        PrivacyError: guard.toml is missing or damaged.
+    """
+    rows = read_ledger_rows(report, ledger or folder, exact=True)
+    facts = guard_facts(folder, rows.rows.values())
+    problems, notes = page_problems(report, folder)
+    problems += rows.problems
+    stated = file_hash(folder / SETTINGS)
+    for client, charged in rows.ledgers.items():
+        if [noted for _, noted in charged.lines.files][-1:] != [stated]:
+            text = f"the ledger of {client} was charged with other settings than {SETTINGS}"
+            problems.append(Problem(f"files.{SETTINGS}", text))
+    problems += report_problems(report, facts, rows, {})
+    return Verification(problems, [rows.note, *notes])

@@ -1,0 +1,319 @@
+"""Running sums over periods, whose noise is correlated by a square-root Toeplitz factorisation.
+
+Records arrive in up to n periods, and after each period t a client releases the sum R_t of all
+clipped vectors so far. In matrix form, R = A·S with S the sums of the single periods and A the
+lower triangular matrix of ones. A = B·C, where B and C are lower triangular Toeplitz matrices with
+the coefficients c₀ = 1, c_k = c_{k−1}(2k − 1)/(2k) (Fichtenberger, Henzinger and Upadhyay 2023). The
+client releases B·(C·S + Z) = R + B·Z with independent Gaussian rows Z_t. A record of period s adds
+its vector times column s of C to C·S. The longest column is the first, with norm ‖c‖ = √(Σ_{k<n}
+c_k²). With a standard deviation of σ𝒞‖c‖, all n releases together therefore cost as much as one
+Gaussian mechanism with the noise multiplier σ (docs/privacy-proofs.md, Corollary 3b).
+
+Only the increment S_t + Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s of R_t is computed from records, so
+the owner needs the earlier noise but no earlier record or exact sum. A ledger row of period t states
+the noise multiplier σ‖c‖/c_{t−1}, which belongs to the influence c_{t−1} of a record of period 1.
+After each period, the rows add up to the exact cost of a record of period 1, which is the largest.
+
+A `ReleaseSequence` stores a client's noise and releases in the private part of the ledger folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedsynth.errors import HOSTILE, LedgerError, one_line
+from fedsynth.files import create_once, read_regular, write_whole
+from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.releases import Release
+
+# The folder of all sequences within the private part of a ledger folder. Names that begin with a
+# dot are not lists of records.
+SEQUENCES = ".sequences"
+MAX_NOISE_BYTES = 2**34
+_PERIOD = re.compile(r", period (\d+) of (\d+)$")
+
+
+def coefficients(count: int) -> list[float]:
+    """Returns the first coefficients c₀, c₁, … of the factorisation.
+
+    >>> coefficients(4)
+    [1.0, 0.5, 0.375, 0.3125]
+    """
+    values = [1.0]
+    for k in range(1, count):
+        values.append(values[-1] * (2 * k - 1) / (2 * k))
+    return values[:count]
+
+
+def column_norm(periods: int) -> float:
+    """Returns ‖c‖, the longest column's norm in C for this number of periods.
+
+    >>> round(column_norm(12) ** 2, 3)
+    1.851
+    """
+    return math.hypot(*coefficients(periods))
+
+
+def charged_factor(period: int, periods: int) -> float:
+    """Returns ‖c‖/c_{t−1}, which is the ratio between the noise multiplier in period t's row and σ."""
+    return column_norm(periods) / coefficients(period)[-1]
+
+
+def sum_factor(period: int) -> float:
+    """Returns the noise of the running sum R_t, divided by the noise that period t's row states.
+
+    R_t has noise of standard deviation σ𝒞‖c‖·√(Σ_{k<t} c_k²).
+    """
+    return coefficients(period)[-1] * column_norm(period)
+
+
+def in_period(quantity: str, period: int, periods: int) -> str:
+    """Returns the name of a quantity that is released in one of several periods."""
+    return f"{quantity}, period {period} of {periods}"
+
+
+def period_of(quantity: str) -> tuple[int, int] | None:
+    """Returns the period in the name of a quantity and the number of periods, or None.
+
+    >>> period_of(in_period("sum of features", 3, 12)), period_of("sum of features")
+    ((3, 12), None)
+    """
+    match = _PERIOD.search(quantity)
+    return match and (int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class PeriodFacts:
+    """The facts of a period, which the client stores before the period's first charge.
+
+    Attributes:
+        noise_multiplier: σ of the run.
+        nominal_size: the public number of the period's records.
+        settings: the settings of the period's run.
+        rows: the number of ledger rows before the period.
+        records: the fingerprint of the period's records in the ledger.
+        finished: whether the period's run has finished.
+    """
+
+    noise_multiplier: float
+    nominal_size: float
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rows: int = 0
+    records: str = ""
+    finished: bool = False
+
+
+class ReleaseSequence:
+    """The noise and the releases of one client over several periods, in private files.
+
+        PERIOD.json         the facts of a period (`PeriodFacts`)
+        PERIOD-QUANTITY     the independent noise Z_t of one release, and the released increment
+
+    Only the current user can read the files (mode 0600). Whoever has the noise can subtract it from
+    the releases. The noise is on the disk before a release is returned, and a repeated period
+    returns the same release. So a killed period neither draws nor releases twice.
+
+    Args:
+        folder: the private part of the ledger folder.
+        client: the client's name.
+        period: the current period, from 1.
+        periods: the declared number of periods.
+
+    Attributes:
+        facts: the facts of the current period, without `rows` and `records`. Set them before the
+            first charge.
+        rows: the number of ledger rows before the current period.
+    """
+
+    def __init__(self, folder: Path, client: str, period: int, periods: int) -> None:
+        self.folder = folder / SEQUENCES / client
+        self.period = period
+        self.periods = periods
+        self.facts = PeriodFacts(0.0, 0.0)
+        self.rows = 0
+
+    def stored_facts(self, period: int) -> PeriodFacts | None:
+        """Returns the facts of a period, or None if the period has not begun.
+
+        Raises:
+            LedgerError: the file is damaged.
+        """
+        path = self.folder / f"{period:03d}.json"
+        try:
+            return PeriodFacts(**json.loads(read_regular(path)))
+        except FileNotFoundError:
+            return None
+        except (OSError, *HOSTILE) as error:
+            raise _damaged(path, error) from error
+
+    @property
+    def has_releases(self) -> bool:
+        """True if a release of the current period is stored, which may have left the client."""
+        return any(self.folder.glob(f"{self.period:03d}-*"))
+
+    def is_charged(self, rows: Sequence[Release]) -> bool:
+        """Returns True if a ledger row is for a release in the current period."""
+        return any(period_of(row.quantity) == (self.period, self.periods) for row in rows)
+
+    def begin(self, records: str) -> None:
+        """Stores the facts of the current period, before its first charge.
+
+        Raises:
+            LedgerError: a release of this period was made with other settings or another σ.
+        """
+        stored = self.stored_facts(self.period)
+        facts = replace(self.facts, rows=self.rows, records=records)
+        if stored is not None and self.has_releases and _json(stored) != _json(facts):
+            raise LedgerError(
+                f"period {self.period} began with other settings. Repeat it with the settings in "
+                f"{self.folder}"
+            ).with_code("sequence.settings")
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._write(facts)
+
+    def finish(self) -> None:
+        """Notes that the run of the current period has finished."""
+        stored = self.stored_facts(self.period)
+        if stored is not None:
+            self._write(replace(stored, finished=True))
+
+    def _write(self, facts: PeriodFacts) -> None:
+        path = self.folder / f"{self.period:03d}.json"
+        write_whole(path, _json(facts).encode(), secret=True)
+
+    def stored(self, period: int, quantity: str) -> dict[str, Tensor] | None:
+        """Returns a release's noise and increment, or None if it was not made.
+
+        Raises:
+            LedgerError: the file is damaged.
+        """
+        path = self._path(period, quantity)
+        try:
+            tensors = load(read_regular(path, MAX_NOISE_BYTES))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # safetensors has errors of its own
+            raise _damaged(path, error) from error
+        if tensors.keys() != {"noise", "increment"}:
+            raise _damaged(path, "it has other tensors")
+        return tensors
+
+    def earlier_releases(self, quantity: str) -> list[dict[str, Tensor]]:
+        """Returns the noise and increments from all earlier periods, oldest first.
+
+        Raises:
+            LedgerError: a file is missing or damaged.
+        """
+        releases = []
+        for period in range(1, self.period):
+            tensors = self.stored(period, quantity)
+            if tensors is None:
+                raise _damaged(self._path(period, quantity), "it is missing")
+            releases.append(tensors)
+        return releases
+
+    def store(self, quantity: str, noise: Tensor, increment: Tensor) -> Tensor:
+        """Stores a release of the current period, unless one is stored already.
+
+        Returns:
+            The increment that is on the disk now.
+        """
+        tensors = {"noise": noise.cpu().contiguous(), "increment": increment.cpu().contiguous()}
+        create_once(self._path(self.period, quantity), save(tensors))
+        stored = self.stored(self.period, quantity) or tensors
+        return stored["increment"]
+
+    def _path(self, period: int, quantity: str) -> Path:
+        name = re.sub(r"\W+", "-", _PERIOD.sub("", quantity))
+        return self.folder / f"{period:03d}-{name}.safetensors"
+
+
+def _json(facts: PeriodFacts) -> str:
+    return json.dumps(asdict(facts), default=str, sort_keys=True)
+
+
+def _damaged(path: Path, reason: object) -> LedgerError:
+    return LedgerError(
+        f"cannot use {path}, without which the running sums cannot go on: {one_line(str(reason))}. "
+        "Restore it from a backup"
+    ).with_code("sequence.missing")
+
+
+@dataclass(frozen=True)
+class PeriodEnforcer(BudgetEnforcer):
+    """Charges the releases of a period once, also if the period is repeated.
+
+    Args:
+        rows: the number of ledger rows before the period.
+    """
+
+    rows: int = 0
+
+    def charge(self, release: Release) -> None:
+        if replace(release, unit=self.unit) not in self.ledger.releases[self.rows :]:
+            super().charge(release)
+            return
+        with self.ledger.confirm():  # the records are still those of the charge
+            pass
+
+    def check_budget(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
+        super().check_budget(rows, [row for row in planned if row not in rows[self.rows :]])
+
+
+class RunningSumMechanism(GaussianSumMechanism):
+    """A charged mechanism that releases the running sum over all periods so far.
+
+    In period 1 it releases the same as `GaussianSumMechanism`.
+
+    Args:
+        sequence: the client's earlier noise and releases.
+        release, groups, guard, secret: as in `GaussianSumMechanism`. The quantity of the release
+            names the period, and the noise multiplier is `charged_factor` times σ.
+    """
+
+    def __init__(
+        self,
+        sequence: ReleaseSequence,
+        release: Release,
+        groups: int,
+        guard: BudgetEnforcer,
+        secret: SecretGenerator,
+    ) -> None:
+        super().__init__(release, groups, guard, secret)
+        self._sequence = sequence
+        self._fresh = torch.zeros(0)
+
+    def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:
+        """Returns the increment's noise: Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
+        c = coefficients(self._sequence.period)
+        self._fresh = self._secret.normal(shape, self.noise_std * c[-1])
+        noise = self._fresh.clone()
+        for age, tensors in enumerate(reversed(self._earlier_releases()), start=1):
+            noise += (c[age] - c[age - 1]) * tensors["noise"]
+        return noise.to(device)
+
+    def _earlier_releases(self) -> list[dict[str, Tensor]]:
+        return self._sequence.earlier_releases(self._release.quantity)
+
+    def release(self) -> Released:
+        """Ends the step and returns the running sum [groups, D], float32.
+
+        The noise and the increment are on the disk before this method returns.
+        """
+        increment = super().release()
+        stored = self._sequence.store(self._release.quantity, self._fresh, increment)
+        total = stored.double()
+        for tensors in self._earlier_releases():
+            total += tensors["increment"].double()
+        return Released(total.float().to(increment.device))

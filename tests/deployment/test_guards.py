@@ -1,0 +1,458 @@
+"""Tests of the guards' parts for Flower and NVFlare, with these frameworks and, for their logic,
+with stand-ins of the few names that the parts import."""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedsynth.errors import MessageError
+from fedsynth.privacy import read_ledger
+from fedsynth.results.verification import verify_run
+from tests.raising import raises
+
+FLOWER, NVFLARE = "fedsynth.deployment.flower.guard", "fedsynth.deployment.nvflare_filter"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOML = """
+clip = 1.0
+epsilon = 8
+delta = 1e-5
+rounds = 2
+[nominal]
+num-examples = 500
+num_examples = 500
+NUM_STEPS_CURRENT_ROUND = 10
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "guard.toml").write_text(TOML)
+    return tmp_path
+
+
+def rows(folder: Path, client: str) -> int:
+    return len(read_ledger(folder / f"{client}.jsonl").releases)
+
+
+def installed(package: str) -> None:
+    reason = f"{package} is not installed: pip install 'fedsynth[flower,nvflare]'"
+    pytest.importorskip(package, reason=reason)
+
+
+def stand_in(patch: pytest.MonkeyPatch, modules: dict[str, dict[str, Any]]) -> None:
+    """Replaces a framework by modules with the given names."""
+    for path, names in modules.items():
+        for end in range(1, path.count(".") + 2):
+            parent = ".".join(path.split(".")[:end])
+            if parent not in modules or parent == path:
+                module = ModuleType(parent)
+                vars(module).update(modules.get(parent, {}))
+                module.__path__ = []
+                patch.setitem(sys.modules, parent, module)
+        assert names
+
+
+def load(patch: pytest.MonkeyPatch, name: str) -> Any:
+    patch.delitem(sys.modules, name, raising=False)
+    module = importlib.import_module(name)
+    del sys.modules[name]
+    return module
+
+
+# ------------------------------------------------------------------------------------ Flower
+
+
+class Record(dict[str, Any]):
+    pass
+
+
+class ArrayRecord(Record):
+    pass
+
+
+class MetricRecord(Record):
+    pass
+
+
+class ConfigRecord(Record):
+    pass
+
+
+class RecordDict(dict[str, Any]):
+    def of(self, kind: type[Record]) -> dict[str, Any]:
+        return {name: record for name, record in self.items() if isinstance(record, kind)}
+
+    @property
+    def array_records(self) -> dict[str, Any]:
+        return self.of(ArrayRecord)
+
+    @property
+    def config_records(self) -> dict[str, Any]:
+        return self.of(ConfigRecord)
+
+
+class Array:
+    def __init__(self, values: np.ndarray) -> None:
+        self.values = values
+
+    def numpy(self) -> np.ndarray:
+        return self.values
+
+
+class FlowerMessage:
+    def __init__(
+        self, content: Any, *, reply_to: Any = None, message_type: str = "train", **_: Any
+    ) -> None:
+        self.content = content
+        self.error = content
+        self.metadata = SimpleNamespace(run_id=1, group_id="", message_type=message_type)
+
+    def has_error(self) -> bool:
+        return isinstance(self.content, SimpleNamespace)
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def flower(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "installed":
+        installed("flwr")
+        from flwr.supercore.task_identity import TaskIdentity
+
+        for name, value in (("_task_id", 1), ("_run_id", 1), ("_node_id", 1)):
+            monkeypatch.setattr(TaskIdentity, name, value)
+    else:
+        kinds = (ArrayRecord, MetricRecord, ConfigRecord, RecordDict, Array)
+        app = {kind.__name__: kind for kind in kinds}
+        app |= {"Message": FlowerMessage, "Context": object}
+
+        def error(code: int, reason: str) -> SimpleNamespace:
+            return SimpleNamespace(code=code, reason=reason)
+
+        codes = SimpleNamespace(UNKNOWN=0, CLIENT_APP_RAISED_EXCEPTION=2)
+        modules = {"flwr.app": app, "flwr.app.error": {"Error": error}}
+        stand_in(monkeypatch, {**modules, "flwr.common.constant": {"ErrorCode": codes}})
+    module = load(monkeypatch, FLOWER)
+    module.app = sys.modules["flwr.app"]
+    return module
+
+
+def weights(module: Any, value: float) -> Any:
+    return module.ArrayRecord({"w": module.Array(np.full(4, value, np.float32))})
+
+
+def request(module: Any, number: int, kind: str = "train") -> Any:
+    config = module.ConfigRecord({"server-round": number})
+    content = module.RecordDict({"arrays": weights(module, 0.0), "config": config})
+    return module.Message(content=content, dst_node_id=1, message_type=kind)
+
+
+def ask(module: Any, folder: Path, job: Callable[..., Any], number: int = 1) -> Any:
+    context = SimpleNamespace(node_config={"guard": str(folder), "partition-id": 3})
+    return module.guard_mod(request(module, number), context, job)
+
+
+def answering(module: Any, **records: Any) -> Callable[[Any, Any], Any]:
+    def job(message: Any, context: Any) -> Any:
+        return module.Message(content=module.RecordDict(records), reply_to=message)
+
+    return job
+
+
+def test_flower_answers_are_written_anew(flower: Any, folder: Path) -> None:
+    metrics = flower.MetricRecord({"train_loss": 0.125, "num-examples": 312})
+    texts = flower.ConfigRecord({"patient": "Smith"})
+    job = answering(flower, arrays=weights(flower, 1e6), metrics=metrics, notes=texts)
+    answer = ask(flower, folder, job)
+    assert dict(answer.content["metrics"]) == {"num-examples": 500}
+    assert dict(answer.content["notes"]) == {}
+    array = answer.content["arrays"]["w"].numpy()
+    assert array.dtype == np.float32
+    assert np.abs(array).max() < 20  # clipped to 1, with noise of about 0.85
+    again = ask(flower, folder, job).content["arrays"]["w"].numpy()
+    assert (again == array).all()
+    assert rows(folder, "client-003") == 1
+    ask(flower, folder, job, number=2)
+    refused = ask(flower, folder, job, number=3)
+    assert refused.has_error()
+    assert "above the cap 8" in refused.error.reason
+    assert "\n" not in refused.error.reason
+    assert rows(folder, "client-003") == 2
+    assert verify_run(folder).problems == []
+
+
+def test_flower_job_may_change_what_it_received(flower: Any, folder: Path) -> None:
+    """Else its change would be taken for public, and pass the clip."""
+
+    def job(message: Any, context: Any) -> Any:
+        array = flower.Array(np.full(4, 1e6, np.float32))
+        message.content["arrays"]["w"] = array
+        records = flower.RecordDict({"arrays": message.content["arrays"]})
+        return flower.Message(content=records, reply_to=message)
+
+    assert np.abs(ask(flower, folder, job).content["arrays"]["w"].numpy()).max() < 20
+
+
+def test_flower_evaluations_are_nominal_and_free(flower: Any, folder: Path) -> None:
+    status = flower.ConfigRecord({"code": 3, "message": "Smith"})
+    loss = flower.MetricRecord({"loss": 0.5})
+    count = flower.MetricRecord({"num_examples": 312})
+    job = answering(flower, **{"e.loss": loss, "e.num_examples": count, "e.status": status})
+    answer = ask(flower, folder, job).content
+    assert {name: dict(record) for name, record in answer.items()} == {
+        "e.loss": {},
+        "e.num_examples": {"num_examples": 500},
+        "e.status": {"code": 0, "message": ""},
+    }
+    assert rows(folder, "client-003") == 0
+
+
+def test_flower_errors_state_no_private_values(flower: Any, folder: Path) -> None:
+    def fails(message: Any, context: Any) -> Any:
+        raise ValueError("patient Smith")
+
+    assert "Smith" not in ask(flower, folder, fails).error.reason
+    two = answering(flower, a=weights(flower, 1.0), b=weights(flower, 2.0))
+    refused = ask(flower, folder, two)
+    assert "one array record each" in refused.error.reason
+    assert rows(folder, "client-003") == 0
+
+
+def test_flower_node_names_its_guard(
+    flower: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FEDSYNTH_GUARD", raising=False)
+    with raises(MessageError, "guard.folder"):
+        flower.guard_of({})
+    monkeypatch.setenv("FEDSYNTH_GUARD", str(folder))
+    assert flower.guard_of({}).client == "client-000"
+    assert flower.guard_of({"client": "clinic"}).client == "clinic"
+
+
+def test_flower_example_trains_behind_the_guard(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("flwr")
+    from flwr.app import ArrayRecord, Context, Message, RecordDict
+    from flwr.supercore.task_identity import TaskIdentity
+
+    for name, value in (("_task_id", 1), ("_run_id", 1), ("_node_id", 1)):
+        monkeypatch.setattr(TaskIdentity, name, value)
+    script = runpy.run_path(str(EXAMPLES / "guarded_flower.py"))
+    arrays = ArrayRecord(script["network"]().state_dict())
+    message = Message(RecordDict({"arrays": arrays}), dst_node_id=1, message_type="train")
+    config = {"guard": str(folder), "partition-id": 0}
+    context = Context(1, 1, config, RecordDict(), {})
+    answer = script["app"](message, context)
+    assert dict(answer.content["metrics"]) == {"num-examples": 500}
+    assert list(answer.content["arrays"]) == list(arrays)
+    assert rows(folder, "client-000") == 1
+
+
+# ----------------------------------------------------------------------------------- NVFlare
+
+
+class Shareable(dict[str, Any]):
+    def get_header(self, name: str, default: Any = None) -> Any:
+        return self.setdefault("headers", {}).get(name, default)
+
+    def set_header(self, name: str, value: Any) -> None:
+        self.setdefault("headers", {})[name] = value
+
+    def get_return_code(self, default: str = "OK") -> Any:
+        return self.get_header("rc", default)
+
+    def set_return_code(self, code: str) -> None:
+        self.set_header("rc", code)
+
+
+class Dxo:
+    def __init__(self, data_kind: str, data: Any = None, meta: Any = None) -> None:
+        self.data_kind, self.data, self.meta = data_kind, data or {}, meta or {}
+
+    def to_shareable(self) -> Shareable:
+        return Shareable(DXO=self)
+
+
+def dxo_of(shareable: Shareable) -> Dxo:
+    if "DXO" not in shareable:
+        raise ValueError("no DXO")
+    return shareable["DXO"]
+
+
+def reply(code: str) -> Shareable:
+    shareable = Shareable()
+    shareable.set_return_code(code)
+    return shareable
+
+
+class Kind(StrEnum):
+    WEIGHTS = "WEIGHTS"
+    WEIGHT_DIFF = "WEIGHT_DIFF"
+    METRICS = "METRICS"
+    STATISTICS = "STATISTICS"
+
+
+class Filter:
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def log_error(self, context: Any, text: str) -> None:
+        print(text)
+
+
+class TaskContext:
+    """The properties of a task at one site."""
+
+    def __init__(self) -> None:
+        self.props: dict[str, Any] = {}
+        self.events = SimpleNamespace(ready=True)
+
+    def get_prop(self, name: str, default: Any = None) -> Any:
+        return self.props.get(name, default)
+
+    def set_prop(self, name: str, value: Any, **_: Any) -> None:
+        self.props[name] = value
+
+    def get_engine(self) -> Any:
+        return SimpleNamespace(get_widget=lambda _: self.events)
+
+    def get_identity_name(self) -> str:
+        return "site-1"
+
+    def get_job_id(self) -> str:
+        return "job"
+
+
+@pytest.fixture(params=["stand-in", "installed"])
+def nvflare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param == "installed":
+        installed("nvflare")
+    else:
+        headers = SimpleNamespace(
+            START_ROUND="start_round", CURRENT_ROUND="current_round", NUM_ROUNDS="num_rounds"
+        )
+        codes = SimpleNamespace(
+            OK="OK", EXECUTION_EXCEPTION="EXECUTION_EXCEPTION", TASK_RESULT_FILTER_ERROR="REFUSED"
+        )
+        keys = SimpleNamespace(FILTER_DIRECTION="direction", TASK_NAME="task")
+        meta = SimpleNamespace(INITIAL_METRICS="initial_metrics")
+        constants = {
+            "FilterKey": SimpleNamespace(IN="in", OUT="out"),
+            "FLContextKey": keys,
+            "ReturnCode": codes,
+        }
+        parts = {"DXO": Dxo, "DataKind": Kind, "MetaKey": meta, "from_shareable": dxo_of}
+        stand_in(
+            monkeypatch,
+            {
+                "nvflare.apis.dxo": parts,
+                "nvflare.apis.dxo_filter": {"DXOFilter": Filter},
+                "nvflare.apis.fl_constant": constants,
+                "nvflare.apis.fl_context": {"FLContext": object},
+                "nvflare.apis.shareable": {"Shareable": Shareable, "make_reply": reply},
+                "nvflare.app_common.app_constant": {"AppConstants": headers},
+                "nvflare.widgets.widget": {"WidgetID": SimpleNamespace(FED_EVENT_RUNNER="events")},
+            },
+        )
+    module = load(monkeypatch, NVFLARE)
+    texts: list[str] = []
+    monkeypatch.setattr(module.GuardFilter, "log_error", lambda self, _, text: texts.append(text))
+    module.texts = texts
+    return module
+
+
+def result_of(module: Any, folder: Path, result: Any, number: int = 0) -> Any:
+    """Returns what leaves a site as the result of a task. The job overwrites what it received."""
+    context = TaskContext()
+    kinds = module.DataKind
+    guard = module.GuardFilter(str(folder))
+    data = {"w": np.zeros(4, np.float32)}
+    task = module.DXO(kinds.WEIGHTS, data).to_shareable()
+    task.set_header(module.AppConstants.CURRENT_ROUND, number)
+    context.set_prop(module.FLContextKey.TASK_NAME, "train")
+    context.set_prop(module.FLContextKey.FILTER_DIRECTION, module.FilterKey.IN)
+    assert guard.process(task, context) is task
+    assert not context.events.ready  # events pass no filter
+    data["w"] += 1e6
+    context.set_prop(module.FLContextKey.FILTER_DIRECTION, module.FilterKey.OUT)
+    return guard.process(result, context)
+
+
+@pytest.mark.parametrize("kind", ["WEIGHTS", "WEIGHT_DIFF"])
+def test_nvflare_results_are_written_anew(nvflare: Any, folder: Path, kind: str) -> None:
+    def trained() -> Any:
+        meta = {"NUM_STEPS_CURRENT_ROUND": 77, "initial_metrics": {"auc": 0.9}, "site": "Smith"}
+        data = {"w": np.full(4, 1e6, np.float32)}
+        result = nvflare.DXO(nvflare.DataKind[kind], data, meta).to_shareable()
+        result.set_header("patient", "Smith")
+        result["extra"] = "Smith"
+        return result
+
+    answer = result_of(nvflare, folder, trained())
+    content = nvflare.from_shareable(answer)
+    assert content.data_kind == nvflare.DataKind[kind]
+    assert content.meta == {"NUM_STEPS_CURRENT_ROUND": 10}
+    assert np.abs(content.data["w"]).max() < 20
+    assert answer.get_header(nvflare.AppConstants.CURRENT_ROUND) == 0
+    assert "Smith" not in str(answer)
+    again = nvflare.from_shareable(result_of(nvflare, folder, trained()))
+    assert (again.data["w"] == content.data["w"]).all()
+    assert rows(folder, "site-1") == 1
+    result_of(nvflare, folder, trained(), number=1)
+    refused = result_of(nvflare, folder, trained(), number=2)
+    assert refused.get_return_code() == nvflare.ReturnCode.TASK_RESULT_FILTER_ERROR
+    assert "above the cap 8" in nvflare.texts[0]
+    assert rows(folder, "site-1") == 2
+    assert verify_run(folder).problems == []
+
+
+def test_nvflare_metrics_and_errors_state_no_private_values(nvflare: Any, folder: Path) -> None:
+    metrics = nvflare.DXO(nvflare.DataKind.METRICS, {"auc": 0.9, "num-examples": 312})
+    answer = nvflare.from_shareable(result_of(nvflare, folder, metrics.to_shareable()))
+    assert dict(answer.data) == {"num-examples": 500}
+    for code, expected in (("Smith", "EXECUTION_EXCEPTION"), ("EXECUTION_EXCEPTION",) * 2):
+        failed = nvflare.make_reply(code)
+        failed.set_header("patient", "Smith")
+        answer = result_of(nvflare, folder, failed)
+        assert answer.get_return_code() == expected
+        assert "Smith" not in str(answer)
+    assert rows(folder, "site-1") == 0
+
+
+def test_nvflare_results_of_other_kinds_are_refused(nvflare: Any, folder: Path) -> None:
+    other = nvflare.DXO(nvflare.DataKind.STATISTICS, {"count": 312}).to_shareable()
+    for result in (other, nvflare.Shareable({"count": 312})):
+        answer = result_of(nvflare, folder, result)
+        assert answer.get_return_code() == nvflare.ReturnCode.TASK_RESULT_FILTER_ERROR
+        assert "312" not in str(answer)
+    assert len(nvflare.texts) == 2
+    unseen = TaskContext()
+    unseen.set_prop(nvflare.FLContextKey.FILTER_DIRECTION, nvflare.FilterKey.OUT)
+    answer = nvflare.GuardFilter(str(folder)).process(other, unseen)
+    assert answer.get_return_code() == nvflare.ReturnCode.TASK_RESULT_FILTER_ERROR
+    assert "task_data_filters" in nvflare.texts[-1]
+
+
+@pytest.mark.slow
+def test_nvflare_example_runs_behind_the_guard(tmp_path: Path) -> None:
+    """The job of three rounds spends each site's budget; a second run is refused."""
+    installed("nvflare")
+    run = runpy.run_path(str(EXAMPLES / "guarded_nvflare.py"))["run"]
+    script = EXAMPLES / "guarded_nvflare_client.py"
+    model = run(script, tmp_path / "guard", tmp_path / "simulation")
+    assert np.load(model).shape == (3, 3)
+    for site in ("site-1", "site-2"):
+        assert rows(tmp_path / "guard", site) == 3
+    assert verify_run(tmp_path / "guard").problems == []
+    with pytest.raises(RuntimeError, match="Simulation failed"):
+        run(script, tmp_path / "guard", tmp_path / "simulation")
+    assert rows(tmp_path / "guard", "site-1") == 3

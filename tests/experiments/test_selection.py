@@ -1,0 +1,314 @@
+"""Tests of private selection: what it charges, what leaves it, and that broken versions are found."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedsynth.cli.app import app
+from fedsynth.errors import BudgetExceededError, DivergedError, FedsynthError
+from fedsynth.evaluation.accuracy import predict
+from fedsynth.experiments import read_sweep, select_privately, selection
+from fedsynth.experiments.runner import run_sweep
+from fedsynth.experiments.selection import RESULT, plan_selection, result_folder
+from fedsynth.privacy.accounting import Totals
+from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.randomness import SecretGenerator
+from fedsynth.privacy.selection import Selection
+from fedsynth.results import charges
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation.trial import Trial
+from tests.raising import raises
+
+FILE = """
+[sweep]
+output = "{folder}/out"
+[run]
+method = "fedstats"
+device = "cpu"
+[data]
+dataset = "digits"
+[method]
+features = "pixels"
+[partition]
+kind = "iid"
+clients = 2
+local_test = 0.3
+seed = 0
+[privacy]
+epsilon = 4.0
+ledger = "{folder}/ledger"
+[selection]
+law = "negative-binomial"
+trials = 3
+[grid]
+"run.rounds" = [1, 2]
+"""
+Change = Callable[[str], str]
+
+
+def write(folder: Path, change: Change = str) -> Path:
+    file = folder / "choice.toml"
+    file.write_text(change(FILE.format(folder=folder)))
+    return file
+
+
+def select(folder: Path, trials: int, change: Change = str) -> tuple[dict[str, Any], list[str]]:
+    """Selects with this number of trials. Returns the result and the lines of output."""
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Selection, "number_of_trials", lambda *_: trials)
+        return select_privately(read_sweep(write(folder, change)), lines.append), lines
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("selection")
+    result, lines = select(folder, 4)
+    assert len(lines) == 1  # on the plan, and none on a trial
+    return folder, result
+
+
+def run_of(folder: Path) -> Path:
+    (run,) = (folder / "out").glob("best-*/2*")
+    return run
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((run_of(folder) / "privacy_report.json").read_text())
+    return report
+
+
+def hides_trials(folder: Path) -> bool:
+    """True if nothing of a losing trial is left, and the best one does not tell its number."""
+    run = run_of(folder)
+    names = {path.name for path in (folder / "out").iterdir()}
+    single = names == {".lock", run.parent.name}
+    files = {path.name for path in run.parent.iterdir()} == {RESULT, run.name}
+    stated = json.loads((run / "summary.json").read_text())["folder"]
+    times = {path.stat().st_mtime for path in (run, *run.rglob("*"))}
+    rows = [len(read_ledger(path).releases) for path in (folder / "ledger").glob("*.jsonl")]
+    return single and files and stated == str(run) and len(times) == 1 and rows == [1, 1]
+
+
+def test_the_cost_is_that_of_the_selection(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = finished
+    guarantee = report_of(folder)["guarantee"]
+    assert 3.98 < result["epsilon"] <= 4.0
+    assert guarantee["epsilon"] == pytest.approx(result["epsilon"])
+    assert result["trial_epsilon"] < 0.8 * result["epsilon"]
+    metrics = (run_of(folder) / "metrics.jsonl").read_text().splitlines()
+    assert {json.loads(line)["epsilon"] for line in metrics} == {guarantee["epsilon"]}
+    assert verify_run(run_of(folder)).problems == []
+    text = (run_of(folder) / "privacy_report.md").read_text()
+    assert "## Private selection" in text
+    assert "Theorem 2" in text
+
+
+def test_only_the_best_trial_is_left(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = finished
+    assert hides_trials(folder)
+    assert result["run"] == run_of(folder).name
+    assert result["values"]["rounds"] in (1, 2)
+    assert "trials" not in {*result} - {"expected_trials"}
+
+
+def test_a_result_is_not_charged_again(finished: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = finished
+    again = CliRunner().invoke(app, ["sweep", str(folder / "choice.toml")])
+    assert again.exit_code == 0, again.output
+    assert f"{result['score']:.3f}" in again.output
+    assert hides_trials(folder)
+    (folder / "out" / ".lock").touch()
+    with raises(BudgetExceededError, "budget.spent"):
+        select(folder, 1, lambda text: text.replace("trials = 3", "trials = 4"))
+
+
+def test_a_shown_losing_trial_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    select(tmp_path, 3)
+    assert not hides_trials(tmp_path)
+
+
+@pytest.mark.parametrize("claimed", ["one trial", "another plan", "no selection"])
+def test_a_smaller_charge_is_found(
+    finished: tuple[Path, dict[str, Any]], tmp_path: Path, claimed: str
+) -> None:
+    folder, result = finished
+    copied = tmp_path / run_of(folder).name
+    shutil.copytree(run_of(folder), copied)
+    file = copied / "privacy_report.json"
+    report = json.loads(file.read_text())
+    if claimed == "one trial":
+        report["guarantee"]["epsilon"] = result["trial_epsilon"]
+    if claimed == "another plan":
+        config = copied / "config.toml"
+        config.write_text(config.read_text().replace("noise_multiplier = ", "noise_multiplier = 0"))
+    if claimed == "no selection":
+        report["ledger"][0]["selection"] = None
+    file.write_text(json.dumps(report))
+    assert verify_run(copied, ledger=folder / "ledger").problems
+
+
+def test_a_run_beyond_the_charge_is_found(
+    finished: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smaller = Totals.of([(9.0, 1.0, 1)])
+    monkeypatch.setattr(charges, "Totals", lambda steps: smaller)
+    codes = {problem.code for problem in verify_run(run_of(finished[0])).problems}
+    assert "ledger.missing" in codes
+
+
+def test_the_best_score_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = [0.2, 0.9, 0.4]
+    remaining = iter(scores)
+    measure = Trial.measure
+
+    def ranked(self: Trial, *arguments: Any) -> None:
+        measure(self, *arguments)
+        self.score = next(remaining)
+
+    monkeypatch.setattr(Trial, "measure", ranked)
+    result, _ = select(tmp_path, 3)
+    assert result["score"] == pytest.approx(max(scores) / held_out(tmp_path))
+
+
+def held_out(folder: Path) -> float:
+    sweep = read_sweep(write(folder, lambda text: text.replace('ledger"', 'fresh"')))
+    return plan_selection(sweep).held_out
+
+
+def has_noise(folder: Path) -> bool:
+    """True if scores of one released model differ as the charged noise does."""
+    found: list[float] = []
+    exact: list[float] = []
+    measure = Trial.measure
+
+    def repeated(self: Trial, model: Any, clients: Any, context: Any) -> None:
+        measure(self, model, clients, context)
+        found.append(self.score)
+        right = 0.0
+        for client in clients:
+            images = client.data.resident.subset(client.data.held_out)
+            right += float((predict(model, images).argmax(1) == images.labels).sum())
+        exact.append(right)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trial, "measure", repeated)
+        result, _ = select(folder, 12, lambda text: text.replace("[1, 2]", "[1]"))
+    errors = (np.array(found) - np.array(exact)) / (result["score_noise"] * held_out(folder))
+    return bool(0.3 < errors.std() < 2)
+
+
+def test_the_score_has_the_charged_noise(tmp_path: Path) -> None:
+    assert has_noise(tmp_path)
+
+
+def test_a_score_without_noise_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = GaussianSumMechanism.release
+
+    def exact(self: GaussianSumMechanism) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            if self._release.mechanism == "score":
+                patch.setattr(SecretGenerator, "normal", lambda *_: torch.zeros(1, 1))
+            return release(self)
+
+    monkeypatch.setattr(GaussianSumMechanism, "release", exact)
+    assert not has_noise(tmp_path)
+
+
+def test_the_draws_are_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws: list[float] = []
+    uniform = SecretGenerator.uniform
+
+    def recorded(self: SecretGenerator) -> float:
+        assert self.is_secret
+        draws.append(uniform(self))
+        return draws[-1]
+
+    monkeypatch.setattr(SecretGenerator, "uniform", recorded)
+    select(tmp_path, 2)
+    assert len(draws) == len(set(draws)) == 3  # the number of trials, and a candidate for each
+
+
+@pytest.mark.parametrize("outcome", ["none drawn", "diverged"])
+def test_no_run_may_be_selected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: str
+) -> None:
+    def diverged(*_: Any) -> None:
+        raise DivergedError("not finite")
+
+    if outcome == "diverged":
+        monkeypatch.setattr(Trial, "measure", diverged)
+    monkeypatch.setattr(Selection, "number_of_trials", lambda *_: 2 * (outcome == "diverged"))
+    shown = CliRunner().invoke(app, ["sweep", str(write(tmp_path))])
+    assert shown.exit_code == 1
+    assert "The charge remains" in shown.output
+    assert [path.name for path in (tmp_path / "out").glob("best-*/*")] == [RESULT]
+    assert [len(read_ledger(p).releases) for p in (tmp_path / "ledger").glob("*.jsonl")] == [1, 1]
+
+
+def test_an_interrupted_selection_keeps_only_its_charge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trial, "measure", interrupted)
+    (tmp_path / "out" / f"{selection.STAGING}old").mkdir(parents=True)  # of a killed selection
+    with pytest.raises(KeyboardInterrupt):
+        select(tmp_path, 2)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    with raises(BudgetExceededError, "budget.spent"):
+        select(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("local_test = 0.3", "", "partition.local_test"),
+        ("epsilon = 4.0", "noise_multiplier = 2.0", "privacy.epsilon"),
+        (
+            "[privacy]\nepsilon = 4.0",
+            "[privacy]\nepsilon=4.0\nnoise_multiplier=2.0",
+            "privacy.epsilon",
+        ),
+        ("[sweep]", "[sweep]\njobs = 2", "sweep.jobs"),
+        ('"run.rounds" = [1, 2]', "local_test = [0.2, 0.3]", "grid.settings"),
+        ('"run.rounds" = [1, 2]', "epsilon = [2.0, 3.0]", "grid.settings"),
+        ("trials = 3", "trials = 1", "selection.trials"),
+        ("trials = 3", "trials = 3\neta = -1", "selection.eta"),
+        ("trials = 3", "trials = 3\nscore_share = 0", "selection.score_share"),
+        ("negative-binomial", "fixed", "selection.law"),
+        ("trials = 3", "number = 3", "selection.number"),
+        ("ledger = ", "max_records = 9000 #", "privacy.ledger"),
+    ],
+)
+def test_refusals(tmp_path: Path, old: str, new: str, code: str) -> None:
+    with raises(FedsynthError, code):
+        select(tmp_path, 1, lambda text: text.replace(old, new))
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_a_selection_is_no_ordinary_sweep(tmp_path: Path) -> None:
+    sweep = read_sweep(write(tmp_path))
+    with raises(FedsynthError, "selection.law"):
+        run_sweep(sweep, print)
+    shown = CliRunner().invoke(app, ["sweep", str(tmp_path / "choice.toml"), "--dry-run"])
+    assert shown.exit_code == 0
+    assert "3 trials are expected" in shown.output
+    assert not (tmp_path / "ledger").exists()
+    missing = CliRunner().invoke(app, ["sweep", str(tmp_path / "choice.toml"), "--only-table"])
+    assert missing.exit_code != 0
+    assert not result_folder(sweep).exists()
+    assert math.isfinite(plan_selection(sweep).score_noise)
