@@ -40,7 +40,7 @@ class StudentSettings:
         views: the number of augmented copies of each image.
         temperature: T of soft labels p, which become p^(1/T) up to a factor. The student's logits
             are divided by T and the loss is multiplied by T² (Hinton et al. 2015, arXiv
-            1503.02531). Classes as labels have T = 1.
+            1503.02531). Without soft labels, T is 1.
         flip: whether copies may be mirrored. It should be False if mirroring may change the class.
         seed: the seed of copies, batches and mixing.
 
@@ -109,7 +109,8 @@ def train_student(
     settings = settings or StudentSettings()
     shares = as_shares(labels, student, images_NCHW)
     x, y = augmented(images_NCHW, shares, settings, teacher)
-    temperature = 1.0 if teacher is None and labels.dim() == 1 else settings.temperature
+    is_soft = teacher is not None or bool((shares.amax(dim=1) < 1).any())
+    temperature = settings.temperature if is_soft else 1.0
     y = softened(y, temperature)
     draws = torch_generator(settings.seed, "student training")
     optimiser = torch.optim.AdamW(
