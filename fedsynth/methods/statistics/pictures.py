@@ -294,4 +294,4 @@ def sharpened(x_NCHW: Tensor, steepness: Tensor, middle: Tensor) -> Tensor:
     low = torch.sigmoid(-steepness * middle)
     high = torch.sigmoid(steepness * (1 - middle))
     curved: Tensor = (torch.sigmoid(steepness * (x_NCHW - middle)) - low) / (high - low)
-    return curved
+    return curved.clamp(0, 1)

@@ -109,7 +109,7 @@ def train_student(
     settings = settings or StudentSettings()
     shares = as_shares(labels, student, images_NCHW)
     x, y = augmented(images_NCHW, shares, settings, teacher)
-    is_soft = teacher is not None or bool((shares.amax(dim=1) < 1).any())
+    is_soft = bool((y.amax(dim=1) < 1).any())
     temperature = settings.temperature if is_soft else 1.0
     y = softened(y, temperature)
     draws = torch_generator(settings.seed, "student training")
