@@ -44,7 +44,7 @@ def test_the_style_is_the_one_with_the_released_class_means(name: str) -> None:
 
 def test_kept_images_follow_the_classifier() -> None:
     """The classifier gives dark images class 1, and bright images class 0."""
-    brightness = torch.ones(1, 256) * torch.tensor([[0.1], [-0.1], [0.0]])
+    brightness = torch.ones(1, 256) * torch.tensor([[0.03], [-0.03], [0.0]])
     class_means = torch.zeros(3, 256)
 
     def brightness_of(weight: Tensor) -> list[float]:
@@ -55,8 +55,8 @@ def test_kept_images_follow_the_classifier() -> None:
         return x.mean(dim=(1, 2, 3, 4)).tolist()
 
     plain, guided = brightness_of(0 * brightness), brightness_of(brightness)
-    assert guided[0] >= plain[0]
-    assert guided[1] < plain[1] - 0.02
+    assert guided[0] > plain[0]
+    assert guided[1] < plain[1]
 
 
 def test_blurred_moments_equal_numpy() -> None:
