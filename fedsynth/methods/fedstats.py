@@ -55,6 +55,7 @@ from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.statistics import images, moments
 from fedsynth.methods.statistics.images import ImagesState, MakesImages
+from fedsynth.methods.statistics.pictures import PixelMoments, pixel_rows, pixel_width
 from fedsynth.models.on_features import Embedding, FeatureLinear
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.products import Products, Rows, grams_width
@@ -217,7 +218,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         if self.period == 1:
             sums = self._sums(CENTRE, features, lambda f, y: Rows(f, features.norm_bound), clients)
         if self.releases_pictures(context.spec):
-            rows = partial(images.pixel_rows, classes=context.spec.classes)
+            rows = partial(pixel_rows, classes=context.spec.classes)
             cells = low_pass(context.spec.image_shape)
             small = self._sums(PIXELS, cells, rows, clients)
         if self.period == 1 and self.has_covariances(context.privacy, context.spec):
@@ -250,7 +251,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return state
         small = self.pooled(total.pictures, clients, PIXELS, context)
         width = low_pass(context.spec.image_shape).dimension
-        pictures = images.PixelMoments.unpacked(small, width, context.spec.classes)
+        pictures = PixelMoments.unpacked(small, width, context.spec.classes)
         return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
@@ -521,7 +522,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             "u of each example, an image averaged in cells over its own norm, beside a constant; "
             "the joint vector of its products has norm at most 1"
         )
-        pixels = images.pixel_width(low_pass(context.spec.image_shape).dimension, classes)
+        pixels = pixel_width(low_pass(context.spec.image_shape).dimension, classes)
         covariances, white = "second moments of features' channels, and of their cells", 0.0
         matrices = (
             "φ(x)/B of each example, B the map's norm bound; the joint vector of the products "

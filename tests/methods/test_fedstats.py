@@ -34,8 +34,8 @@ from fedsynth.methods.fedstats import (
 )
 from fedsynth.methods.fedstats import PIXELS as PICTURE
 from fedsynth.methods.statistics import moments as cm
-from fedsynth.methods.statistics.images import PixelMoments, pixel_rows, pixel_width
 from fedsynth.methods.statistics.moments import released_roots
+from fedsynth.methods.statistics.pictures import PixelMoments, pixel_rows, pixel_width
 from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan

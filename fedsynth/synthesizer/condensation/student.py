@@ -38,6 +38,9 @@ class StudentSettings:
             copies, every second copy is a mixture, labelled by the teacher. Otherwise batches and
             their labels are mixed.
         views: the number of augmented copies of each image.
+        temperature: T of soft labels p, which become p^(1/T) up to a factor. The student's logits
+            are divided by T and the loss is multiplied by T² (Hinton et al. 2015, arXiv
+            1503.02531). Without soft labels, T is 1.
         flip: whether copies may be mirrored. It should be False if mirroring may change the class.
         seed: the seed of copies, batches and mixing.
 
@@ -51,6 +54,7 @@ class StudentSettings:
     weight_decay: float = in_range(1e-2, 0, 10)
     mixup: bool = True
     views: int = in_range(6, 0, 10**4)
+    temperature: float = in_range(3.0, 0.01, 100)
     flip: bool = False
     seed: int = 0
 
@@ -105,6 +109,9 @@ def train_student(
     settings = settings or StudentSettings()
     shares = as_shares(labels, student, images_NCHW)
     x, y = augmented(images_NCHW, shares, settings, teacher)
+    is_soft = bool((y.amax(dim=1) < 1).any())
+    temperature = settings.temperature if is_soft else 1.0
+    y = softened(y, temperature)
     draws = torch_generator(settings.seed, "student training")
     optimiser = torch.optim.AdamW(
         student.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
@@ -119,7 +126,9 @@ def train_student(
             share = torch.rand(settings.batch, generator=draws).to(x.device)
         optimiser.zero_grad()
         with torch.enable_grad():
-            F.cross_entropy(student(mixed(x, rows, share)), mixed(y, rows, share)).backward()
+            logits = student(mixed(x, rows, share)) / temperature
+            loss = temperature**2 * F.cross_entropy(logits, mixed(y, rows, share))
+            loss.backward()
         optimiser.step()
         schedule.step()
         report(step + 1, settings.steps)
@@ -138,6 +147,16 @@ def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor
         classes = student.eval()(images_NCHW[:1]).shape[1]
     student.train(mode)
     return F.one_hot(labels, classes).float()
+
+
+def softened(shares_NC: Tensor, temperature: float) -> Tensor:
+    """Returns the softmax of log(p)/T for rows p of labels.
+
+    >>> softened(torch.tensor([[0.64, 0.36], [1.0, 0.0]]), temperature=2.0)
+    tensor([[0.5714, 0.4286],
+            [1.0000, 0.0000]])
+    """
+    return F.normalize(shares_NC ** (1 / temperature), p=1, dim=1)
 
 
 def augmented(

@@ -1,0 +1,297 @@
+"""Small pictures: the release of their moments, and images rendered from the released moments.
+
+A small picture v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
+(`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients
+release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
+give the class counts, the class means and a common covariance around the means, of which only
+directions above a noise threshold are kept (`PixelMoments`).
+
+Images are rendered from the released moments in three steps, all of which are post-processing:
+
+1. Pictures are drawn from a Gaussian of each class and enlarged.
+2. They are finished in one of two styles. `sharpened` applies a steeper curve from black to white,
+   as averages are blurred and images are not. `shaded` treats a picture as an object before a dark
+   background: a soft silhouette, filled with a random grey level, the picture's shading and a
+   texture of a random process. Its moments are blurred over neighbouring cells first, because
+   noise is independent between cells and pictures are not. Classes with a symmetric mean are drawn
+   symmetrically. The style is the one whose class means of z are more similar to the released ones.
+3. More images are rendered than needed. Those that are kept are drawn with the probability that the
+   released classifier gives their class, which approximates p(x | y) ∝ p(x)·p(y | x).
+
+The steps and constants were chosen on held-out training images of Fashion-MNIST and MNIST.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedsynth.core.sums import Pool
+from fedsynth.features.feature_map import Shape
+from fedsynth.features.random_images import random_images
+from fedsynth.features.scattering import CONSTANT, cells_of
+from fedsynth.methods.statistics.moments import second_and_crossed
+from fedsynth.privacy.products import Moments
+from fedsynth.synthesizer.condensation.from_statistics import AT_ONCE, ReleasedStatistics
+
+# The first and the last image of a class differ from the class mean by these fractions of the
+# released standard deviation.
+VARIETY = (0.4, 1.0)
+# Rendered images for each image that is kept, and for each class when the style is chosen.
+CANDIDATES = 1.8
+COMPARED = 40
+
+# Ranges from which each image's curve or silhouette is drawn. The steepness is log-uniform.
+SHARPENED_STEEPNESS = (12.0, 50.0)
+SHARPENED_MIDDLE = (0.35, 0.55)
+SHADED_STEEPNESS = (15.0, 60.0)
+SHADED_MIDDLE = (0.25, 0.5)
+SHADED_LEVEL = (0.3, 1.0)
+# The largest amplitude of an object's texture, and its darkest pixel.
+TEXTURE = 0.35
+DARKEST = 0.02
+# Standard deviations, in cells, of the blur of means and of roots.
+MEAN_BLUR = 0.3
+ROOT_BLUR = 0.7
+# The largest factor by which a root regains the norm that the blur took from it.
+REGAINED = 1.5
+# A class whose mean has at least this correlation with its mirror image is drawn symmetrically, in
+# shares from SYMMETRY to 1.
+SYMMETRIC = 0.9
+SYMMETRY = 0.4
+
+# The quantile of an image's pixels that is scaled to white, because small pictures have lost their
+# brightness.
+WHITE = 0.98
+# The smallest share of all examples that a class is assumed to have. A smaller released share is
+# noise.
+FEWEST = 1e-3
+
+
+def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
+    """Returns each example's contribution √½·[svec(u uᵀ); e_y ⊗ u] to the small-picture release, of
+    norm at most 1.
+    """
+    return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
+
+
+def pixel_width(dimension: int, classes: int) -> int:
+    """Returns the small-picture release's dimension."""
+    return dimension * (dimension + 1) // 2 + dimension * classes
+
+
+@dataclass(frozen=True, eq=False)
+class PixelMoments:
+    """The moments of small pictures, each scaled to v/‖v‖.
+
+    Attributes:
+        means: the mean of each class, [C, D − 1], without u's constant.
+        roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
+            covariance that all classes share, restricted to eigenvalues above a noise threshold.
+    """
+
+    means: Tensor
+    roots: Tensor
+
+    @classmethod
+    def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
+        """Extracts the moments from a release that was summed over the clients.
+
+        Args:
+            pool: Σ √½·[svec(u uᵀ); e_y ⊗ u] over all clients, with its noise.
+            dimension, classes: D, and C.
+        """
+        second, crossed, noise = second_and_crossed(pool, dimension, classes)
+        gram = second[:-1, :-1] / (1 - CONSTANT**2)
+        noise /= 1 - CONSTANT**2
+        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
+        means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
+        within = gram - (shares * means).T @ means
+        values, vectors = torch.linalg.eigh(within)
+        # pure noise reaches noise·√(2D), so about a tenth of its directions pass this threshold
+        significant = values > max(noise * math.sqrt(dimension), 1e-9)
+        return cls(means, vectors[:, significant] * values[significant].sqrt())
+
+    def drawn(
+        self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
+    ) -> Tensor:
+        """Draws random images of each class from a Gaussian with the class's moments.
+
+        The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
+
+        Args:
+            count: number of images per class.
+            shape: (channels, H, W).
+            variety: fractions of the standard deviation for a class's first and last image. The
+                images between them have evenly spaced fractions.
+            generator: a CPU generator.
+        """
+        classes = len(self.means)
+        width = self.roots.shape[1]
+        draws = torch.randn(classes, count, width, generator=generator, dtype=torch.float64)
+        spread = torch.linspace(*variety, count, dtype=torch.float64).view(1, -1, 1)
+        pictures = self.means.cpu()[:, None] + (spread * draws) @ self.roots.cpu().T
+        return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
+
+    def smoothed(self, shape: Shape) -> PixelMoments:
+        """Blurs means and roots over neighbouring cells.
+
+        A root regains the norm that the blur took from it, up to a factor `REGAINED`.
+        """
+        means = self.means.cpu().double() @ _blur(shape, MEAN_BLUR).T
+        roots = self.roots.cpu().double()
+        blurred = _blur(shape, ROOT_BLUR) @ roots
+        lost = roots.norm(dim=0) / blurred.norm(dim=0).clamp_min(1e-12)
+        return PixelMoments(means, blurred * lost.clamp_max(REGAINED))
+
+    def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
+        """Averages images of symmetric classes with their mirror images, in random shares."""
+        channels, height, width = images_CICHW.shape[2:]
+        mean = self.means.view(len(self.means), *cells_of((channels, height, width)))
+        flat = mean.flatten(1)
+        correlation = (flat * mean.flip(-1).flatten(1)).sum(dim=1) / flat.square().sum(dim=1)
+        is_symmetric = (correlation > SYMMETRIC).view(-1, 1, 1, 1, 1)
+        share = torch.rand(*images_CICHW.shape[:2], 1, 1, 1, generator=generator)
+        share = is_symmetric * (SYMMETRY + (1 - SYMMETRY) * share) / 2
+        return (1 - share) * images_CICHW + share * images_CICHW.flip(-1)
+
+
+def _blur(shape: Shape, deviation: float) -> Tensor:
+    """Returns the matrix of a Gaussian blur over the cells of each channel, [D − 1, D − 1]."""
+    channels, *sides = cells_of(shape)
+    matrix = torch.eye(channels, dtype=torch.float64)
+    for side in sides:
+        place = torch.arange(side, dtype=torch.float64)
+        weight = torch.exp(-(place.view(-1, 1) - place).square() / (2 * deviation**2))
+        matrix = torch.kron(matrix, weight / weight.sum(dim=1, keepdim=True))
+    return matrix
+
+
+def enlarged(pictures: Tensor, shape: Shape) -> Tensor:
+    """Enlarges small pictures [N, D − 1] of any brightness to images [N, C, H, W] in [0, 1]."""
+    small = pictures.float().reshape(-1, *cells_of(shape))
+    large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
+    white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
+    return (large / white).clamp(0, 1)
+
+
+def rendered(
+    moments: PixelMoments,
+    statistics: ReleasedStatistics,
+    count: int,
+    shape: Shape,
+    generator: torch.Generator,
+) -> Tensor:
+    """Renders images of each class.
+
+    The images have the shape [C, count, channels, H, W], with pixels in [0, 1], on the CPU.
+
+    Args:
+        moments: the released moments of small pictures.
+        statistics: the released class means of z, and the classifier.
+        count: the number of images of each class.
+        shape: the shape (channels, H, W) of an image.
+        generator: a CPU generator.
+    """
+    style = _similar_style(moments, statistics, shape, generator)
+    candidates_CICHW = style(moments, math.ceil(CANDIDATES * count), shape, generator)
+    logits = _embedded(statistics, candidates_CICHW) @ statistics.weight.T
+    chosen = []
+    for label, images in enumerate(candidates_CICHW):
+        own_class = logits[label].softmax(dim=1)[:, label].cpu().clamp_min(1e-6)
+        chosen.append(images[torch.multinomial(own_class, count, generator=generator)])
+    return torch.stack(chosen)
+
+
+def _similar_style(
+    moments: PixelMoments,
+    statistics: ReleasedStatistics,
+    shape: Shape,
+    generator: torch.Generator,
+) -> Style:
+    """Returns the style whose class means of z have the larger mean cosine similarity to the
+    released class means."""
+    similarity = {}
+    for name, style in STYLES.items():
+        means_Cd = _embedded(statistics, style(moments, COMPARED, shape, generator)).mean(dim=1)
+        centred_Cd = means_Cd - means_Cd.mean(dim=0)
+        similarity[name] = F.cosine_similarity(centred_Cd, statistics.class_means, dim=1).mean()
+    return STYLES[max(similarity, key=lambda name: float(similarity[name]))]
+
+
+def _embedded(statistics: ReleasedStatistics, images_CICHW: Tensor) -> Tensor:
+    """Returns z of images, [C, I, d]."""
+    parts = images_CICHW.flatten(0, 1).to(statistics.weight.device).split(AT_ONCE)
+    with torch.no_grad():
+        z_Nd = torch.cat([statistics.embed(part) for part in parts])
+    return z_Nd.unflatten(0, images_CICHW.shape[:2])
+
+
+def sharpened_images(
+    moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
+) -> Tensor:
+    """Draws pictures and sharpens them, each by its own curve, [C, count, channels, H, W]."""
+    blurred_NCHW = moments.drawn(count, shape, VARIETY, generator).flatten(0, 1)
+    steepness, middle = _curves(len(blurred_NCHW), SHARPENED_STEEPNESS, SHARPENED_MIDDLE, generator)
+    return sharpened(blurred_NCHW, steepness, middle).view(-1, count, *shape)
+
+
+def shaded_images(
+    moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
+) -> Tensor:
+    """Draws pictures and renders each as a textured object, [C, count, channels, H, W]."""
+    smooth = moments.smoothed(shape)
+    pictures = smooth.symmetric(smooth.drawn(count, shape, VARIETY, generator), generator)
+    x_NCHW = pictures.flatten(0, 1)
+    number = len(x_NCHW)
+    steepness, middle = _curves(number, SHADED_STEEPNESS, SHADED_MIDDLE, generator)
+    silhouette = torch.sigmoid(steepness * (x_NCHW - middle))
+    level, shading, roughness = torch.rand(3, number, 1, 1, 1, generator=generator)
+    level = SHADED_LEVEL[0] + (SHADED_LEVEL[1] - SHADED_LEVEL[0]) * level
+    texture = random_images(number, shape, generator)
+    texture = texture[torch.randperm(number, generator=generator)]
+    deviation, mean = torch.std_mean(texture, dim=(1, 2, 3), keepdim=True)
+    texture = (texture - mean) / deviation.clamp_min(1e-3)
+    filled = level * (1 - shading + shading * x_NCHW) + TEXTURE * roughness**2 * texture
+    return (silhouette * filled.clamp(DARKEST, 1)).view(-1, count, *shape)
+
+
+def _curves(
+    count: int,
+    steepness: tuple[float, float],
+    middle: tuple[float, float],
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Draws the steepness and the middle of each image's curve, [count, 1, 1, 1] each."""
+    share = torch.rand(2, count, 1, 1, 1, generator=generator)
+    drawn_steepness = steepness[0] * (steepness[1] / steepness[0]) ** share[0]
+    return drawn_steepness, middle[0] + (middle[1] - middle[0]) * share[1]
+
+
+Style = Callable[["PixelMoments", int, Shape, torch.Generator], Tensor]
+STYLES: Mapping[str, Style] = {"sharpened": sharpened_images, "shaded": shaded_images}
+
+
+def sharpened(x_NCHW: Tensor, steepness: Tensor, middle: Tensor) -> Tensor:
+    """Sharpens blurred images by a steeper curve from black to white.
+
+    The curve is (s(x) − s(0))/(s(1) − s(0)), where s(x) is the logistic function of steepness·(x −
+    middle).
+
+    Args:
+        x_NCHW: the images, in [0, 1].
+        steepness, middle: the curve of all images, or of each image [N, 1, 1, 1].
+
+    >>> x = torch.tensor([0.0, 0.4, 1.0]).view(1, 1, 1, 3)
+    >>> sharpened(x, torch.tensor(10.0), torch.tensor(0.4)).flatten()
+    tensor([0.0000, 0.4921, 1.0000])
+    """
+    low = torch.sigmoid(-steepness * middle)
+    high = torch.sigmoid(steepness * (1 - middle))
+    curved: Tensor = (torch.sigmoid(steepness * (x_NCHW - middle)) - low) / (high - low)
+    return curved.clamp(0, 1)

@@ -1,0 +1,88 @@
+"""Images that are rendered from the moments of small pictures."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsynth.methods.statistics import pictures
+from fedsynth.methods.statistics.pictures import PixelMoments, rendered
+from fedsynth.synthesizer.condensation.from_statistics import ReleasedStatistics
+
+SHAPE = (1, 16, 16)
+CELLS = 14
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def moments() -> PixelMoments:
+    """Returns three classes: a symmetric disc, and two bars, left and right."""
+    place = torch.arange(CELLS, dtype=torch.float64) - (CELLS - 1) / 2
+    disc = ((place.view(-1, 1) ** 2 + place**2) < 16).double()
+    left = (place < -2).double().expand(CELLS, CELLS)
+    means = torch.stack([disc, left, left.flip(-1)]).flatten(1)
+    means = means / means.norm(dim=1, keepdim=True)
+    roots = 0.02 * torch.randn(CELLS**2, 5, generator=generator(), dtype=torch.float64)
+    return PixelMoments(means, roots)
+
+
+def statistics(class_means: Tensor, weight: Tensor) -> ReleasedStatistics:
+    return ReleasedStatistics(lambda x: x.flatten(1), weight, class_means)
+
+
+@pytest.mark.parametrize("name", pictures.STYLES)
+def test_the_style_is_the_one_with_the_released_class_means(name: str) -> None:
+    means = pictures.STYLES[name](moments(), 200, SHAPE, generator(1)).flatten(2).mean(dim=1)
+    released = statistics(means - means.mean(dim=0), torch.zeros(3, 256))
+    style = pictures._similar_style(moments(), released, SHAPE, generator(2))
+    assert style is pictures.STYLES[name]
+
+
+def test_kept_images_follow_the_classifier() -> None:
+    """The classifier gives dark images class 1, and bright images class 0."""
+    brightness = torch.ones(1, 256) * torch.tensor([[0.03], [-0.03], [0.0]])
+    class_means = torch.zeros(3, 256)
+
+    def brightness_of(weight: Tensor) -> list[float]:
+        x = rendered(moments(), statistics(class_means, weight), 100, SHAPE, generator(3))
+        assert x.shape == (3, 100, *SHAPE)
+        assert 0 <= float(x.min()) <= float(x.max()) <= 1
+        assert len(x.flatten(0, 1).unique(dim=0)) == 300  # no image is kept twice
+        return x.mean(dim=(1, 2, 3, 4)).tolist()
+
+    plain, guided = brightness_of(0 * brightness), brightness_of(brightness)
+    assert guided[0] > plain[0]
+    assert guided[1] < plain[1]
+
+
+def test_blurred_moments_equal_numpy() -> None:
+    def blurred(values: np.ndarray, deviation: float) -> np.ndarray:
+        place = np.arange(CELLS)
+        kernel = np.exp(-((place[:, None] - place) ** 2) / (2 * deviation**2))
+        kernel /= kernel.sum(axis=1, keepdims=True)
+        return kernel @ values.reshape(CELLS, CELLS) @ kernel.T
+
+    given = moments()
+    smooth = given.smoothed(SHAPE)
+    expected = [blurred(mean, pictures.MEAN_BLUR).ravel() for mean in given.means.numpy()]
+    np.testing.assert_allclose(smooth.means, np.stack(expected), atol=1e-12)
+    for root, actual in zip(given.roots.T.numpy(), smooth.roots.T, strict=True):
+        blur = blurred(root, pictures.ROOT_BLUR).ravel()
+        factor = min(pictures.REGAINED, np.linalg.norm(root) / np.linalg.norm(blur))
+        np.testing.assert_allclose(actual, factor * blur, atol=1e-12)
+
+
+def test_only_symmetric_classes_are_drawn_symmetrically() -> None:
+    given = moments()
+    drawn = given.drawn(50, SHAPE, pictures.VARIETY, generator(4))
+    made = given.symmetric(drawn, generator(5))
+
+    def asymmetry(x: Tensor) -> Tensor:
+        return (x - x.flip(-1)).abs().mean(dim=(1, 2, 3, 4))
+
+    assert torch.equal(made[1:], drawn[1:])
+    assert float(asymmetry(made)[0]) < 0.6 * float(asymmetry(drawn)[0])
