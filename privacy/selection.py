@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from fedsynth.privacy.ranges import is_real, require
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 POISSON_LAW, NEGATIVE_BINOMIAL = LAWS = ("poisson", "negative-binomial")
 MAX_TRIALS = 500.0
@@ -135,6 +136,8 @@ class Selection:
             trial: one trial's RDP ε(λ) at each order.
             delta: a function that returns, for an ε, a δ for which one trial is (ε, δ)-DP.
         """
+        import numpy as np
+
         λ = np.asarray(orders)
         extra: Any
         if self.eta is None or self.gamma is None:

@@ -248,7 +248,7 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     ("fedgen", "counts"): with_fields(
         "must sum to", counts=lambda sent: torch.full((10,), sent.weight)
     ),
-    ("fedgen", "no counts"): with_fields("a value above 0", counts=lambda sent: torch.zeros(10)),
+    ("fedgen", "no counts"): with_fields("a count above 0", counts=lambda sent: torch.zeros(10)),
     **{
         ("fednova", f"norm {name}"): with_fields("norm must be", norm=norm)
         for name, norm in {

@@ -106,7 +106,7 @@ def test_joint_training_needs_pulls_and_dense_networks() -> None:
     client = learners(lambda k: SgdSettings(1, 5, MomentumSgd(0.1)))[0]
     fields = (client.model, client.examples, client.settings, client.generator)
     learner = Learner(*fields, lambda net: torch.zeros(()))
-    with pytest.raises(ValueError, match="must be None or a Pull"):
+    with pytest.raises(ValueError, match="is neither None nor a Pull"):
         train([learner])
     layer = nn.Linear(4, 3)
     projected = build_model(ModelSettings("linear", projection=8), (1, 4, 4), 3, 0)
