@@ -134,8 +134,8 @@ class Simulation(ActiveRun):
     def _begin_folder(self) -> None:
         """Writes the initial state of the run into its folder."""
         if self._trial is None:
-            before = [client.history() for client in self.backend.clients]  # without this period
-            self.record.begin([history for history in before if history is not None])
+            stated = [client.history() for client in self.backend.clients]  # without this period
+            self.record.begin([history for history in stated if history is not None])
         else:
             histories = [ledger.history_at_start for ledger in self._trial.ledgers]
             self.record.begin(histories, self._trial.began)
