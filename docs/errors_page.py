@@ -46,7 +46,7 @@ SHOWS_ARGUMENT = {
 VERBS = (
     "Add|Ask|Call|Change|Charge|Check|Choose|Clip|Close|Complete|Compute|Continue|Convert|Copy|Correct|Create|Declare|"
     "Define|Divide|Download|Enlarge|Enter|Export|Fill|Follow|Get|Increase|Inherit|Install|Keep|Let|Load|"
-    "Lower|Make|Move|Name|Override|Pass|Put|Raise|Reduce|Remove|Rename|Repair|Repeat|Replace|Rescale|"
+    "Lower|Make|Move|Name|Override|Pass|Put|Raise|Read|Reduce|Remove|Rename|Repair|Repeat|Replace|Rescale|"
     "Restore|Return|Resume|Run|Sample|Save|Select|Send|Set|Split|Start|Train|Try|Unpack|Update|Use|Verify|"
     "Wait|Write"
 )

@@ -98,7 +98,7 @@ def _answer(
         _LOGGER.exception("the job failed")
         failed = True
     if failed:
-        raise MessageError("the job failed. See the lines above").with_code("guard.job")
+        raise MessageError("the job failed. Read the lines above").with_code("guard.job")
     return answer
 
 
