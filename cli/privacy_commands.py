@@ -61,10 +61,10 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
     """
     if not run.is_dir():
         return
-    from fedsynth.privacy.guard import SETTINGS
+    from fedsynth.privacy.report.file import GUARD_SETTINGS
     from fedsynth.results.finished import is_unfinished
 
-    if not (run / SETTINGS).exists() and is_unfinished(run):
+    if not (run / GUARD_SETTINGS).exists() and is_unfinished(run):
         from fedsynth.privacy.report.build import write_report
         from fedsynth.results.file_names import LOCK
         from fedsynth.results.later_reports import unfinished_report

@@ -54,12 +54,11 @@ from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.releases import CLIENT, Release
 from fedsynth.privacy.report.build import build_report, write_report
 from fedsynth.privacy.report.figures import Access, Part, ReportFacts, Unit
-from fedsynth.privacy.report.file import Problem, damaged, read_ledger_rows
+from fedsynth.privacy.report.file import GUARD_SETTINGS, Problem, damaged, read_ledger_rows
 from fedsynth.privacy.report.pages import renderer_versions
 from fedsynth.privacy.report.verify import Verification, page_problems, report_problems
 from fedsynth.version import __version__
 
-SETTINGS = "guard.toml"  # the name of a file that only a guard's folder contains
 DATASET = "all data of a client, behind a guard of model updates"
 COUNTS = (
     "*num_batches_tracked"  # of batch norm. Servers average them, so they may be received as floats
@@ -177,8 +176,8 @@ class UpdateGuard:
     def __init__(self, folder: Path | str, client: str) -> None:
         self.folder = Path(folder)
         (self.client,) = check_names([client], 1)
-        self.settings = GuardSettings.read(self.folder / SETTINGS)
-        self._stated = file_hash(self.folder / SETTINGS)
+        self.settings = GuardSettings.read(self.folder / GUARD_SETTINGS)
+        self._stated = file_hash(self.folder / GUARD_SETTINGS)
         self._ledger = Ledger(self.client, self.folder / f"{self.client}.jsonl", dataset=DATASET)
         cap = EpsilonCap(self.settings.epsilon, self.settings.delta)
         self._enforcer = BudgetEnforcer(
@@ -323,7 +322,7 @@ def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
     Raises:
         PrivacyError: guard.toml is missing or damaged.
     """
-    settings = GuardSettings.read(folder / SETTINGS)
+    settings = GuardSettings.read(folder / GUARD_SETTINGS)
     rounds = max(map(len, rows), default=0)
     nominal = ", ".join(f"{name} = {value:g}" for name, value in settings.nominal.items())
     return ReportFacts(
@@ -348,7 +347,7 @@ def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
         adjacency=settings.adjacency,
         unit=Unit(kind=CLIENT),
         provenance={
-            "config": file_hash(folder / SETTINGS),
+            "config": file_hash(folder / GUARD_SETTINGS),
             "fedsynth": __version__,
             "dp-accounting": version("dp-accounting"),
             **renderer_versions(),
@@ -384,10 +383,10 @@ def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -
     facts = guard_facts(folder, rows.rows.values())
     problems, notes = page_problems(report, folder)
     problems += rows.problems
-    stated = file_hash(folder / SETTINGS)
+    stated = file_hash(folder / GUARD_SETTINGS)
     for client, charged in rows.ledgers.items():
         if [noted for _, noted in charged.lines.files][-1:] != [stated]:
-            text = f"the ledger of {client} was charged with other settings than {SETTINGS}"
-            problems.append(Problem(f"files.{SETTINGS}", text))
+            text = f"the ledger of {client} was charged with other settings than {GUARD_SETTINGS}"
+            problems.append(Problem(f"files.{GUARD_SETTINGS}", text))
     problems += report_problems(report, facts, rows, {})
     return Verification(problems, [rows.note, *notes])

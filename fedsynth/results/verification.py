@@ -24,12 +24,12 @@ from fedsynth.evaluation import NAMES
 from fedsynth.federation import run_data
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
-from fedsynth.privacy.guard import SETTINGS, verify_guard
+from fedsynth.privacy.guard import verify_guard
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
 from fedsynth.privacy.report.figures import Event, schema_problems
-from fedsynth.privacy.report.file import Problem
+from fedsynth.privacy.report.file import GUARD_SETTINGS, Problem
 from fedsynth.privacy.report.verify import Verification, differences, page_problems, report_problems
 from fedsynth.privacy.signing import EXCLUDED, SIGNATURE
 from fedsynth.results import private_run, run_folder
@@ -99,7 +99,7 @@ def verify_run(
     if wrong := schema_problems(report):
         return Verification([Problem("schema", text) for text in wrong])
     with report_file.damage_as_error(f"the run in {folder} is damaged"):
-        if (folder / SETTINGS).exists():
+        if (folder / GUARD_SETTINGS).exists():
             return verify_guard(folder, report, ledger)
         return _verified(folder, report, ledger, method)
 

@@ -22,6 +22,9 @@ from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report.figures import LedgerStart, Part, schema_problems
 
+# The name of a file that only a guard's folder contains.
+GUARD_SETTINGS = "guard.toml"
+
 P = TypeVar("P", bound=Part)
 
 
