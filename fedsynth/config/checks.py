@@ -29,7 +29,7 @@ UNIT_IS_UNSET = (
 
 
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
-    """Returns the name of the privacy mechanism that a run uses.
+    """Returns the name of a run's privacy mechanism.
 
     It is the mechanism in the privacy settings, or by default the first one that the method
     declares.
@@ -75,7 +75,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
 
 
 def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses a method or a model that cannot be used with tokens or masks.
+    """Refuses methods and models that do not support the data set's tokens or masks.
 
     Raises:
         SettingError: the data are tokens, and the method needs images; or the data have masks, and
@@ -105,7 +105,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a networked run whose clients share the noise without secure aggregation.
+    """Refuses a networked run whose clients each add part of the noise, without secure sums.
 
     Each client would add only a part of the noise, and the server would see each client's upload.
 
@@ -171,7 +171,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses a private run whose public distillation images may be private images of the clients."""
+    """Refuses a private run if its public images may include the clients' private images."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil privately on {method.public_images()}, which may contain "
@@ -181,7 +181,7 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
 
 
 def fewest(method: SummedUploads, taking: int, clients: int, *, private: bool) -> int:
-    """Returns the smallest number of clients whose uploads the server may see as a sum.
+    """Returns the smallest number of uploads that may form a sum shown to the server.
 
     This number is a majority of the clients in a round. If each client adds 1/H of the noise, the
     number is also at least H. In a private run of several clients, the number is at least H + 1,

@@ -39,7 +39,7 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def _registered(section: str, key: str, value: str) -> str:
-    """Registers a file's definition, and returns its name in settings."""
+    """Registers a custom file's class or function, and returns its name for settings."""
     if value.endswith(".py"):
         raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
     if not names_a_file(value):

@@ -1,4 +1,4 @@
-"""Builds the settings of a run from the values that the user gives.
+"""Builds a run's settings from the user's values.
 
 A setting without a value gets the default value for the data set, if there is one. Otherwise, it
 gets the default value of the method, which is the value in the method's paper. All values are
@@ -183,8 +183,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
 
 
 def section_of(key: str) -> str | None:
-    """Returns the name of the section to which a setting belongs, or None if it belongs to no
-    section.
+    """Returns the name of a setting's section, or None if no section has the setting.
 
     If several sections have a setting with this name, the first section is returned. The section of
     the method's settings is not searched.
@@ -204,7 +203,7 @@ def section_of(key: str) -> str | None:
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a run if the custom method's code does not match the settings.
+    """Refuses a run if the custom method's code is not the code named in the settings.
 
     The code is not loaded, or was loaded from a different file.
     """
@@ -232,7 +231,7 @@ def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """Returns the name of the data set, and the folder settings if the data are custom images."""
+    """Returns the data set's name and, for custom images, the folder settings."""
     values = dict(data)
     name = values.pop("dataset", None)
     for prefix, scheme in ((HUB, HUB), (MEDMNIST, "")):
@@ -255,7 +254,8 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 def _privacy(
     values: dict[str, Any], folder: FolderSettings | None, partition: PartitionSettings
 ) -> tuple[PrivacySettings | None, Any]:
-    """Returns a private run's settings, or None and a non-private run's ledger.
+    """Returns a private run's (privacy settings, None), or a non-private run's (None, ledger
+    folder).
 
     A section with only a ledger does not make a run private. If custom images declare their number
     of users, the nominal size is users per client.

@@ -42,7 +42,7 @@ MAX_LENGTHS: Mapping[str, int] = {"responsible": 300, "purpose": 300, "sites": 3
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Texts that the user provides for the privacy report of a run. The texts are public.
+    """The user's texts for a run's privacy report. The texts are public.
 
     Args:
         responsible: the party that is responsible for the run, for the report's first page.
@@ -300,9 +300,7 @@ class RunSettings:
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The partition settings, in which the seed of the run replaces a missing seed of the
-        partition.
-        """
+        """The partition settings. If they contain no seed, the run's seed is used."""
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
@@ -323,7 +321,7 @@ class RunSettings:
 
     @property
     def measure_names(self) -> tuple[str, ...]:
-        """The names in `measures`, as a tuple."""
+        """The names of the optional measures, as a tuple."""
         return tuple(filter(None, map(str.strip, self.measures.split(","))))
 
     @property
@@ -342,7 +340,7 @@ class RunSettings:
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """Names the parts of the user's own code that compute with the clients' examples.
+        """Lists the parts of the user's own code that compute with the clients' examples.
 
         An example is "the model NAME".
         """
@@ -357,7 +355,8 @@ class RunSettings:
 
     @property
     def assumed_code(self) -> tuple[str, ...]:
-        """Names the parts of the run that the report assumes to contain nothing from private data.
+        """Lists the run's parts that are assumed, for the report, to contain no private
+        information.
 
         These are the user's own code, and an encoder that is not built in.
         """
@@ -400,7 +399,7 @@ class RunSettings:
 
 
 def _chosen(settings: Any) -> dict[str, Any]:
-    """Returns the settings that differ from their defaults, which may not be 0 (`slice`)."""
+    """Returns the settings with values other than their defaults."""
     fields = dataclasses.fields(settings)
     values = {field.name: getattr(settings, field.name) for field in fields}
     return {

@@ -95,7 +95,7 @@ class Packed:
 
     @property
     def floats(self) -> int:
-        """The number of floating-point values plus the number of pixels, which are sent as bytes.
+        """The number of sent values: floating-point numbers, and pixels of one byte each.
 
         Papers state communication costs in floats.
         """
@@ -194,7 +194,7 @@ class Message(Packed):
 
 
 class _Header(BaseModel):
-    """The JSON header in the metadata of a packed dataclass.
+    """The JSON header in a packed dataclass's metadata.
 
     Attributes:
         values: the value of each field that is not a tensor: a number, None, or the list of the
@@ -235,7 +235,7 @@ def _allows(hint: Any, value: object) -> bool:
 
 
 def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Removes a field's value from the received parts of a message and returns the value."""
+    """Removes and returns a field's value from a message's received parts."""
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
@@ -256,8 +256,7 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """Returns the privacy status that each field of a message type declares, and the declared
-    reason.
+    """Returns each message field's declared privacy status, with the declared reason.
 
     The status is "released", "public", "unprotected" or "undeclared".
     """

@@ -44,11 +44,11 @@ FREE_BYTES = 64 * 2**20
 
 
 class Rule(Protocol):
-    """The interface of a rule for one field of an upload."""
+    """Base class for validation rules, each for one upload field."""
 
     @property
     def nbytes(self) -> int:
-        """The largest size of the field on the wire, in bytes."""
+        """The field's maximum size in a sent message, in bytes."""
 
     def check(self, name: str, value: Any) -> None:
         """Raises UploadRejectedError with the field's name if the value breaks the rule."""
@@ -56,7 +56,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Number:
-    """A rule for a field that holds a plain number.
+    """A validation rule for a number field.
 
     Args:
         low, high: the smallest and the largest allowed value.
@@ -78,7 +78,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Array:
-    """A rule for a field that holds a tensor.
+    """A validation rule for a tensor field.
 
     Args:
         shape: the required shape. If the first size is None, it may be anything up to `rows`.
@@ -98,7 +98,7 @@ class Array:
 
     @classmethod
     def like(cls, tensor: Tensor) -> Array:
-        """Returns the rule for a trained tensor with the same shape and dtype as `tensor`.
+        """Creates the validation rule for an uploaded tensor with the shape and dtype of `tensor`.
 
         Integer tensors are treated as counters.
         """
@@ -151,7 +151,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Named:
-    """A rule for a field that holds a mapping of names to tensors.
+    """A validation rule for a field of named tensors.
 
     Args:
         arrays: the rule for each name.
@@ -163,7 +163,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Returns the rule for trained tensors with the same names, shapes and dtypes."""
+        """Creates the validation rule for uploaded tensors with these names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -187,7 +187,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Free:
-    """A rule that allows any finite values.
+    """A validation rule that allows any finite values.
 
     It applies to the fields of a custom method that declares no rule for them.
     """
@@ -209,7 +209,7 @@ class Free:
 
 
 def most_examples(client: int, context: RoundContext) -> float:
-    """Returns the largest number of training examples that a client may report.
+    """Returns the maximum number of training examples that a client may report.
 
     This is the number n_k that the client declared when it joined. With differential privacy it is
     1, because all clients have the same weight.
@@ -293,7 +293,7 @@ Span = tuple[str, int, int, bool, str]
 
 
 def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:
-    """Returns the memory of named tensors. Empty tensors are left out."""
+    """Returns the memory ranges of named tensors, without empty tensors."""
     return [
         (str(t.device), t.data_ptr(), t.data_ptr() + _reach(t), server, name)
         for name, t in tensors
@@ -304,8 +304,7 @@ def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False)
 def overlap(
     tensors: Iterable[tuple[str, Tensor]], server_memory: Iterable[Span] = ()
 ) -> tuple[str, str] | None:
-    """Returns the name of a tensor that shares memory, and the other tensor's name with its owner.
-    Returns None if no tensor shares memory.
+    """Finds two tensors that share memory. Returns their names and the second one's owner, or None.
 
     Adjacent slices of one storage do not share memory.
 
@@ -328,7 +327,7 @@ def overlap(
 
 
 def _reach(tensor: Tensor) -> int:
-    """Returns the number of bytes from the first byte of a tensor to the end of its last byte."""
+    """Returns the bytes of memory that a tensor spans, including gaps between its values."""
     if tensor.is_contiguous():
         return tensor.nbytes
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -346,8 +345,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Refuses a server's message if a number is not finite or if the norm of all numbers is too
-    large.
+    """Refuses a server's message with a non-finite number, or with a too large norm of all numbers.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).

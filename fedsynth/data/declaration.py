@@ -1,5 +1,5 @@
-"""The settings that name a user's image folder (section `data` of a config file), and the folder's
-declaration.
+"""The image-folder settings (section `data` of a config file), and the folder's declaration of
+public facts.
 
 The declaration is a TOML file with the public facts about the images, which a person checks and
 signs. A private run takes divisors, sampling rates, tensor shapes and the facts in its privacy
@@ -184,7 +184,7 @@ def _for_channels(values: list[float], channels: int) -> tuple[float, ...]:
 
 
 def require_signed(declaration: Declaration) -> None:
-    """Raises an error if the declaration is unsigned.
+    """Raises an error if no person has signed the declaration.
 
     Raises:
         DataError: the declaration is unsigned. The message explains how to sign it.
@@ -370,7 +370,7 @@ class FolderSettings:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The column names that the user chose, as `read_part` expects them."""
+        """The user's column names, in the form expected by `read_part`."""
         names = {"feature": self.feature_columns, "label": self.label_column}
         return {**names, "user": self.user_column, "site": self.site_column}
 
@@ -432,7 +432,7 @@ def default_declaration(folder: Path) -> Path:
 
 
 def default_name(folder: str) -> str:
-    """Names a data set without a declaration.
+    """Returns a default name for a data set without a declaration.
 
     The result is the name of the folder, manifest or file, preceded by "own" if a published data
     set has the same name.

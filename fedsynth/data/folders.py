@@ -219,7 +219,7 @@ def _kind(file: Path) -> str:
 
 
 def _labelled_files(root: Path, entries: Iterable[Entry]) -> Records:
-    """Labels each image with its folder's name.
+    """Labels each image with its class folder's name.
 
     Other files, and images outside of subfolders, become `excluded`.
     """
@@ -295,7 +295,7 @@ def _files_in_manifest(file: Path) -> Records:
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:
-    """Returns a path in its existing spelling, with composed or decomposed accents."""
+    """Returns a path as spelt on disk, where accents may be composed or decomposed characters."""
     if (root / path).exists():
         return path
     place = PurePosixPath()

@@ -28,7 +28,7 @@ from fedsynth.seeding import numpy_generator
 
 
 class Pair(NamedTuple):
-    """The file of an image or volume, and its mask file."""
+    """The file of an image or volume, with its mask's file."""
 
     image: Path
     mask: Path
@@ -74,7 +74,7 @@ def _stem(file: Path) -> str:
 
 
 def examples_in(pair: Pair) -> Iterator[Example]:
-    """Yields the examples in a file pair.
+    """Yields a file pair's examples.
 
     Raises:
         DataFilesCorruptError: a file cannot be read, or image and mask sizes differ.
@@ -94,7 +94,7 @@ def examples_in(pair: Pair) -> Iterator[Example]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Converts errors about a file's content to an error that names the file."""
+    """Converts errors about a file's content to one error with the file's name."""
     try:
         yield
     except (FileNotFoundError, DataFilesCorruptError):
@@ -145,7 +145,7 @@ def classes_in(examples: Iterable[Example]) -> int:
 
 
 def stacked(examples: Sequence[Example], spec: DatasetSpec) -> tuple[Bytes, Bytes]:
-    """Resizes examples to a specification's size: images [N, C, H, W] and masks [N, H, W].
+    """Resizes and stacks examples for a specification: images [N, C, H, W] and masks [N, H, W].
 
     Raises:
         DataFilesCorruptError: a mask value is not a class. The message names file and value.

@@ -58,7 +58,8 @@ _UID_EXTENSION = re.compile(r"(?:\.[0-9]*)?")
 
 
 class UnsupportedImageError(ValueError):
-    """Raised for an image file that is damaged or unsupported. The message quotes no header."""
+    """Raised for a damaged or unsupported image file. Its message quotes nothing from the header.
+    """
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Decoding:
     slice: int = -1
 
     def position(self, count: int) -> int:
-        """Returns the index of the slice or frame in a file with `count` of them.
+        """Returns the chosen slice's or frame's index, for a file with `count` of them.
 
         Raises:
             UnsupportedImageError: the chosen slice does not exist.
@@ -91,7 +92,7 @@ class Decoding:
 
 
 def parsed_window(text: str) -> tuple[float, float] | None:
-    """Parses a window CENTER,WIDTH. An empty text means no window.
+    """Parses a grey-level window CENTER,WIDTH. An empty text means no window.
 
     Raises:
         ValueError: the text is not a window.
@@ -105,7 +106,7 @@ def parsed_window(text: str) -> tuple[float, float] | None:
 
 
 def window_text(window: tuple[float, float] | None) -> str:
-    """Formats a window for `parsed_window`."""
+    """Formats a grey-level window as CENTER,WIDTH. `parsed_window` is the inverse."""
     return ",".join(f"{number:.15g}" for number in window or ())
 
 
@@ -148,7 +149,7 @@ def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
 
 
 def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
-    """Scales a window of values to [0, 1], and clips values outside.
+    """Scales a window of grey levels to [0, 1], and clips other values.
 
     Without a window, the finite values' range is used. NaN becomes 0 (black). A range of width 0 is
     a threshold.
@@ -178,13 +179,13 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
 
 
 def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
-    """Describes what a decoding lost: bits, slices, or a scale shared with other images."""
+    """Describes the information lost in decoding: bits, slices, or a scale common to all images."""
     return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 
 @contextmanager
 def _plain_errors(kind: str) -> Iterator[None]:
-    """Replaces library errors, which may quote the file, by one sentence.
+    """Replaces library errors, which may quote the file, by a plain error message.
 
     Raises:
         UnsupportedImageError: the block raised an error about the file, or the library is missing.
@@ -298,7 +299,7 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
 
 
 def _stored_values(data: Any, position: int) -> Array:
-    """Decodes a frame's stored values. Old files use the upper bits of a word."""
+    """Decodes a frame's stored values, also from a word's upper bits as in old files."""
     from pydicom.pixels import pixel_array
 
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
@@ -313,7 +314,7 @@ def _stored_values(data: Any, position: int) -> Array:
 
 
 def _use_frame_values(data: Any, position: int) -> None:
-    """Copies a frame's rescale and window to the header's top level.
+    """Copies a frame's rescale and window elements to the header's top level.
 
     Enhanced multi-frame files store both in a group, shared or per frame.
     """
@@ -398,7 +399,7 @@ def _looked_up(values: Array, first: int, entries: Array) -> Array:
 
 
 def _bits_of(entries: Array) -> int:
-    """Returns the bits that table entries actually use, at least 8. Some tables declare more."""
+    """Returns the number of bits that table entries actually use, at least 8."""
     return max(8, int(entries.max()).bit_length())
 
 
@@ -411,8 +412,7 @@ def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
 
 
 def _rescaled(values: Array, data: Any) -> Array:
-    """Applies the modality table, or slope and intercept. Without either, returns the same
-    array."""
+    """Applies the file's modality lookup table, or its slope and intercept, if there are any."""
     table = _table_in(data, "ModalityLUTSequence")
     if table is not None:
         return _looked_up(values, *table)

@@ -197,7 +197,7 @@ def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | 
 
 
 def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str) -> ImageData:
-    """Reads records with a specification's size, window and slice.
+    """Reads records with the image size, window and slice from a specification.
 
     Some classes may have no records. Class names are never used as paths.
 
@@ -311,7 +311,7 @@ def _split_of(splits: Splits, split: str, place: str) -> str:
 def _images_in(
     folder: Path, settings: FolderSettings, note: Note, decoding: Decoding, ledger: Path | None
 ) -> Records:
-    """Finds a folder's images, and counts other files.
+    """Finds a folder's images, and counts the folder's other files.
 
     With `skip_corrupt`, all files are decoded first, so that skipped files do not affect classes,
     sites and patients.
@@ -344,7 +344,7 @@ def _images_in(
 
 
 def _with_known_patients(files: Records, note: Note) -> Records:
-    """Sets users to the patients in DICOM headers, if all are known and no list names users."""
+    """Uses DICOM patients as users, if all patients are known and no list names users."""
     if files.users.any():
         return files
     by_patient = with_patients(files)
@@ -570,7 +570,7 @@ def _note_copies(files: Records, hashes: Bytes, note: Note) -> None:
 
 
 def _without(files: Records, faults: dict[int, str], note: Note) -> Records:
-    """Returns the files without faults. A note lists the skipped files."""
+    """Returns the readable files, and lists the skipped ones in a note."""
     if not faults:
         return files
     note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))

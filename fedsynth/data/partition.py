@@ -103,7 +103,7 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Draws the share `settings.subset` of each class, but at least one example.
+    """Draws the share `settings.subset` of each class, with at least one example per class.
 
     Returns the sorted indices of the drawn examples.
     """
@@ -169,7 +169,7 @@ def count_matrix(
 def _of_domains(
     domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Gives each client the examples of one domain: client k gets the domain k mod D.
+    """Assigns one domain's examples to each client: domain k mod D to client k.
 
     D is the number of domains. Clients with the same domain share its examples evenly (±1).
     """
@@ -214,7 +214,7 @@ def _of_groups(
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Deals random examples to clients, according to the class counts [K, C]."""
+    """Draws random examples for the clients, according to the class counts [K, C]."""
     pieces = []
     for c, class_counts in enumerate(counts.T):
         positions = rng.permutation(np.flatnonzero(y == c))
@@ -262,7 +262,7 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
 
 
 def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
-    """Limits each user's records to `limit`. Returns the sorted indices of the chosen records.
+    """Keeps at most `limit` random records of each user, and returns their sorted indices.
 
     The records with the smallest keyed hashes are chosen. The choice for a user depends only on the
     user's own records and on the public seed, so an additional user does not change it. Among equal

@@ -151,7 +151,7 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 def read_domainnet_list(
     folder: Path, split: str, domain: int, spec: DatasetSpec
 ) -> list[LabelledFile]:
-    """Reads one domain and split's official list, and returns the files of the ten classes.
+    """Reads the official list for one domain and split, and returns the ten classes' files.
 
     The class is the folder in the path. The listed number is not used, because it counts all 345
     classes of DomainNet.

@@ -139,7 +139,7 @@ class Part:
         return "".join(usual)
 
     def _existing(self, name: str, option: str) -> str:
-        """Returns a column's name. Array names may include another split's name."""
+        """Returns a column's name in this part. The given name may contain another split's name."""
         if name not in self.readers and self.numbers is None:
             name = _split_of(name)[1]
         if name not in self.readers:
@@ -344,7 +344,7 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
 
 @contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Converts a damaged file's errors to one-line errors that name the file.
+    """Converts errors from reading a damaged file to one-line errors with the file's name.
 
     Args:
         what: the name of the file or column.
@@ -496,7 +496,7 @@ def _read_csv(path: Path) -> Any:
 
 
 def _fault_of_numbers(column: Any) -> str:
-    """Explains why a column may be a damaged numeric column, or returns an empty string."""
+    """Explains why a text column may be a damaged numeric column, or returns an empty string."""
     if not _optional("pyarrow", "tables").types.is_string(column.type):
         return ""
     cells = column.drop_null().to_pylist()
@@ -507,7 +507,7 @@ def _fault_of_numbers(column: Any) -> str:
 
 
 def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Returns the class names that the package `datasets` stores by column, and the image columns."""
+    """Returns class names by column and the image columns, as stored by the package `datasets`."""
     stated, images = {}, []
     try:
         content = decode_json((schema.metadata or {}).get(b"huggingface", b"{}"))

@@ -1,4 +1,4 @@
-"""A guard in front of other people's NVFlare jobs: a filter of a site's tasks (extra `nvflare`).
+"""A privacy guard for NVFlare jobs written by others, as a task filter at a site (extra `nvflare`).
 
 The site names the filter for tasks and for results in its `local/privacy.json`, so that every job
 at the site passes it unchanged:
@@ -42,7 +42,7 @@ HEADERS = (AppConstants.START_ROUND, AppConstants.CURRENT_ROUND, AppConstants.NU
 
 
 class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-checked
-    """Makes a site's results private before they leave, as a filter of tasks and of results.
+    """Makes a site's results private before they are sent, as a filter for tasks and results.
 
     Args:
         folder: the folder with guard.toml.
@@ -53,7 +53,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         self.folder = folder
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Keeps the data of a task, or makes its result private.
+        """Stores a task's data, or makes a task's result private.
 
         A refused result is replaced by an error code, and the site's log has the reason.
         """
@@ -78,7 +78,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         return result
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        """Returns the data that may leave in place of a result.
+        """Returns the private data to send in place of a result.
 
         Args:
             dxo: the job's result.
@@ -107,7 +107,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
 
 
 def _copy(task: Shareable) -> Shareable:
-    """Copies the parts of a task that the guard needs, as a job may change the task's arrays."""
+    """Copies a task's data for the guard, because a job may change the task's arrays in place."""
     copy = Shareable()
     with suppress(ValueError):  # a task without data
         dxo = from_shareable(task)

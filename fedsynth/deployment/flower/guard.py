@@ -1,4 +1,4 @@
-"""A guard in front of other people's Flower jobs: a mod of their ClientApp.
+"""A privacy guard for Flower jobs written by others, as a mod of their ClientApp.
 
     app = ClientApp(mods=[guard_mod])    # first, so that it sees what the other mods return
 
@@ -57,7 +57,7 @@ FAILED = "the client sends no answer. The reason is in the client's log only"
 def guard_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Makes a client's answer private before it leaves, as a mod of a ClientApp.
+    """Makes a client's answer private before the answer is sent, as a ClientApp mod.
 
     Args:
         message: the request.
@@ -103,7 +103,7 @@ def _answer(
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
-    """Opens the guard that a node's configuration names.
+    """Opens the guard in the folder set in a node's configuration.
 
     Raises:
         MessageError: the configuration names no folder.
@@ -119,7 +119,7 @@ def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
 
 
 def identity(message: Message) -> list[object]:
-    """Returns what identifies a request besides its arrays, such as the run and the round."""
+    """Returns a request's identifying metadata (not its arrays), such as run and round."""
     meta = message.metadata
     request: list[object] = [meta.run_id, meta.group_id, meta.message_type]
     for name, settings in message.content.config_records.items():
@@ -130,7 +130,7 @@ def identity(message: Message) -> list[object]:
 def protected(
     guard: UpdateGuard, request: Sequence[object], received_content: RecordDict, answer: RecordDict
 ) -> RecordDict:
-    """Returns the content that may leave in place of a job's answer.
+    """Returns the private content to send in place of a job's answer.
 
     Args:
         guard: the client's guard.
@@ -160,7 +160,7 @@ def protected(
 
 
 def _records(received_content: RecordDict) -> dict[str, type]:
-    """Returns the names and kinds of an answer's records, which follow from the request."""
+    """Returns the names and kinds of an answer's records, given the request."""
     prefix = next(iter(received_content), "").partition(".")[0]
     if prefix in OLDER:
         answered = prefix.removesuffix("ins") + "res"

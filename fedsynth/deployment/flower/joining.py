@@ -93,7 +93,7 @@ class ServerConnection:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the SuperNode's command line."""
+        """The SuperNode's command-line arguments."""
         options = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
         if self.ca is None:
             return [*options, "--insecure"]
@@ -106,7 +106,7 @@ class ServerConnection:
 def join(
     node: Node, connection: ServerConnection, *, once: bool = False, wait: float = WAIT_SECONDS
 ) -> None:
-    """Connects a node to its server, and answers messages until the work is done.
+    """Connects a node to its server, and answers messages until the server has no more work.
 
     A failed or lost connection is retried. Each reason is reported to the owner once. When the
     function ends, the owner has a report of each private run.

@@ -1,4 +1,4 @@
-"""`fedsynth server`, which starts Flower's SuperLink, executes one run on it and stops it again.
+"""`fedsynth server`, which executes one run on a SuperLink of Flower that it starts and stops.
 
 The module also writes a run's Flower app folder for `flwr run` and `fedsynth deploy init`. The code
 of the app is part of this package, and the folder only refers to it and contains the run's
@@ -127,7 +127,7 @@ class SuperLinkSettings:
 
     @property
     def public_keys(self) -> list[Path]:
-        """The files with the public keys of the clients, in the order of the clients."""
+        """The clients' public-key files, in client order."""
         if self.keys is None:
             return []
         return [self.keys / f"client-{number:03d}.pub" for number in range(self.clients)]
@@ -235,7 +235,7 @@ class SuperLink:
 
 @contextmanager
 def superlink(settings: SuperLinkSettings, logs: Path) -> Iterator[SuperLink]:
-    """Runs a SuperLink while the `with` block runs. The keys of its nodes are already registered.
+    """Runs a SuperLink while the `with` block runs, with its nodes' keys already registered.
 
     Args:
         settings: the settings of the SuperLink.

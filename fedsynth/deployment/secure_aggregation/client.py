@@ -87,7 +87,7 @@ class SumTerms:
 
 @dataclass(frozen=True)
 class Identities:
-    """The identity keys of the clients, which are used in many sums.
+    """The clients' identity keys, which are the same in all sums.
 
     With these keys, a client detects a server that has replaced the other clients' keys by keys of
     its choice.
@@ -103,7 +103,7 @@ class Identities:
 
 
 class SumClient(Parcel):
-    """The client's side of one secure sum, which makes keys, shares and the masked vector.
+    """The client's side of one secure sum: makes keys, secret shares and the masked vector.
 
     The methods are called once each, in the order `keys`, `share`, `receive`, `mask`, `unmask`.
     Between two methods, the client can be stored as bytes, from which another process continues.
@@ -131,14 +131,14 @@ class SumClient(Parcel):
 
     @classmethod
     def begin(cls, number: int, terms: SumTerms) -> SumClient:
-        """Begins a sum with fresh secrets."""
+        """Starts a sum with newly drawn secrets."""
         names = ("mask_key", "channel_key", "seed")
         fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
         return cls(number=number, terms=terms, **fresh)
 
     @classmethod
     def stored(cls, content: bytes, number: int, terms: SumTerms) -> SumClient:
-        """Reads a client that an earlier process has stored.
+        """Restores the client's state in a sum, as stored by an earlier process.
 
         Raises:
             SecureSumError: if the bytes are damaged, or if they belong to another secure sum.
@@ -149,7 +149,7 @@ class SumClient(Parcel):
         return client
 
     def _next(self, step: int) -> None:
-        """Checks that each request comes once and in the right order.
+        """Checks that requests arrive once each and in the right order.
 
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
@@ -176,8 +176,7 @@ class SumClient(Parcel):
         return keys
 
     def share(self, roster: Roster, identities: Identities | None = None) -> Sealed:
-        """Splits the client's secrets into shares, and returns an encrypted share for each other
-        client.
+        """Splits the client's secrets, and returns an encrypted share for each other client.
 
         The server cannot read the shares.
 
@@ -230,7 +229,7 @@ class SumClient(Parcel):
                 raise SecureSumError(reason) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
-        """Returns the key that encrypts one message between two clients.
+        """Returns the encryption key for one message between two clients.
 
         The second value is the context to which the message is bound.
         """
@@ -241,7 +240,7 @@ class SumClient(Parcel):
         return key, about
 
     def receive(self, received: Sealed) -> None:
-        """Stores the shares that the other clients have sent to this client.
+        """Stores the secret shares received from the other clients.
 
         A client that sends no shares is excluded before any mask is computed.
 
@@ -267,8 +266,7 @@ class SumClient(Parcel):
                 raise SecureSumError(f"client {k}'s shares must have {2 * SHARE_BYTES} bytes")
 
     def mask(self, vector: IntVector) -> IntVector:
-        """Adds all masks to the client's vector, so that the server can read only the sum of all
-        vectors.
+        """Adds masks to the client's vector, which cancel only in the sum of all vectors.
 
         Args:
             vector: uint64 [n], as `FixedPoint.encode` returns it.
@@ -289,7 +287,7 @@ class SumClient(Parcel):
         return masked
 
     def unmask(self, present: Present) -> Shares:
-        """Returns shares of the clients' secrets, with which the server removes the masks.
+        """Returns the secret shares from which the server removes the remaining masks.
 
         The result has one share for each client. The share of a present client belongs to its self
         mask. The share of a failed client belongs to the key of its pairwise masks.
@@ -359,7 +357,7 @@ class UploadLayout:
 
     @property
     def length(self) -> int:
-        """The number of integers in the vector."""
+        """The encoded vector's length."""
         return sum(math.prod(shape) for shape, _ in self.fields.values())
 
     def encode(self, message: Message) -> IntVector:
