@@ -36,7 +36,7 @@ NewFolder = Annotated[Path, options.path_argument("The folder to create.")]
 def init(
     chosen: options.Sections, folder: NewFolder, config: options.Config = None, spec: Spec = None
 ) -> None:
-    """Write a folder with a Flower app of a run, for `flwr run` and Flower's own simulation."""
+    """Write a run as a Flower app, for `flwr run` and Flower's own simulation."""
     from fedsynth.deployment.flower.serving import write_app
 
     proposal = _proposal(chosen, config, spec)
@@ -70,7 +70,7 @@ def keys(
     clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[list[str] | None, typer.Option(help="The server's name. Repeatable.")] = None,
 ) -> None:
-    """Make a key and a certificate for the server, and a key for each client."""
+    """Create a key and a certificate for the server, and a key for each client."""
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
@@ -95,7 +95,7 @@ def server(
     output: options.Output = Path("runs"),
     resume: options.Resume = None,
 ) -> None:
-    """Run the server of one run, to which data owners' nodes connect with Flower.
+    """Run one run's server, to which data owners' nodes connect through Flower.
 
     The server writes a run folder.
     """
@@ -193,7 +193,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the proposed run from the options, --set and --config.
+    """Builds the proposed run from the options, --set and --config.
 
     It prints a note if the run has no differential privacy.
     """

@@ -47,7 +47,7 @@ def runs(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare finished runs in a table of results and differing settings.
+    """Compare finished runs in a table of results and of settings that differ.
 
     For methods with a generator, the table also describes how the teacher (or the ensemble of
     teachers) classifies the generated images in the last round. The additional columns show the
@@ -176,7 +176,7 @@ def sweep(
 
 
 def _select(plan: Sweep, *, only_result: bool) -> None:
-    """Executes the private selection of a sweep, unless it is finished, and prints its result."""
+    """Executes a sweep's private selection, unless it is finished, and prints the result."""
     from fedsynth.experiments.selection import RESULT, result_folder, select_privately
 
     folder = result_folder(plan)

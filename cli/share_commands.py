@@ -84,7 +84,7 @@ def show_method(
 
 
 def explanation(cls: type) -> str:
-    """Returns the docstring of a class, without the paragraphs that contain Python examples."""
+    """Returns a class's docstring without paragraphs that contain Python examples."""
     from inspect import getdoc
 
     paragraphs = (getdoc(cls) or "").split("\n\n")
@@ -296,7 +296,7 @@ def export(
     unprotected: Unprotected = False,
     with_model: WithModel = False,
 ) -> None:
-    """Export the synthetic images of a run to a new folder, or its model to a file, for sharing.
+    """Export a run's synthetic images to a new folder, or its model to a file, for sharing.
 
     The folder also contains the privacy report, a README and hashes. Before the export, the report
     is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
@@ -351,7 +351,7 @@ def student(
     download: options.Download = False,
     output: StudentFile = Path("student.safetensors"),
 ) -> None:
-    """Train a network only on synthetic images.
+    """Train a network on synthetic images only.
 
     `fedsynth.load_model` reads the file. The privacy guarantee of the images also holds for the
     network if there is no teacher, or if the teacher is the model in SET.
@@ -433,7 +433,7 @@ def fidelity(
     download: options.Download = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure how similar synthetic images are to real images: FID and KID.
+    """Measure the similarity of synthetic and real images by FID and KID.
 
     Lower values mean more similar images. Compare values only if they have the same network and the
     same numbers of images.

@@ -371,7 +371,7 @@ def delete_partial(folder: Path) -> None:
 
 
 def with_hash(content: bytes, label: str = "") -> bytes:
-    """Prepends a SHA-256 hash to a file's content. `without_hash` checks the hash.
+    """Adds a SHA-256 hash in front of a file's content. `without_hash` checks and removes the hash.
 
     Args:
         content: the content of the file.
@@ -429,7 +429,7 @@ def create_once(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Writes a folder's file names to disk.
+    """Flushes a folder's entries (its file names) to disk.
 
     Calling fsync on a file alone does not guarantee that the file's name is on disk. Windows
     cannot do this for a folder; NTFS records new names in its journal.
@@ -444,7 +444,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _try_lock(file: FileIO, *, shared: bool = False) -> None:
-    """Locks an open file until it is closed, or fails at once. On Windows no lock is shared.
+    """Locks an open file until it is closed, without waiting. On Windows, every lock is exclusive.
 
     Raises:
         BlockingIOError: another open file holds a lock on the same file.
@@ -485,7 +485,7 @@ def claim(path: Path, busy: Exception) -> FileIO:
 def lock(
     file: FileIO, path: Path, *, shared: bool = False, max_seconds: float | None = None
 ) -> None:
-    """Locks an open file until it is closed.
+    """Waits for a lock on an open file, and holds it until the file is closed.
 
     Args:
         file: the open file.

@@ -1,4 +1,4 @@
-"""A guard in front of other people's federated jobs, which makes each model update private.
+"""A privacy guard for federated jobs written by others. It makes each model update private.
 
 The job's own code trains a model on a client's data, in another framework. The guard sees the model
 that the server sent and the one that the client answers with. It clips their difference, charges
@@ -68,7 +68,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class GuardSettings(Part):
-    """The file guard.toml, with the data owner's public settings of a guard.
+    """A data owner's public guard settings, in the file guard.toml.
 
     Attributes:
         clip: 𝒞, the bound on the L2 norm of the client's whole update in a round.
@@ -110,7 +110,7 @@ class GuardSettings(Part):
 
     @property
     def sigma(self) -> float:
-        """The noise multiplier of each update."""
+        """The noise multiplier for each update."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         rounds = self.rounds or 1
@@ -129,7 +129,7 @@ def noisy_update(
     enforcer: BudgetEnforcer,
     secret: SecretGenerator,
 ) -> Released:
-    """Charges the ledger for one update, clips it and adds noise, [D].
+    """Charges the ledger for one update [D], then clips the update and adds noise.
 
     Args:
         update_D: the client's whole update, [D].
@@ -149,7 +149,7 @@ def noisy_update(
 
 
 class UpdateGuard:
-    """A guard in front of one client's model updates.
+    """A guard that makes one client's model updates private.
 
     Args:
         folder: the folder with guard.toml, in which ledgers and reports are kept. All jobs on the
@@ -193,7 +193,7 @@ class UpdateGuard:
         *,
         difference: bool = False,
     ) -> dict[str, Any]:
-        """Returns the arrays that may leave in place of the client's answer.
+        """Returns the private arrays to send in place of the client's answer.
 
         Args:
             request: what identifies the request besides the received arrays, such as the names of
@@ -234,7 +234,7 @@ class UpdateGuard:
 
     @property
     def nominal(self) -> dict[str, int | float]:
-        """The declared nominal values, which every answer states in place of the job's metrics."""
+        """The declared nominal values, sent in every answer in place of the job's metrics."""
         return dict(self.settings.nominal)
 
     def _released(self, name: str, received: Tensor) -> bool:
@@ -258,7 +258,7 @@ class UpdateGuard:
                 ).with_code("guard.arrays")
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
-        """Returns the noisy update, or the one that was released for the same request."""
+        """Returns a new noisy update, or the stored one for a repeated request."""
         sent = self.folder / f"{self.client}.safetensors"
         with _locked(self.folder / f"{self.client}.lock"):
             if sent.exists():
@@ -301,7 +301,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
-    """Returns a hash that identifies a request. It is public, as a request is."""
+    """Returns a request's hash, which is public like the request."""
     hashed = hashlib.sha256(repr(request).encode())
     for name, tensor in received.items():
         hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
@@ -313,7 +313,7 @@ def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
 
 
 def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
-    """Returns the facts in a guard's report that are not in its ledgers.
+    """Returns the facts for a guard's report that are not in its ledgers.
 
     Args:
         folder: the guard's folder.
@@ -358,7 +358,7 @@ def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
 
 
 def guard_report(folder: Path) -> dict[str, Any]:
-    """Builds the privacy report of all clients in a guard's folder from their ledgers.
+    """Builds one privacy report for all clients in a guard's folder, from their ledgers.
 
     Raises:
         PrivacyError: guard.toml or a ledger is damaged.

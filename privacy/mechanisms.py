@@ -116,7 +116,7 @@ class BudgetEnforcer:
         self.ledger.charge(replace(release, unit=self.unit), self.check_budget)
 
     def check_budget(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
-        """Checks that the releases in `rows` and the planned releases together fit into the budget.
+        """Checks that `rows` and the planned releases together fit into the budget.
 
         `check` passes the releases of the ledger as `rows`.
         """
@@ -252,7 +252,7 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Sums the contributions of users. A user contributes the clipped mean of the user's rows.
+    """Sums users' contributions, each the clipped mean of the user's rows.
 
     A user's rows are averaged in each group. The averages of all groups together are then clipped.
     Rows may arrive in several calls, and the rows of one user may be split between two calls.
@@ -277,7 +277,7 @@ class UserSums:
     def add(
         self, rows_ND: Tensor, groups_N: Tensor, users_N: Tensor, shares_N: Tensor, sums: Tensor
     ) -> None:
-        """Adds the contributions of users to `sums` [groups, width] in place.
+        """Adds users' contributions to `sums` [groups, width] in place.
 
         The last user's contribution is kept back until `close` or the next call, because more of
         their rows may follow.
@@ -304,7 +304,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the contribution kept back by the last call of `add` to `sums` in place."""
+        """Adds the last user's contribution, which `add` has kept back, to `sums` in place."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
@@ -443,7 +443,7 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the sampled records' vectors, given by their factors, to the sum.
+        """Adds the sampled records' product vectors, given as factors, to the sum.
 
         The mechanism must have exactly one group.
 

@@ -299,8 +299,7 @@ class PublishedEpsilon(Method):
 
 
 def unused_hooks(method: Method) -> Iterator[str]:
-    """Yields hooks that are never called, because the method does not inherit from their classes.
-    """
+    """Yields hooks that are never called, because the method does not inherit from their classes."""
     called = {*dir(SummedUploads), *method.to_dict()}
     for capability in CAPABILITIES:
         if isinstance(method, capability):

@@ -105,8 +105,7 @@ class ClientClassPairs:
 
 
 class _ClientView:
-    """Base class for groups of clients. Attributes in `_per_client` contain one entry per client.
-    """
+    """Base class for groups of clients. Attributes in `_per_client` contain one entry per client."""
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]

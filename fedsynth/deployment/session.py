@@ -169,7 +169,7 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if this process gave the client's latest answer."""
+        """Returns True if this process holds the client's latest stored state."""
         file = self.folder / STATE
         return file.is_file() and read_regular(file) == self._stored
 

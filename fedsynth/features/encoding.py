@@ -179,7 +179,7 @@ def _refused(reason: str) -> SettingError:
 
 
 def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
-    """Reads up to 2,000 images, by name, in a folder and its subfolders: uint8 [N, C, H, W].
+    """Reads a folder's first 2,000 images by path, with subfolders: uint8 [N, C, H, W].
 
     Raises:
         DataError: the folder contains fewer than two images, or an unreadable one.
@@ -217,7 +217,7 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
 
 
 def image_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Returns a specification of the images behind encoded vectors.
+    """Returns the specification of the images from which vectors were encoded.
 
     The images' normalisation constants are unknown, so the constants for images in folders are
     used. For other data, the specification is returned unchanged.
@@ -304,7 +304,7 @@ def _vectors(
 
 
 def _is_moved(features: FeatureMap, device: torch.device) -> bool:
-    """Tries a custom map on full batches of random images.
+    """Tests on full batches of random images whether a custom map mixes images.
 
     Returns True if a vector's last bits change with other images in the batch.
 
@@ -370,7 +370,7 @@ def _key(data: ImageData, features: FeatureMap, max_norm: float) -> str:
 
 
 def _require_private(folder: Path) -> None:
-    """Creates a folder that only the current user can open, or checks an existing folder.
+    """Creates a folder open only to the current user, or checks an existing folder's permissions.
 
     Raises:
         OutputError: other users can open the folder, or it cannot be created.

@@ -49,7 +49,7 @@ MIN_SIDE = 12
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """The vectors with which image patches are compared.
+    """The dictionary of vectors with which image patches are compared.
 
     Args:
         mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.
@@ -99,7 +99,7 @@ def window_sums(side: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def cell_means(height: int, width: int) -> Tensor:
-    """Returns the matrix [9, height·width] that averages a map in 3×3 cells, which overlap.
+    """Returns the matrix [9, height·width] that averages a map in 3×3 overlapping cells.
 
     Each cell is half as wide as the map, and overlaps the next cell by half.
     """

@@ -240,7 +240,7 @@ class FedFAPlus(TrainsLocally):
         return LocalObjective(loss=loss, state=shared, make_upload=make_upload)
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Adds the rules for the statistics. A client without examples sends none."""
+        """Adds the validation rules for the statistics. A client without examples sends none."""
         statistics = Named(self._statistics_rules(context), partial=True)
         return {**super().upload_rules(exchange, client, context), "statistics": statistics}
 
@@ -251,7 +251,7 @@ class FedFAPlus(TrainsLocally):
             Named(self._statistics_rules(context)).check("statistics", upload.statistics)
 
     def _statistics_rules(self, context: RoundContext) -> dict[str, Array]:
-        """Returns the rules for the arrays from a client with at least one example."""
+        """Returns the validation rules for statistics from a client with examples."""
         model = context.architecture
         rules: dict[str, Array] = {}
         widths = feature_statistics.channels(
@@ -288,7 +288,7 @@ class FedFAPlus(TrainsLocally):
         return tuple(names[number - 1] for number in numbers)
 
     def _sent_stages(self, context: RoundContext) -> tuple[str, ...]:
-        """Returns the stages whose statistics are sent: all augmented stages, or none."""
+        """Returns the stages with uploaded statistics: all augmented stages, or none."""
         return self._stages(context) if self._variance == "fedfa" else ()
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:

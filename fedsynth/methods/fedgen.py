@@ -233,7 +233,7 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, seen_classes=seen)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """Measures how the new model classifies embeddings from the generator.
+        """Measures the new model's accuracy on the generator's embeddings.
 
         The same number of embeddings is generated for each class seen so far. Both networks come
         from the uploaded models, so the measures are post-processing.

@@ -1,4 +1,4 @@
-"""Stores a network's parameters as one vector, and checks weights before use.
+"""Networks with all parameters in one vector, and checks of weights before use.
 
 Perturbing, projecting and averaging a network are then single operations. The checks refuse
 untrusted weights that do not fit or are not finite.
@@ -53,7 +53,7 @@ class FlatNetwork:
                 parameter.grad = part
 
     def use(self, flat: Tensor) -> None:
-        """Makes the parameters views of another vector [P]. Earlier views keep their values."""
+        """Replaces the parameters by views of a vector [P]. Earlier views keep their values."""
         self.flat = flat
         for parameter, part in self._parts(flat):
             parameter.data = part

@@ -98,7 +98,7 @@ class Projected(EmbeddingNetwork):
 
 
 class SharedStatistics(nn.Module):
-    """Assigns images to groups for a network's batch norms in the next forward pass.
+    """The images' groups in the next forward pass, shared by a network's batch norms.
 
     Each `GroupedBatchNorm` normalises a group's images by the group's own statistics. All batch
     norms in a network share one object.

@@ -156,7 +156,7 @@ def embedded(
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
-    """Applies the whitening matrices to each feature row.
+    """Multiplies each feature row by the whitening matrices.
 
     A row's result does not depend on other rows, to the last bit.
     """

@@ -1,4 +1,4 @@
-"""Builds users' models, and checks that runs can use them."""
+"""Builds users' models, and checks them before a run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
 
 
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
-    """Tests copying, saving, loading and training a network before a run.
+    """Tests before a run that a network can be copied, saved, loaded and trained.
 
     Otherwise, an error could end the run in a later round, after privacy budget was spent.
 
@@ -164,7 +164,7 @@ def _fault(value: Any) -> str:
 
 @contextmanager
 def _refusing(name: str, reason: str) -> Iterator[None]:
-    """Converts the user's model's errors in the `with` block to a SettingError."""
+    """Converts errors from a user's model to a SettingError."""
     try:
         yield
     except FedsynthError:

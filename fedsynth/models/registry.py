@@ -359,7 +359,7 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
 
 
 def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
-    """Returns the feature map named by `model.features`."""
+    """Returns the feature map selected by `model.features`."""
     try:
         return feature_map(settings.features, spec.image_shape)
     except SettingError as error:
@@ -382,7 +382,7 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _refuse_tokens(settings: ModelSettings, spec: DatasetSpec) -> None:
-    """Raises an error if a built-in network would compute with token numbers."""
+    """Raises an error if a built-in network would use token numbers as pixels."""
     if spec.vocabulary and settings.name != "lstm" and not is_own_model(settings):
         reason = f"cannot use {spec.name}, whose records are tokens. Set model.name=lstm"
         raise SettingError("model", "name", reason, value=settings.name)
@@ -425,7 +425,7 @@ def build_client_models(
     *,
     private: bool = False,
 ) -> tuple[nn.Module, ...] | None:
-    """Builds an untrained network for each client, if `settings.clients` names architectures.
+    """Builds an untrained network for each client from the architectures in `settings.clients`.
 
     Returns None if all clients have the server's architecture.
 

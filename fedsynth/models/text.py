@@ -75,7 +75,7 @@ class LstmLayer(nn.Module):
         return torch.stack(outputs, dim=1)
 
     def _can_fuse(self, x_NTD: Tensor) -> bool:
-        """Returns True if a single torch operation may replace the cells.
+        """Returns True if a single fused torch operation may replace the LSTM cells.
 
         On a CPU, the operation takes an eighth of the time with 32 units and half with 256. DP-SGD
         needs the cells, whose layers it hooks.

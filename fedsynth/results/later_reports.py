@@ -33,8 +33,7 @@ OWNER = "owner.json"  # the name of a file that only the folder of a data owner'
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, Any]:
-    """Builds the privacy report of a run that did not finish, from the current contents of the
-    run's ledgers.
+    """Builds an unfinished run's privacy report from the current contents of its ledgers.
 
     `write_report` writes the report into the folder.
 

@@ -1,4 +1,4 @@
-"""Exports the synthetic images of a run into a separate folder that may be shared.
+"""Exports a run's synthetic images into a separate folder for sharing.
 
 The folder contains the images, their privacy report and a README. It contains nothing else from the
 run folder. `fedsynth.data.shared_set` lists the files.
@@ -51,8 +51,7 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """The content of an export: the synthetic images of a run, and everything that is exported
-    together with the images.
+    """An export's content: a run's synthetic images, and all that is exported with them.
 
     Attributes:
         synthetic: the images, with their privacy guarantee.
@@ -167,8 +166,8 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 def verified_report(
     folder: Path, *, unprotected: bool, method: type[Method] | None
 ) -> dict[str, Any] | None:
-    """Returns the privacy report of a finished run, after checking that the run's settings and
-    ledgers give the same report. Returns None for a run without differential privacy.
+    """Checks and returns a finished run's privacy report, or None without differential privacy. The
+    run's settings and ledgers must give the same report.
 
     Raises:
         OutputError: the run has not finished, or has no guarantee and `unprotected` is False.
@@ -232,7 +231,7 @@ def _write(share: Share, out: Path) -> None:
 
 
 def readme(share: Share) -> str:
-    """Returns the README of an exported folder, which explains the folder to its recipients."""
+    """Returns an exported folder's README for its recipients."""
     spec, report = share.synthetic.spec, share.report
     count = len(share.synthetic.labels)
     architecture = share.model and share.model[1]

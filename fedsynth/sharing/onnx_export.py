@@ -1,4 +1,4 @@
-"""Exports the model of a run as an ONNX file, which other programs can execute without PyTorch."""
+"""Exports a run's model as an ONNX file, for use without PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDS_ONNX = "an ONNX file needs the packages onnx and onnxscript: pip install '
 
 
 class FromValues(nn.Module):
-    """A classifier whose inputs are values in their original units instead of normalised values.
+    """A classifier for values in their original units instead of normalised values.
 
     The inputs are pixels in [0, 1], values between the bounds of the data set, or tokens. Values
     outside are clamped, as in training.
@@ -61,7 +61,7 @@ def export_onnx(
     unprotected: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
-    """Writes the model of a finished run as an ONNX file.
+    """Writes a finished run's model as an ONNX file.
 
     The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], values between the bounds
     of the data set, or tokens. The normalisation is part of the graph. The output `logits` is float32

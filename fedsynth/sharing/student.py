@@ -73,7 +73,7 @@ class Student:
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
-        """Writes the weights, the architecture and a description of the training to a file.
+        """Writes the student's weights, architecture and training facts to a file.
 
         `load_model` reads the file.
 
@@ -106,7 +106,7 @@ class Student:
 
 
 def require_place(file: Path) -> Path:
-    """Checks that a model may be written to a path, and returns the path.
+    """Returns a path after checking that a model may be written there.
 
     Raises:
         OutputError: the path is a folder, or it is inside an exported synthetic set, which must not
@@ -228,7 +228,7 @@ def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
-    """Loads the teacher of a student.
+    """Loads a student's teacher model.
 
     Returns:
         The teacher, and True if the privacy guarantee of the set also holds for a student of this
@@ -253,7 +253,7 @@ def _teacher(
 
 
 def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: DatasetSpec) -> None:
-    """Refuses a model trained for other images or classes, or for other image scaling.
+    """Refuses a model whose image shape, classes or image scaling do not match.
 
     The labels of such a model would be wrong.
     """
@@ -339,7 +339,7 @@ def real_images(
 
 
 def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None) -> ImageData:
-    """Replaces test images with vectors from a synthetic set's encoder.
+    """Replaces test images by vectors from a synthetic set's encoder.
 
     Images of a set without an encoder are returned unchanged.
     """

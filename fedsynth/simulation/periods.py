@@ -1,4 +1,4 @@
-"""Continues the runs of a data owner with the records of the next period."""
+"""Continues a data owner's sequence of runs with the next period's records."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
 def _complete(
     facts: list[PeriodFacts | None], ledger: Ledger | None, chain: str, folder: Path
 ) -> list[PeriodFacts]:
-    """Returns the facts of all periods that a share covers.
+    """Returns the facts about all periods that a shared set covers.
 
     Raises:
         LedgerError: a period is missing, or the ledger is not that of the share.
@@ -97,7 +97,7 @@ def _merged(sections: Sections, facts: list[PeriodFacts], period: int) -> dict[s
 
 
 def _ledger_folder(sections: Sections) -> Path:
-    """Returns the ledger folder in the settings, or that in the declaration of the data."""
+    """Returns the ledger folder from the settings or from the data's declaration."""
     stated = sections.get("privacy", {}).get("ledger")
     data = sections.get("data", {})
     if stated is None and "folder" in data:
@@ -113,7 +113,7 @@ def _ledger_folder(sections: Sections) -> Path:
 
 
 def released_model(share: Path, method: type[Method]) -> Tensors:
-    """Returns the released model of a shared set, with the centre and whitening of period 1.
+    """Returns a shared set's released model, with the centre and whitening of period 1.
 
     Raises:
         OutputError: the set contains no model.

@@ -150,7 +150,7 @@ def simulate(
 
 
 def _require_settings(settings: object) -> None:
-    """Raises SettingError if `settings` is another object, such as a dict."""
+    """Raises SettingError unless `settings` are `RunSettings`."""
     if not isinstance(settings, RunSettings):
         reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
         raise SettingError(None, "settings", reason + short_repr(settings))
@@ -159,7 +159,7 @@ def _require_settings(settings: object) -> None:
 def check_periods(
     settings: RunSettings, continued: Path | str | None, resume: Path | str | None = None
 ) -> None:
-    """Checks that a run that is one of several periods can continue the earlier ones.
+    """Checks that a run in a sequence of periods can continue the earlier ones.
 
     Raises:
         SettingError: the run is not private, is resumed, or lacks the period before.
@@ -182,7 +182,7 @@ def among_clients(
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
 ) -> tuple[run_data.RunData, run_data.Clients]:
-    """Divides the training records of a run among its clients.
+    """Divides a run's training records among its clients.
 
     Args:
         loaded: the data of the run.
@@ -241,7 +241,7 @@ ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 def owner_settings(
     values_by_section: Mapping[str, Mapping[str, Any]], continued: Path | str | None = None
 ) -> RunSettings:
-    """Builds the settings with which one data owner creates a synthetic set.
+    """Builds the settings for one data owner's synthetic set.
 
     Values that are not given come from `PRESETS`. All images belong to one client, even if the
     folder of the images has several sites.
@@ -295,7 +295,7 @@ def synthesize(
     download: bool = False,
     continued: Path | str | None = None,
 ) -> RunResult:
-    """Creates a synthetic set from the images of one data owner, and exports the set.
+    """Creates a synthetic set from one data owner's images, and exports the set.
 
     Args:
         settings: the result of `owner_settings`.

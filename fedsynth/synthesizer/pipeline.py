@@ -118,7 +118,7 @@ class ModuleFeatures(matching.NetworkFeatures):
 def _step_features(
     networks: Networks, seed: int, step: int, device: torch.device
 ) -> matching.NetworkFeatures:
-    """Draws a step's network from the seed, and returns its features."""
+    """Draws a step's network from the seed, and returns its feature function."""
     if isinstance(networks, nn.Module):
         raise TypeError(
             "networks is a network, but must be a function that returns one. Pass a function such as "
@@ -132,8 +132,8 @@ def _step_features(
 
 
 def _pair(x: Tensor) -> Tensor:
-    """Returns group index 0 for each record, because group indices select augmentations and nothing
-    is augmented here.
+    """Returns group index 0 for each record. Group indices select augmentations, which are not used
+    here.
     """
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
@@ -257,7 +257,7 @@ class _PrivateMatching:
         self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
     def _check(self, features: matching.NetworkFeatures) -> None:
-        """Tries a step's per-record vectors before anything is charged."""
+        """Tests a step's per-record vectors before anything is charged."""
         self.owner.check_independent(
             lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
         )
@@ -305,7 +305,7 @@ class ResidualMatching(_PrivateMatching):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GradientMatching(_PrivateMatching):
-    """Minimises any loss of features with differential privacy.
+    """Minimises a custom loss on features with differential privacy.
 
     A step releases the noisy sum of clipped per-record gradients (FedDM, Eq. 15). A record's
     gradient is computed as if it were the only real record. For `mean_distance`, the per-record

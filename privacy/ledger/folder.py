@@ -166,7 +166,7 @@ class LedgerFolder:
         return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
 
     def check_whole(self) -> None:
-        """Checks that no ledger was deleted from the folder.
+        """Checks that no ledger is missing from the folder.
 
         A ledger is missing if there is a file with the hashes of its records but no ledger that
         refers to this file. If this were not checked, the remaining ledgers would be charged as if
@@ -286,7 +286,7 @@ class LedgerFolder:
     def _check_period(
         self, name: str, index: _RecordIndex, present: Records, sequence: ReleaseSequence
     ) -> None:
-        """Checks that a period follows the earlier ones, and that its records are in none of them.
+        """Checks that a period follows the earlier ones, without any of their records.
 
         Raises:
             LedgerError: the period was released before, an earlier period is missing, or a record
@@ -382,7 +382,7 @@ class LedgerFolder:
             ) from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Refuses to create a new key if a ledger in the folder was already charged.
+        """Refuses to create a new key after a ledger in the folder has been charged.
 
         The key with which the records of such a ledger were hashed is missing.
 
@@ -399,7 +399,7 @@ class LedgerFolder:
 
 
 class _RecordIndex:
-    """The hashes of all records, current and earlier, of a folder's ledgers.
+    """The hashes of all current and earlier records in a folder's ledgers.
 
     Attributes:
         folder: the private folder, which has a file with the hashes of each record set.
@@ -427,7 +427,7 @@ class _RecordIndex:
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """Computes a keyed hash of a client's name and records in any order.
+        """Computes a keyed hash of a client's name and its records, in any order.
 
         The hash includes the name, so that hashes do not reveal that two clients have the same
         records or that both have none.
@@ -460,7 +460,7 @@ class _RecordIndex:
         return self._current[name]
 
     def records_of(self, fingerprint: str) -> Records | None:
-        """Returns the records with a fingerprint, or None if their file is missing."""
+        """Returns the records with the given fingerprint, or None if their file is missing."""
         try:
             return _unpacked(read_regular(self.folder / fingerprint, MAX_RECORDS_BYTES))
         except FileNotFoundError:
@@ -472,7 +472,7 @@ def _period(sequence: ReleaseSequence | None) -> int:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the record-hash files to which no ledger in the folder refers."""
+    """Returns the record-hash files that belong to no ledger in the folder."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.lines.records)

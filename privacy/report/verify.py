@@ -1,4 +1,4 @@
-"""Verification of a privacy report by computing its figures again.
+"""Verification of a privacy report, by recomputing its figures.
 
 A report is computed from public facts and from ledger rows. `fedsynth.results.verification` reads
 the public facts from a run folder. Every key and figure of the report must equal the recomputed
@@ -52,7 +52,7 @@ def report_problems(
     ledger_rows: LedgerRows,
     initial: Mapping[str, LedgerStart],
 ) -> list[Problem]:
-    """Builds a report from the facts and the ledger rows, and compares it with the given report.
+    """Rebuilds a report from its facts and ledger rows, and lists the differences.
 
     Args:
         report: a report that `schema_problems` has found valid.

@@ -1,5 +1,5 @@
-"""Real minibatches and start images for condensation, uploads of synthetic images with their
-checks, and the server's training on all clients' images.
+"""Parts of condensation methods: real minibatches, start images, uploads of synthetic images with
+checks, and the server's training on these.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
 
 
 def check_set(upload: SyntheticSet, ipc: int) -> None:
-    """Checks that a set has one label for each image, and at most `ipc` images of each class.
+    """Checks that a set contains one label per image, and at most `ipc` images per class.
 
     The server concatenates all sets' images, and separately their labels. One missing label would
     shift the labels of every later client.
@@ -255,7 +255,7 @@ SMALL_CLASS = ("all", "resample")
 
 
 class BatchIndices:
-    """Draws the real examples of each condensation step, for every (client, class) pair.
+    """Draws real examples for each condensation step and (client, class) pair.
 
     A pair's batch B_c has `batch` examples, drawn without replacement. If a class has fewer
     examples, `small_class` decides. With "all" every example is used at every step, which gives the
