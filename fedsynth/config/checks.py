@@ -69,7 +69,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = f"must be at least the {spec.train_size} declared records. Raise it"
+        reason = f"is below the {spec.train_size} declared records. Raise it"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
@@ -100,7 +100,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
         reason += "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
         raise SettingError("run", "method", reason, value=method.name)
     if names != {UNET} or settings.model.projection:
-        reason = f"must be {UNET!r}, without projection, for masks. Set both"
+        reason = f"must be {UNET!r} for masks, with model.projection=0. Set both"
         raise SettingError("model", "name", reason, value=settings.model.name)
 
 
@@ -116,8 +116,8 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            f"gives each upload only 1/{shares} of the noise, but the deployment uses no secure "
-            "sums. Set it to 'own'"
+            f"would leave each upload with only 1/{shares} of the noise, but the deployment uses "
+            "no secure sums. Set method.aggregation=own"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -210,12 +210,12 @@ def check_quorum(settings: RunSettings) -> None:
     private = settings.privacy is not None
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
-        reason = f"selects {taking} clients a round, but a secure sum needs {needed}. Increase it"
+        reason = f"selects {taking} clients, but a secure sum needs {needed}. Increase it"
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
         reason = (
-            f"is too small, because a secure sum needs {needed} of a round's {taking} clients. "
-            f"Set it to at least {enough:g}"
+            f"is too low, because a secure sum needs {needed} of a round's {taking} clients. Set "
+            f"it to at least {enough:g}"
         )
         raise SettingError("run", "quorum", reason, value=settings.quorum)

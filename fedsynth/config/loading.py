@@ -41,7 +41,7 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 def _registered(section: str, key: str, value: str) -> str:
     """Registers a custom file's class or function, and returns its name for settings."""
     if value.endswith(".py"):
-        raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
+        raise SettingError(section, key, f"must have the form FILE.py:NAME, got {value}")
     if not names_a_file(value):
         return value
     if key == "method":
@@ -82,7 +82,7 @@ def _place(section: str, key: str, name: str) -> str:
         place = f"{getattr(module, '__file__', None)}:{cls.__qualname__}"
         if names_a_file(place) and cls.__module__ != "__main__":  # a script would run again
             return place
-    reason = "is unknown to other processes than this one. Set it to FILE.py:NAME"
+    reason = "is unknown outside of this process. Set it to FILE.py:NAME"
     raise SettingError(section, key, reason, value=name)
 
 

@@ -51,8 +51,8 @@ class Participation:
     def __post_init__(self) -> None:
         if round(self.share * self.clients) < 1:
             reason = (
-                f"must be at least {1 / self.clients:.3g} with {self.clients} clients, got "
-                f"{self.share:g}, which selects no client"
+                f"is {self.share:g}, which selects none of {self.clients} clients. Set it to at "
+                f"least {1 / self.clients:.3g}"
             )
             raise SettingError("run", "participation", reason)
 

@@ -163,7 +163,9 @@ def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) ->
     """Moves `model.features` to a method with its own `features` setting, such as FedStats."""
     if sections["model"].get("features") and "features" in field_types(method):
         if "features" in sections["method"]:
-            raise SettingError("model", "features", "is also set as method.features. Remove one")
+            raise SettingError(
+                "model", "features", "is also set as method.features. Remove one of them"
+            )
         sections["method"]["features"] = sections["model"].pop("features")
 
 
@@ -216,8 +218,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     label = own_label(name)
     if label and label != stated:
         reason = (
-            f"must be the code {short_repr(stated)}, but the named file has {label}. Name the file "
-            "that the run used"
+            f"must be the run's code {short_repr(stated)}, but the named file contains {label}. "
+            "Name the file that the run used"
         )
         raise SettingError("run", "method", reason)
 
@@ -243,7 +245,9 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError("data", next(iter(values)), "requires data.folder. Set it")
+        raise SettingError(
+            "data", next(iter(values)), "has no effect without data.folder. Set data.folder"
+        )
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = f"is {name}, the name of a published data set. Choose another name"

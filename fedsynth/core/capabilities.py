@@ -99,7 +99,7 @@ def exchange_of(method: Method, name: str) -> Exchange:
         steps = method.broadcast, method.client_step, method.server_step
         return Exchange(method.request, method.upload, *steps)
     if not isinstance(method, TwoExchanges):
-        raise MessageError(f"method {method.name} has no {name} exchange")
+        raise MessageError(f"method {method.name} has no {name!r} exchange")
     first_steps = method.first_broadcast, method.first_step, method.first_aggregate
     return Exchange(method.first_request, method.first_upload, *first_steps)
 

@@ -136,7 +136,8 @@ class _ClientView:
         """
         if not self._budgets:
             raise UnplannedReleaseError(
-                f"release {name!r} was not charged to any client in the group {list(self.ids)}"
+                f"release {name!r} was charged to none of the clients {list(self.ids)}. Plan it "
+                "in Method.release_plans"
             ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)
@@ -360,8 +361,8 @@ class PrivateClientView(_ClientView):
         for mechanism, client in zip(mechanisms, self.ids, strict=True):
             if mechanism.owner not in (None, client):
                 raise UnplannedReleaseError(
-                    f"client {client}'s records were passed to the privacy mechanism charged to "
-                    f"client {mechanism.owner}"
+                    f"client {client}'s records were passed to client {mechanism.owner}'s "
+                    "privacy mechanism. Pass each client's records to its own mechanism"
                 ).with_code("release.foreign_mechanism")
 
     def class_sums(

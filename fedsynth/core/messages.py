@@ -127,8 +127,8 @@ class Packed:
                 values[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(
-                    f"{type(self).__name__}.{f.name} must be a finite number, a tensor, a mapping "
-                    f"or None, got {value!r:.80}"
+                    f"the message field {type(self).__name__}.{f.name} must be a finite number, "
+                    f"a tensor, a mapping or None, got {value!r:.80}"
                 ).with_code("message.value")
         header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
@@ -160,7 +160,7 @@ class Packed:
         unused = sorted([*tensors, *header.values])
         if unused:
             raise MessageError(
-                f"received a {cls.__name__} with the unknown entry {unused[0]!r:.80}"
+                f"the received {cls.__name__} contains the unknown entry {unused[0]!r:.80}"
             )
         return cls(**values)
 
@@ -213,7 +213,7 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
-            raise ValueError(f"the header has {length} bytes, more than {LONGEST_HEADER}")
+            raise ValueError(f"its header has {length} bytes, more than {LONGEST_HEADER}")
         tensors, metadata = unpack_tensors(sent)
         with faults_as(ValueError, "the header"):
             return tensors, _Header.model_validate_json(metadata["header"])
@@ -239,15 +239,17 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
-        raise MessageError(f"the received message has no field {what}").with_code("message.missing")
+        raise MessageError(f"the received message is missing the field {what}").with_code(
+            "message.missing"
+        )
     value = values.pop(name)
     if isinstance(value, list):
         mapping = {}
         for key in value:
             if type(key) is not str:
-                raise MessageError(f"the received {what} has a key that is not text")
+                raise MessageError(f"the received {what} contains a key that is not text")
             if f"{name}.{key}" not in tensors:
-                raise MessageError(f"the received {what} has no tensor for key {key!r:.80}")
+                raise MessageError(f"the received {what} is missing the tensor for key {key!r:.80}")
             mapping[key] = tensors.pop(f"{name}.{key}")
         return mapping
     if value is None or (is_real(value) and (type(value) is float or abs(value) <= LARGEST)):

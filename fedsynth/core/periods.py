@@ -43,8 +43,8 @@ class SumsOverPeriods(SummedUploads):
         super().__post_init__()
         if self.period > self.periods:
             reason = (
-                f"exceeds the declared {self.periods} periods, which share the budget. Start a new "
-                "sequence with new records and another ledger folder"
+                f"exceeds the declared {self.periods} periods, among which the budget is "
+                "divided. Start a new sequence with new records and another ledger folder"
             )
             raise SettingError("method", "period", reason, value=self.period)
         if self.periods > 1 and self.requires_secure_sum:

@@ -144,8 +144,8 @@ class SummedUploads(Method):
         if context.privacy is None or clients >= shares + attackers:
             return self.from_sum(exchange, state, total, clients, context)
         context.note(
-            f"round {context.round} is discarded, because only {clients} clients answered. A sum "
-            f"needs at least {shares + attackers} clients to have enough noise"
+            f"round {context.round} is discarded, because only {clients} clients answered, but "
+            f"enough noise in the sum requires {shares + attackers}"
         )
         return state
 

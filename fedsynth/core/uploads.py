@@ -129,7 +129,7 @@ class Array:
             if error > TOLERANCE:
                 raise UploadRejectedError(
                     name,
-                    f"must have rows that sum to 1, but a row's sum is off by {error:.3g}",
+                    f"must contain rows that sum to 1, but one row's sum differs by {error:.3g}",
                 )
 
     def _fits(self, value: Tensor) -> bool:
@@ -177,10 +177,10 @@ class Named:
             )
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
-            raise UploadRejectedError(name, f"has the unknown entry {extra[0]!r:.80}")
+            raise UploadRejectedError(name, f"contains the unknown entry {extra[0]!r:.80}")
         missing = sorted(self.arrays.keys() - value.keys())
         if missing and not self.partial:
-            raise UploadRejectedError(name, f"has no entry {missing[0]!r:.80}")
+            raise UploadRejectedError(name, f"is missing the entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
@@ -371,14 +371,15 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
             continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
             raise RequestRefusedError(
-                f"field {name} of the server's message is not finite"
+                f"field {name} of the server's message contains NaN or infinite values"
             ).with_code("request.finite")
         squared += float(value.to(torch.float64).square().sum())
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the server's message has norm {norm:.4g}, above max_request_norm={max_norm:g}. The "
-            "client did not answer and spent no privacy budget"
+            f"the server's message has the norm {norm:.4g}, above the policy's "
+            f"max_request_norm={max_norm:g}, so the client did not answer or spend budget. Ask "
+            "the server's operator, or raise max_request_norm"
         ).with_code("request.norm")
 
 
@@ -423,8 +424,8 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
     odd = sorted(set(sent) ^ set(expected))
     if odd:
         raise RequestRefusedError(
-            f"field {name} of the server's message does not match the client's network: tensor "
-            f"{odd[0]!r:.80} is missing or unexpected"
+            f"field {name} of the server's message does not match the client's network, because "
+            f"the tensor {odd[0]!r:.80} is missing or unexpected"
         ).with_code("request.names")
     for key, reference in expected.items():
         check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

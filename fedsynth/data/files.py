@@ -94,8 +94,8 @@ def expanded(folder: str | Path) -> Path:
     name = str(folder)
     if "\0" in name or name.encode(errors="replace").decode() != name:
         raise DataFilesMissingError(
-            f"the name of the data folder, {name!a:.200}, is not UTF-8 text, or contains a zero "
-            "byte. Rename the folder"
+            f"the data folder's name {name!a:.200} is not UTF-8 text, or contains a zero byte. "
+            "Rename the folder"
         ).with_code("data.folder_name")
     try:
         return expand_home(folder)

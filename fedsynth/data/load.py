@@ -226,7 +226,7 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
             f"{path} contains {len(content) - header:,} bytes of data, but its header declares "
-            f"{size:,} (at most {max_bytes:,}). Download the file again"
+            f"{size:,} (of at most {max_bytes:,}). Download the file again"
         ).with_code("data.size")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 

@@ -53,8 +53,8 @@ def pairs_of(site: Path) -> list[Pair]:
     if unpaired or not images:
         name = one_line(unpaired[0]) if unpaired else "any name"
         raise DataFilesCorruptError(
-            f"{one_line(site)} does not contain {name} in both {IMAGES} and {MASKS}. Add the "
-            "missing file, or remove the other"
+            f"{one_line(site)} contains {name} in only one of the folders {IMAGES} and {MASKS}. "
+            "Add the missing file, or remove the other"
         ).with_code("data.mask_pairs")
     return [Pair(images[name], masks[name]) for name in sorted(images)]
 
@@ -63,8 +63,8 @@ def _files(folder: Path) -> list[Path]:
     files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".") and is_image(f)]
     if len(set(map(_stem, files))) < len(files):
         raise DataFilesCorruptError(
-            f"{one_line(folder)} contains two files that differ only in the extension. Remove one "
-            "of them"
+            f"{one_line(folder)} contains two files with the same name except for the extension. "
+            "Remove one of them"
         ).with_code("data.mask_pairs")
     return files
 
@@ -129,7 +129,7 @@ def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
                 return np.asarray(file)
     if shape != expected:
         raise DataFilesCorruptError(
-            f"the mask {one_line(path)} has the shape {list(shape)}, but its image needs a mask "
+            f"the mask {one_line(path)} has the shape {list(shape)}, but its image requires "
             f"{list(expected)} with one channel. Correct the file"
         ).with_code("data.mask_size")
     return mask

@@ -135,7 +135,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
             ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(
-                f"client {client}'s example indices must be in [0, {examples}). Remove the others"
+                f"client {client}'s example indices must be in [0, {examples}). Remove others"
             )
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
@@ -230,9 +230,9 @@ def users_of(data: ImageData) -> IntArray:
     """
     if data.groups is None:
         raise DataError(
-            f"the users of {data.spec.name} are unknown, but the run protects users. Name their "
-            f"column with --user-column, pass groups= to from_arrays, or put a file {USERS_FILE} "
-            "next to the image folders"
+            f"{data.spec.name} does not name the users of its records, but the run protects "
+            "users. Name their column with --user-column, pass groups= to from_arrays, or put a "
+            f"file {USERS_FILE} next to the image folders"
         ).with_code("data.users")
     users: IntArray = data.groups.cpu().numpy()
     return users
@@ -254,10 +254,10 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    f"clients {other} and {client} have records of the same user, so the guarantee "
-                    "for users would not hold. Set partition.kind=iid and partition.clients=1, or "
-                    "run `fedsynth synthesize`, or rename the user at each client, so that ε holds "
-                    "at each client separately"
+                    f"clients {other} and {client} have records of the same user, so the "
+                    "guarantee for users would not hold. Use one client (partition.kind=iid, "
+                    "partition.clients=1 or `fedsynth synthesize`), or rename the user at each "
+                    "client, so that ε holds at each client separately"
                 ).with_code("partition.users")
 
 

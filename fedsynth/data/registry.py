@@ -248,7 +248,7 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
 
 
 class Download(NamedTuple):
-    """Where a published data set's files are downloaded.
+    """The download source of a published data set.
 
     Attributes:
         instructions: a text on where to get the files, and where to put them.

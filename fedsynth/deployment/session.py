@@ -84,7 +84,7 @@ _ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 @dataclass
 class Place:
-    """Where a data owner's client runs: its folder, its owner and its device.
+    """The environment of a data owner's client: its folder, its owner and its device.
 
     Args:
         number: the client's index in the federation, from 0.

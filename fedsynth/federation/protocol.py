@@ -208,9 +208,7 @@ class Backend(Protocol):
     def gradients(
         self, parameters: Mapping[str, Tensor], context: RoundContext
     ) -> Iterable[tuple[int, Tensor]]:
-        """Yields n_k and a model's exact loss gradient for each client with training records. Only
-        for simulations.
-        """
+        """Yields n_k and a model's exact loss gradient for each client with training records."""
         return ()
 
 

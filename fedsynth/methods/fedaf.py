@@ -231,9 +231,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     def _class_logits(
         self, w_r: nn.Module, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[dict[str, Tensor]]:
-        """Returns each client's class-mean "logits" V_k [C, C] (Eq. 5) and its "present" classes
-        [C].
-        """
+        """Returns each client's "logits" V_k [C, C] (Eq. 5) and its "present" classes [C]."""
         if all("logits" in state for state in states):  # released in the first exchange
             return [{name: state[name] for name in ("logits", "present")} for state in states]
         C = context.spec.classes

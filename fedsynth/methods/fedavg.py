@@ -1,6 +1,4 @@
-"""FedAvg and its variants FedAvgM (server momentum), FedProx (client loss) and SOLO (no
-federation).
-"""
+"""FedAvg and its variants FedAvgM (server momentum), FedProx (client loss) and SOLO (alone)."""
 
 from __future__ import annotations
 
