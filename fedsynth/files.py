@@ -85,7 +85,9 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(errno.ENOENT, "~ leads to no home folder", str(path)) from None
+        raise FileNotFoundError(
+            errno.ENOENT, "~ cannot be expanded to a home folder", str(path)
+        ) from None
 
 
 def open_regular(
@@ -275,7 +277,7 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
             elif isinstance(item, list):
                 below.extend(item)
             elif isinstance(item, int) and abs(item) > largest:
-                raise ValueError("an integer exceeds 64 bits")
+                raise ValueError("an integer has more than 64 bits")
         if not below:
             return
         level = below
@@ -293,14 +295,14 @@ def _refuse(literal: str) -> NoReturn:
 def _finite(literal: str) -> float:
     value = float(literal)
     if not math.isfinite(value):
-        raise ValueError("a number exceeds the largest float, 1.8e308")
+        raise ValueError("a number is above the largest float (1.8e308)")
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("an object has the same key twice")
+        raise ValueError("an object contains the same key twice")
     return table
 
 
@@ -389,7 +391,7 @@ def without_hash(stored: bytes, label: str = "") -> bytes:
     """
     content = stored[HASH_DIGITS:]
     if with_hash(content, label) != stored:
-        raise ValueError("the stored SHA-256 does not match the content")
+        raise ValueError("the content does not match its stored SHA-256")
     return content
 
 

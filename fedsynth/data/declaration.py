@@ -157,12 +157,10 @@ def read_declaration(path: Path) -> Declaration:
             slice=images.slice,
         )
     except ValidationError as error:
-        reason = f"{path} is not a valid declaration: {faults(error)[0]}. Correct it"
+        reason = f"{path} is not a valid declaration: {faults(error)[0]}"
         raise DataFilesCorruptError(reason) from None
     except FedsynthError as error:
-        raise DataFilesCorruptError(
-            f"{path} is not a valid declaration: {error}. Correct it"
-        ) from None
+        raise DataFilesCorruptError(f"{path} is not a valid declaration: {error}") from None
     upper_bound = declared.sizes.most_images
     if upper_bound < declared.sizes.images:
         raise DataFilesCorruptError(

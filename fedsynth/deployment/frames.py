@@ -229,7 +229,10 @@ class JoinedClient(BaseModel):
                 or history.releases[:rows] != previous.releases
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
-                raise MessageError(f"the ledger is missing some of the {rows} entries sent before")
+                raise MessageError(
+                    f"the client's ledger is missing some of the {rows} rows that it sent "
+                    "before. Restore the ledger from a backup"
+                )
         self.history = history
         self.unstated = []
 

@@ -131,8 +131,8 @@ class DatasetPart:
         spec = train.spec
         if spec != proposal.spec:
             raise DataError(
-                f"the proposal does not match {spec.name}'s published specification. Ask the server's "
-                "operator to correct it"
+                f"the proposed specification of {spec.name} does not match the published one. "
+                "Ask the server's operator to correct it"
             )
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
@@ -236,10 +236,16 @@ class Node(Place):
             raise MessageError(f"run {run:.16} received the proposal of run {proposal.run}")
         clients = proposal.settings.partition.clients
         if self.number >= clients:
-            raise MessageError(f"client {self.number} is not among the run's {clients} clients")
+            raise MessageError(
+                f"client {self.number} is not one of the run's {clients} clients. Start the node "
+                "with another number"
+            )
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
-            raise MessageError("the run's settings have changed since this client joined")
+            raise MessageError(
+                "the run's settings have changed since this client joined. Ask the server's "
+                "operator to restore them"
+            )
         objections = self._objections(proposal)
         check = StepCheck()
         if state is None and not objections:
@@ -328,7 +334,9 @@ class Node(Place):
             return self._sessions[run]
         state = read_state(self.folder(run)) if RUN_NAME.fullmatch(run) else None
         if state is None:
-            raise MessageError("this client has not joined the run")
+            raise MessageError(
+                "this client has not joined the run. Restart the node and the server"
+            )
         session = self._open(state.proposal, state)
         session.resume()
         self._sessions[run] = session
@@ -344,7 +352,9 @@ class Node(Place):
             )
             return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise RecordsError(f"cannot use the owner's records or their ledger: {error}") from None
+            raise RecordsError(
+                f"the owner's records or their ledger cannot be used: {error}"
+            ) from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run at the server's request, and writes the owner's privacy report."""

@@ -152,13 +152,19 @@ class NodeBackend(protocol.Backend):
         number = stated.client
         if number not in self._numbers:
             raise MessageError(
-                f"client {number!s:.20} is not among the run's {len(self._numbers)} clients"
+                f"client {number!s:.20} is not one of the run's {len(self._numbers)} clients. "
+                "Correct its number"
             ).with_code("message.client")
         client_of_node = self.connection.clients
         if client_of_node and client_of_node.get(node) != number:
-            raise MessageError(f"the node's key does not match client {number}'s key")
+            raise MessageError(
+                f"the node's key does not match client {number}'s registered key. Correct the "
+                "node's number or --key"
+            )
         if number in self._present:
-            raise MessageError(f"another node has already joined as client {number}")
+            raise MessageError(
+                f"another node has already joined as client {number}. Correct one node's number"
+            )
         if frame.kind != frames.ANSWER:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
@@ -169,7 +175,10 @@ class NodeBackend(protocol.Backend):
             number, frames.JoinedClient(size=stated.size, history=history)
         )
         if client.size != stated.size:
-            raise MessageError(f"client {number} stated {stated.size} examples after {client.size}")
+            raise MessageError(
+                f"client {number} joined with {client.size} examples, but now has {stated.size}. "
+                "Restore them"
+            )
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
@@ -177,9 +186,14 @@ class NodeBackend(protocol.Backend):
     def _check_name(self, number: int, history: History | None) -> None:
         """Checks that a private run's client has sent its ledger history, under its own name."""
         if history is None and self._settings.privacy is not None:
-            raise MessageError(f"client {number} sent no ledger history, but the run is private")
+            raise MessageError(
+                f"client {number} sent no ledger history, which a private run requires"
+            )
         if history is not None and history.client != self._names[number]:
-            raise MessageError(f"client {number} sent the ledger of {history.client!r:.80}")
+            raise MessageError(
+                f"client {number} sent client {history.client!r:.80}'s ledger. Correct the "
+                "node's number or its ledger folder"
+            )
 
     @property
     def never_joined(self) -> dict[int, str]:
@@ -353,5 +367,7 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(f"the answer must have at most {max_bytes} bytes, got {len(answer)}")
+        raise MessageError(
+            f"the answer has {len(answer)} bytes, but at most {max_bytes} are allowed"
+        )
     return Frame.from_bytes(answer)

@@ -67,7 +67,8 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
             task = fl_ctx.get_prop(RECEIVED)
             if task is None:
                 raise MessageError(
-                    "the guard has not seen the task. Name the filter in task_data_filters, too"
+                    "the guard received a result before its task. Add the filter to "
+                    "task_data_filters, too"
                 ).with_code("guard.task")
             result = self.process_dxo(_dxo(shareable), task, fl_ctx).to_shareable()
         except FedsynthError as error:
@@ -126,6 +127,6 @@ def _dxo(shareable: Shareable) -> DXO:
 
 def _wrong_kind(kind: str) -> MessageError:
     return MessageError(
-        f"a task and its result must be weights, and a result may also be their difference or "
-        f"metrics, got {kind}. Remove the task from the job"
+        "the guard supports tasks with weights, and results with weights, weight differences or "
+        f"metrics, but got {kind}. Remove the task from the job"
     ).with_code("guard.kind")

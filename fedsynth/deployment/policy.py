@@ -85,7 +85,9 @@ class Policy:
     @model_validator(mode="after")
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise ValueError("delta is missing. Set it to the δ at which epsilon holds")
+            raise ValueError(
+                "delta is missing, although epsilon is set. Set delta to the δ of the bound"
+            )
         return self
 
     @classmethod

@@ -89,7 +89,10 @@ class Proposal:
             sections = shared_sections(stated["settings"])
             settings = resolve(sections, own_data=_custom_name(spec))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise MessageError(f"the received proposal is damaged: {error!r:.120}") from None
+            raise MessageError(
+                f"the received proposal is damaged: {error!r:.120}. Use one version of fedsynth "
+                "on all machines"
+            ) from None
         except FedsynthError as error:
             raise MessageError(f"the received proposal has invalid settings: {error}") from None
         if not RUN_NAME.fullmatch(run):
@@ -142,7 +145,7 @@ def new_proposal(
     )
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.encoder is not None:
-        reason = "is set, but the nodes of a deployment read image files. Remove it"
+        reason = "has no effect in a deployment, whose nodes read image files. Remove it"
         raise SettingError("data", "encoder", reason)
     check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
@@ -164,7 +167,7 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
         if run.partition.local_test:
             raise SettingError("partition", "local_test", "must be 0 in a deployment. Set it to 0")
         if DISSIMILARITY in run.measure_names:
-            reason = f"contains {DISSIMILARITY}, which a deployment cannot measure. Remove it"
+            reason = f"contains {DISSIMILARITY}, which a deployment cannot compute. Remove it"
             raise SettingError("run", "measures", reason)
         return
     plan = PrivacyPlan.checked(run, context)

@@ -194,7 +194,9 @@ class Session:
         client_states = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
         last = max((number for number in client_states if number <= last_round), default=0)
         if last_round and not last and len(client_states) >= STORED_ROUNDS:
-            raise MessageError(f"this client's state of round {last_round} is no longer stored")
+            raise MessageError(
+                f"this client's state of round {last_round} is no longer stored. Start a new run"
+            )
         for number in client_states:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -254,9 +256,13 @@ class Session:
             return
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
-            raise MessageError(f"the server sent {len(terms.sizes)} sizes for {clients} clients")
+            raise MessageError(
+                f"the server sent {len(terms.sizes)} client sizes for {clients} clients"
+            )
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError(f"the server changed the noise multiplier {self.state.sigma:g}")
+            raise MessageError(
+                f"the server changed the run's noise multiplier from {self.state.sigma:g}"
+            )
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
@@ -314,19 +320,21 @@ class Session:
         rounds = runtime.settings.rounds
         participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(f"the server's participants must be ascending and below {clients}")
+            raise MessageError(
+                f"the server's list of participants is not ascending and below {clients}"
+            )
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
                 f"the server's round must be from 1 to {rounds}, got {question.round!s:.20}"
             ).with_code("request.round")
         if runtime.number not in participants:
-            raise RequestRefusedError(f"round {question.round} does not include this client")
+            raise RequestRefusedError(f"this client does not take part in round {question.round}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the server's participants in round {question.round} are not the participants "
-                "selected by the run's settings"
+                f"the server's list of participants in round {question.round} does not match the "
+                "run's settings"
             ).with_code("request.participants")
         return replace(
             runtime.context, note=self._place.say, round=question.round, participants=participants
@@ -365,7 +373,9 @@ class Session:
         method = self.runtime.method
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
-            raise RequestRefusedError("this client requires a secure sum, not a plain upload")
+            raise RequestRefusedError(
+                "the server requested a plain upload, but this client requires a secure sum"
+            )
         message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
         key = f"{context.round}-{exchange}"
@@ -401,7 +411,9 @@ class Session:
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not sums_securely(method):
-            raise MessageError(f"method {method.name} does not support secure sums")
+            raise MessageError(
+                f"the server requested a secure sum, which method {method.name} does not support"
+            )
         return sum_terms(method, question.exchange, context, question.sum or "", self._agreement)
 
     @contextmanager
@@ -413,7 +425,9 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise primitives.SecureSumError("this client has not begun the requested secure sum")
+            raise primitives.SecureSumError(
+                "the server requested a secure sum that this client has not begun"
+            )
         client = SumClient.stored(read_regular(file), self.runtime.number, terms)
         try:
             yield client

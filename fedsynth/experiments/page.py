@@ -120,9 +120,7 @@ def curves(
         else:
             note(LEFT_OUT.format(run=run.name, metric=metric, axis=axis))
     if not drawn:
-        raise RunFolderError(
-            f"none of the runs recorded both {metric} and {axis}. Choose another metric"
-        )
+        raise RunFolderError(f"no run recorded both {metric} and {axis}. Choose another metric")
     if not mean:
         named = zip(overview.labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]

@@ -351,7 +351,7 @@ def partition_of(word: str) -> dict[str, Any]:
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
     raise PresetError(
-        f"the partition {word!r} in published_results.csv is unknown. Correct the spelling"
+        f"published_results.csv contains the unknown partition {word!r}. Correct the spelling"
     )
 
 

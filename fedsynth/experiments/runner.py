@@ -269,7 +269,7 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
         OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
     if sweep.selection is not None:
-        reason = "selects one run. Call select_privately instead of run_sweep"
+        reason = "is set, so only one run is executed. Call select_privately instead of run_sweep"
         raise SettingError("selection", "law", reason)
     with locked(sweep) as lock:
         return _run_waiting(sweep, report, lock)

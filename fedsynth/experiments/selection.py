@@ -157,7 +157,9 @@ def _check(sweep: Sweep) -> None:
         SettingError: a run has no private score or no budget, or the runs have different data.
     """
     if sweep.jobs != 1:
-        reason = "must be 1, because trials are executed one after another. Set sweep.jobs=1"
+        reason = (
+            "must be 1, because a selection executes its trials one after another. Set sweep.jobs=1"
+        )
         raise SettingError("sweep", "jobs", reason, value=sweep.jobs)
     for cell in sweep.cells:
         privacy = cell.settings.privacy
@@ -175,8 +177,8 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("method", "periods", reason, value=method.periods)
         if not cell.settings.partition.local_test:
             reason = (
-                "must be above 0, as a selection scores runs on held-out records. Set it to 0.2, or "
-                "remove [selection]"
+                "must be above 0, because a selection scores runs on held-out records. Set it "
+                "to 0.2, or remove [selection]"
             )
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
@@ -207,16 +209,19 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
         raise SettingError(
             "data",
             "dataset",
-            "must have classes, because a score counts correct labels. Remove [selection]",
+            "must have class labels, because a selection's score counts correct labels. Remove "
+            "[selection]",
         )
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
-            reason = "has no guarantee, so a selection has none. Use another one"
+            reason = (
+                "has no privacy guarantee, so a selection would have none. Use another mechanism"
+            )
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":
-            reason = "has no accounting of subsampled runs in a selection. Use add-remove"
+            reason = "has no accounting for subsampled runs in a selection. Use add-remove"
             raise PrivacySettingError("privacy", "adjacency", reason, value="replace-one")
 
 
@@ -228,7 +233,9 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
     """
     folder = plan.privacy.ledger_folder
     if folder is None:
-        reason = "must be a folder, whose ledgers count the selection. Set privacy.ledger"
+        reason = (
+            "is not a folder, but a selection must be charged to permanent ledgers. Name a folder"
+        )
         raise PrivacySettingError("privacy", "ledger", reason)
     return folder
 

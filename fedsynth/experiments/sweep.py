@@ -136,8 +136,8 @@ def read_sweep(file: Path) -> Sweep:
     """
     if file.name == CONFIG:
         raise SweepError(
-            f"{file} is named like a run's settings, which may come from others. Copy what you "
-            "trust to a new file"
+            f"{file} has the name of a run's settings file, which may come from others. Copy the "
+            "settings that you trust to another file"
         ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
@@ -208,7 +208,7 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
             continue
         first = names.setdefault(setting_of(name), name)
         if first != name:
-            raise SweepError(f"{first!r} and {name!r} are the same setting. Remove {name!r}")
+            raise SweepError(f"{first!r} and {name!r} both name the same setting. Remove {name!r}")
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
 

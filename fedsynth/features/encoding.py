@@ -116,7 +116,10 @@ def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> Featu
     """
     spec = as_spec(images)
     if spec.vocabulary:
-        raise _refused(f"cannot encode {spec.name}, whose records are tokens. Remove the setting")
+        raise _refused(
+            f"cannot be used with {spec.name}, whose records are tokens instead of images. "
+            "Remove it"
+        )
     if settings.is_pretrained:
         return _pretrained_map(settings, spec.image_shape, Decoding(spec.window, spec.slice))
     try:
@@ -136,7 +139,7 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape, decoding: Decoding)
     with torch.inference_mode(False):  # the cached network may be used outside inference mode
         loaded = pretrained.pretrained_network(name, weights, ("data", "encoder"))
     if fault := _dependence(loaded):
-        raise _refused(f"cannot be used: the network {fault}")
+        raise _refused(f"cannot be used, because the network {fault}. Choose another network")
     label = pretrained.label_of(name, loaded.sha256)
     preparation = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
     images = None
@@ -186,7 +189,7 @@ def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
     """
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in EXTENSIONS]
     if len(files) < 2:
-        raise DataError(f"{one_line(folder)} contains fewer than two images. Add public images")
+        raise DataError(f"{one_line(folder)} contains fewer than 2 images. Add public images")
     images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, decoding)
     for position, fault in faults.items():
         raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
@@ -403,7 +406,7 @@ def clear_cache(folder: str | Path) -> int:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise OutputError(f"the folder {one_line(path)} does not exist")
+        raise OutputError(f"the cache folder {one_line(path)} does not exist. Check the path")
     files = sorted([*path.glob(CACHED.format("*")), *path.glob(f"vectors-*{PARTIAL}")])
     with writing(path):
         for file in files:

@@ -129,8 +129,8 @@ def random_process(shape: Shape) -> FeatureMap:
     """
     if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         reason = (
-            f"cannot use random processes for images of shape {shape}, but only for grey or "
-            "colour images with at least 12×12 pixels. Choose other features"
+            f"does not support images of shape {shape}, only grey or colour images of at least "
+            "12×12 pixels. Choose other features"
         )
         raise SettingError("method", "features", reason)
     dictionary = shipped()

@@ -276,8 +276,7 @@ def register_features(name: str, build: Builder) -> None:
     """
     if name in _BUILT_IN:
         reason = (
-            f"of a custom feature map cannot be {name!r}, which is a built-in map. Choose another "
-            "name"
+            f"of a custom feature map is {name!r}, the name of a built-in map. Choose another name"
         )
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = build

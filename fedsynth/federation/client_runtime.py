@@ -284,13 +284,15 @@ class ClientRuntime:
             LedgerError: the ledger holds releases that protect another unit than this run.
         """
         if self._has_terms:
-            raise RequestRefusedError(f"client {self.number} has already received the run's terms")
+            raise RequestRefusedError(f"client {self.number} has already received the run terms")
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
             self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError("the server sent a noise multiplier for a non-private run")
+            raise RequestRefusedError(
+                "the server sent a noise multiplier, but the run is not private"
+            )
         else:
             self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True
@@ -319,7 +321,7 @@ class ClientRuntime:
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
-            raise LedgerError(f"client {self.number} has no ledger, but the run is private")
+            raise LedgerError(f"client {self.number} has no ledger, which a private run requires")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         return ClientBudget(
             self.number, self.ledger, plan, self.secret, self.cap, sequence=self.sequence
@@ -348,7 +350,7 @@ class ClientRuntime:
             RequestRefusedError: the client has not received the terms yet.
         """
         if not self._has_terms:
-            raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
+            raise RequestRefusedError(f"client {self.number} has not received the run terms")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
         """Returns a refusal if the client cannot take part in the round, otherwise None.
@@ -391,7 +393,7 @@ class ClientRuntime:
             RequestRefusedError: the client has not received the run terms.
         """
         if self.budget is None:
-            raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
+            raise RequestRefusedError(f"client {self.number} has not received the run terms")
         if self._granted is None or not self.may_try_again(exchange, context):
             self._granted = (context.round, exchange, self.budget.charge(context, exchange))
         return self._granted[2]

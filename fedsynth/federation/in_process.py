@@ -53,7 +53,7 @@ def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext)
     for client in clients:
         client.require_terms()
         if client.data.resident is not resident:
-            raise ValueError(f"client {client.number} does not share its group's data set")
+            raise ValueError(f"client {client.number} does not use the data set of its group")
         ids.append(client.number)
         records.append(client.data.records)
     if not clients[0].private:

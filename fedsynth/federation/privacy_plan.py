@@ -161,7 +161,7 @@ class PrivacyPlan:
             raise SettingError(
                 "privacy",
                 "noise_multiplier",
-                "is unknown until all clients join. Wait until they have joined",
+                "is unknown until all clients have joined. Wait for them",
             )
         return self.privacy.noise_multiplier
 
@@ -203,8 +203,8 @@ class PrivacyPlan:
         planned = tuple(method.round_plans(self.plans, number, self.run.rounds))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
-                f"method {method.name} changes a planned release in round {number}. "
-                "Let VaryingReleases.round_plans only omit releases"
+                f"method {method.name} changes a planned release in round {number}. Change "
+                "VaryingReleases.round_plans to only omit releases"
             ).with_code("release.changed_plan")
         return planned
 
@@ -282,7 +282,7 @@ class PrivacyPlan:
         if len(plans) != len(planned):
             raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name} plans {len(plans)} releases for client {client}, "
-                f"not {len(planned)} as for the round"
+                f"but {len(planned)} for the round. Plan the same releases in client_plans"
             ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)

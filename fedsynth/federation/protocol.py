@@ -227,8 +227,8 @@ def check_declared(method: Method, message: Message | None, declared: type[Messa
     """
     if type(message) is not declared:
         raise TypeError(
-            f"method {method.name} sent a {type(message).__name__}, but declares messages of type "
-            f"{declared.__name__}"
+            f"method {method.name} returned a {type(message).__name__}, but declares messages of "
+            f"type {declared.__name__}. Correct the declaration"
         )
 
 
@@ -274,7 +274,7 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server's request contains no model")
+        raise RequestRefusedError("the server's request is missing the model")
     check_named("model", message.parameters, context.architecture.state_dict())
 
 

@@ -130,8 +130,8 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
-            f"is missing. Set it to the permanent ledger folder of data set {spec.name!r}, or "
-            f"{NO_LEDGER!r}"
+            "is not set, but private runs need a permanent ledger. Name the ledger folder of "
+            f"data set {spec.name!r}, or set {NO_LEDGER!r}"
         )
         raise PrivacySettingError("privacy", "ledger", reason)
 
@@ -283,7 +283,7 @@ def _check_public_images(public: Path, settings: FolderSettings) -> None:
     for name in filter(None, (settings.folder, settings.test_folder)):
         folder = Path(name).resolve()
         if folder.is_relative_to(public) or public.is_relative_to(folder):
-            reason = f"overlaps the run's images in {name}. Choose another folder"
+            reason = f"contains, or lies in, the run's image folder {name}. Choose another folder"
             raise SettingError("data", "public_images", reason)
 
 
@@ -376,7 +376,9 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
         if settings.folder is not None:
             folder = settings.folder.folder
             if not folder.startswith(HUB) and not Path(folder).exists():
-                raise DataFilesMissingError(f"the folder or file {one_line(folder)} does not exist")
+                raise DataFilesMissingError(
+                    f"the folder or file {one_line(folder)} does not exist. Correct data.folder"
+                )
         raise DataError(
             "the images have no declaration, as a private run requires. Run fedsynth data describe "
             f"{folder}, then check and sign the file"

@@ -89,7 +89,7 @@ class Server:
         for client, reply in sorted(replies.items()):
             try:
                 if type(reply) is not expected:
-                    reason = f"is a {type(reply).__name__}, but must be a {expected.__name__}"
+                    reason = f"has the type {type(reply).__name__} instead of {expected.__name__}"
                     raise UploadRejectedError("the message", reason)
                 check_fields(
                     reply, self.method.upload_rules(exchange, client, context), server_memory
@@ -128,8 +128,8 @@ class Server:
             state = declared.server_step(self._next, dict(sorted(replies.items())), context)
         if type(state) is not method.state:  # a checkpoint is read as this type
             raise TypeError(
-                f"the server's steps of method {method.name} must return the type `state` that it "
-                f"declares, {method.state.__name__}, got {type(state).__name__}"
+                f"method {method.name}'s server step must return its declared `state` type "
+                f"{method.state.__name__}, got {type(state).__name__}"
             )
         if exchange != FIRST:
             protocol.check_finite(state.parameters, "the server's model", context.round)

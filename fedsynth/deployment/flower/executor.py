@@ -80,7 +80,7 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"the message contains no 'run' or no 'frames': {error!r:.80}") from None
+        raise MessageError(f"the message is missing 'run' or 'frames': {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
         raise MessageError("the message's 'run' is not text or its 'frames' are not bytes")
     return run, frame
@@ -165,7 +165,9 @@ def _reply(message: Message, answer: Answer) -> Message:
     """Answers a message. Returns an error if the message does not come from this package."""
     try:
         if message.has_error():
-            raise MessageError("the server sent an error message instead of a request")
+            raise MessageError(
+                "the server sent an error message instead of a request. Read the server's log"
+            )
         run, frame = from_record(message.content)
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
@@ -196,7 +198,7 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
             would choose the owner's ledger.
     """
     if "home" not in config and {"data", "policy"} & set(config):
-        raise MessageError("--node-config names no home. Add home, the ledgers' folder")
+        raise MessageError("--node-config does not set home. Add home, the ledgers' folder")
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
     source: Source = DatasetPart()

@@ -98,7 +98,7 @@ def _answer(
         _LOGGER.exception("the job failed")
         failed = True
     if failed:
-        raise MessageError("the job failed. Read the lines above").with_code("guard.job")
+        raise MessageError("the guarded job failed. Read the lines above").with_code("guard.job")
     return answer
 
 
@@ -112,7 +112,7 @@ def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
     folder = config.get("guard") or os.environ.get("FEDSYNTH_GUARD")
     if not folder:
         raise MessageError(
-            "the node's configuration names no guard. Add guard, the folder with guard.toml"
+            "the node's configuration does not set guard. Add guard, the folder with guard.toml"
         ).with_code("guard.folder")
     name = config.get("client", f"client-{int(config.get('partition-id', 0)):03d}")
     return UpdateGuard(str(folder), str(name))
@@ -146,8 +146,8 @@ def protected(
     received, trained = _copies(received_content), _copies(answer)
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
-            f"request and answer must have one array record each, got {len(received)} and "
-            f"{len(trained)}. Let the job send one model"
+            f"request and answer must contain one array record each, got {len(received)} and "
+            f"{len(trained)}. Change the job to send one model"
         ).with_code("guard.arrays")
     leaving = RecordDict()
     for name, kind in _records(received_content).items():

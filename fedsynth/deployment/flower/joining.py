@@ -67,12 +67,15 @@ class ServerConnection:
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
         if not host or not port.isdigit():
-            raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
+            raise SettingError(
+                None, "server", f"must have the form HOST:PORT, got {self.server!r:.80}"
+            )
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
             raise SettingError(
                 None,
                 "--ca",
-                "must be set if the server is remote or --key is set. Name the CA's certificate file",
+                "is missing, but the server is remote or --key is set. Name the CA's "
+                "certificate file",
             )
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():

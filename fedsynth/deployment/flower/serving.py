@@ -115,8 +115,8 @@ class SuperLinkSettings:
                     None,
                     "--keys",
                     (
-                        "must be set if nodes on other machines connect. Create keys with fedsynth "
-                        "deploy keys"
+                        "is missing, but nodes on other machines connect. Create keys with "
+                        "fedsynth deploy keys"
                     ),
                 )
             return
@@ -229,7 +229,9 @@ class SuperLink:
                 f"the run failed: {outcome['error']}. Correct the cause and resume the run"
             )
         if "folder" not in outcome:
-            raise FlowerError("the run did not finish. The server's messages above give the reason")
+            raise FlowerError(
+                "the run did not finish. Read the reason in the server's messages above"
+            )
         return Path(outcome["folder"])
 
 

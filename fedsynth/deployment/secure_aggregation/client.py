@@ -154,7 +154,9 @@ class SumClient(Parcel):
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
         if self.step != step:
-            raise SecureSumError(f"client {self.number} expected request {self.step}, got {step}")
+            raise SecureSumError(
+                f"client {self.number} received request {step}, but expected {self.step}"
+            )
         self.step += 1
 
     def keys(self, identities: Identities | None = None) -> Keys:
@@ -204,8 +206,8 @@ class SumClient(Parcel):
         clients = self.terms.clients
         if len(keys) < self.terms.threshold or not keys.keys() <= set(clients):
             raise SecureSumError(
-                f"the server sent {len(keys)} clients' keys, but must send those of at least "
-                f"{self.terms.threshold} of the sum's {len(clients)} clients"
+                f"the server sent the keys of {len(keys)} clients, but the sum needs at least "
+                f"{self.terms.threshold} of its {len(clients)} clients"
             ).with_code("sums.keys")
         if self.number not in keys or keys[self.number].mask != primitives.public(self.mask_key):
             raise SecureSumError(f"the server changed or omitted the keys of client {self.number}")
@@ -253,7 +255,7 @@ class SumClient(Parcel):
         self._next(2)
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.roster):
-            raise SecureSumError(f"some shares are from clients without keys: {senders}")
+            raise SecureSumError(f"secret shares arrived from clients without keys: {senders}")
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
                 f"only {len(senders) + 1} clients sent secret shares, but the sum needs "
@@ -277,7 +279,9 @@ class SumClient(Parcel):
         self._next(3)
         length = self.terms.length
         if vector.shape != (length,):
-            raise SecureSumError(f"the vector must have the shape ({length},), got {vector.shape}")
+            raise SecureSumError(
+                f"the vector for a secure sum must have the shape ({length},), got {vector.shape}"
+            )
         self_mask = primitives.derived(self.seed, primitives.SELF_MASK, self.terms.name)
         masked = vector + primitives.mask(self_mask, length)
         for k in sorted(set(self.shares) - {self.number}):
@@ -300,11 +304,13 @@ class SumClient(Parcel):
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.shares):
             raise SecureSumError(
-                f"the server lists {len(clients)} present clients, but must list at least "
+                f"the server lists {len(clients)} clients with masked vectors, but the sum needs "
                 f"{self.terms.threshold}, all with secret shares"
             ).with_code("sums.survivors")
         if self.number not in clients:
-            raise SecureSumError(f"the server lists client {self.number} as absent")
+            raise SecureSumError(
+                f"the server lists client {self.number} as absent, although it is present"
+            )
         shares = self.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
@@ -330,11 +336,18 @@ def read_identities(private_key: Path, folder: Path) -> Identities:
         number = path.stem.removeprefix("client-")
         if not number.isdecimal():
             raise SettingError(
-                None, str(path), "has no number in its name. Rename it to client-NNN.pem"
+                None,
+                str(path),
+                "is not named after a client's number. Rename it to client-NNN.pem, such as "
+                "client-000.pem",
             )
         public_keys[int(number)] = read_public_key(path)
     if not public_keys:
-        raise SettingError(None, str(folder), "contains no keys client-NNN.pem. Add them")
+        raise SettingError(
+            None,
+            str(folder),
+            "contains no public keys named client-NNN.pem. Add one for each client",
+        )
     return Identities(read_private_key(private_key), public_keys)
 
 
@@ -389,7 +402,9 @@ class UploadLayout:
             end = start + math.prod(shape)
             sums = form.decode(encoded[start:end])
             if not bool((np.abs(sums) <= clients * form.grid.bound).all()):
-                raise SecureSumError(f"the sum of field {name} is outside its range")
+                raise SecureSumError(
+                    f"the sum of the upload field {name} is outside the range of its encoding"
+                )
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
         return self.kind(**tensors)
@@ -412,7 +427,10 @@ def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -
     for name, plan in method.sum_releases(exchange, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(f"field {name} has no fixed size, as a secure sum requires")
+            raise SecureSumError(
+                f"the field {name} has no fixed size, so it cannot be in a secure sum. Set "
+                "method.aggregation=own"
+            )
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
@@ -439,7 +457,9 @@ def sum_terms(
         SecureSumError: if the name is invalid, or if fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
-        raise SecureSumError(f"a sum's name must be {NAME_DIGITS} hex digits, got {name!r:.40}")
+        raise SecureSumError(
+            f"the name of a secure sum must have {NAME_DIGITS} hex digits, got {name!r:.40}"
+        )
     clients = context.active
     private = context.privacy is not None
     about = f"{agreed} {context.round} {exchange} {name}"

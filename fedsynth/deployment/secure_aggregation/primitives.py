@@ -78,10 +78,12 @@ class FixedPoint:
         """
         values = np.asarray(vector, np.float64)
         if values.ndim != 1:
-            raise SecureSumError(f"the vector must have 1 dimension, got {values.ndim}")
+            raise SecureSumError(f"the vector to sum must have 1 dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.grid.bound
         if not bool(inside.all()):
-            raise SecureSumError(f"a coordinate is not finite or is beyond ±{self.grid.bound:g}")
+            raise SecureSumError(
+                f"the vector to sum contains NaN, infinity or values beyond ±{self.grid.bound:g}"
+            )
         steps = np.rint(values / self.grid.spacing)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -115,8 +117,8 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 0:
         raise SecureSumError(
-            f"cannot split {len(secret)} bytes among {len(set(holders))} holders with the "
-            f"threshold {threshold}"
+            f"a secret of {len(secret)} bytes cannot be split among {len(set(holders))} clients "
+            f"with the threshold {threshold}"
         ).with_code("sums.split")
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
@@ -136,7 +138,9 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
         SecureSumError: if there are too few shares, or if they do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
-        raise SecureSumError(f"only {len(shares)} shares arrived, but the secret needs {threshold}")
+        raise SecureSumError(
+            f"only {len(shares)} secret shares arrived, but {threshold} are needed"
+        )
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
     secret = 0
@@ -149,7 +153,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError(f"a secret share from one of the clients {sorted(shares)} was changed")
+        raise SecureSumError(f"one of the clients {sorted(shares)} sent a changed secret share")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -356,4 +360,4 @@ def to_vector(sent: bytes) -> IntVector:
     try:
         return np.frombuffer(sent, "<u8").astype(np.uint64)
     except ValueError:
-        raise SecureSumError("the received masked vector is truncated") from None
+        raise SecureSumError("the received masked vector ends too early") from None

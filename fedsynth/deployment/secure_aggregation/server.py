@@ -145,7 +145,7 @@ class SumServer:
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
                 raise primitives.SecureSumError(
-                    f"a share of client {client}'s self mask was changed"
+                    f"a received share of client {client}'s self mask is wrong"
                 ).with_code("sums.self_mask")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
@@ -153,7 +153,7 @@ class SumServer:
             key = self._secret(client, {k: message.keys for k, message in answers.items()})
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
-                    f"a share of client {client}'s mask key was changed"
+                    f"a received share of client {client}'s mask key is wrong"
                 ).with_code("sums.mask_key")
             for other in self.masked:
                 # the mask that the other one has added
