@@ -155,7 +155,7 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
             raise
         _flush()
         if NO_TEMPORARY_FOLDER in str(error):
-            fail("no folder for temporary files can be written. Set TMPDIR to a folder with space")
+            fail("no folder for temporary files is writable. Set TMPDIR to a folder with space")
         path = os.fsdecode(error.filename or "a file or stdout")
         fail(f"cannot use {path}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:

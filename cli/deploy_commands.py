@@ -59,7 +59,7 @@ def settings_file(
     from fedsynth.validation import to_toml
 
     if file.exists():
-        raise OptionError(f"{file} already exists. Remove this file, or name a new file")
+        raise OptionError(f"{file} already exists. Remove it, or name a new file")
     write_output(file, to_toml(_proposal(chosen, None, spec).settings.to_mapping()).encode())
     print(f"written: {file}")
 
@@ -163,13 +163,13 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("neither or both of --data and --trial are set. Set one of them")
+        raise OptionError("--data and --trial are both set, or both missing. Set one of them")
     if data is not None and is_record_file(data):
-        raise OptionError(f"--data={data} is no image folder. Convert arrays to images")
+        raise OptionError(f"--data={data} is not a folder of images. Convert arrays to images")
     if ca is None and not insecure:
         raise OptionError("--ca is required. For a trial on one machine, use --insecure instead")
     if (identity is None) != (identities is None):
-        raise OptionError("only one of --identity and --identities is set. Set both")
+        raise OptionError("only one of --identity and --identities is set. Set both options")
     source = DatasetPart() if data is None else ClassFolders(data)
     connection = ServerConnection(server, ca, key)
     node = Node(number, ledger, _owner(policy, approve), device, _say, source=source)
@@ -205,8 +205,8 @@ def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) 
     proposal = new_proposal(sections, None if spec is None else read_spec(spec))
     if code := code_options(proposal.settings):
         raise OptionError(
-            f"{code[1]} cannot be used in a deployment, because owners run only the installed "
-            "package. Name a built-in one"
+            f"the custom code {code[1]} cannot be used in a deployment, because owners run only "
+            "the installed package. Use a built-in method or model"
         )
     if proposal.settings.privacy is None:
         note(UNPROTECTED)

@@ -55,11 +55,13 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
             section, name = "method", section
         if not equals or not name or section not in KEYS:
             raise OptionError(
-                f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. The sections are "
-                f"{', '.join(KEYS)}"
+                f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. Use one of the "
+                f"sections {', '.join(KEYS)}"
             )
         if name in chosen.get(section, {}):
-            raise OptionError(f"{section}.{name} is set twice, by an option and --set. Set it once")
+            raise OptionError(
+                f"{section}.{name} is set both by an option and by --set. Remove one of them"
+            )
         sections.setdefault(section, {})[name] = value.strip()
     return sections
 

@@ -67,7 +67,9 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
         from fedsynth.results.file_names import LOCK
         from fedsynth.results.later_reports import unfinished_report
 
-        with claim(run / LOCK, OptionError(f"the run in {run} has not ended. Wait until it ends")):
+        with claim(
+            run / LOCK, OptionError(f"the run in {run} is still active. Wait until it ends")
+        ):
             write_report(unfinished_report(run, ledger=ledger), run)
         note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 
@@ -193,7 +195,8 @@ def audit(
     unusable = (run, config, guesses) if function is not None else (page,)
     if any(option is not None for option in unusable):
         raise OptionError(
-            "--run, --config or --guesses is set with --function, or --page without it. Remove it"
+            "--run, --config and --guesses have no effect with --function, and --page none "
+            "without it. Remove them"
         )
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
@@ -245,8 +248,8 @@ def _audit_function(
     claim = chosen.pop("privacy")
     if set(claim) - set(names) or any(chosen.values()):
         raise OptionError(
-            "with --function, only --dp-sigma, --dp-epsilon, --dp-delta and --dp-clip describe the "
-            "claim. Remove the other settings"
+            "a setting other than --dp-sigma, --dp-epsilon, --dp-delta and --dp-clip is set "
+            "with --function. Remove it"
         )
     definition, _ = load_own(None, "function", function)
     dimension, canaries, confidence = numbers
@@ -321,7 +324,9 @@ def _settings_to_audit(
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
+        raise OptionError(
+            f"the options contradict the settings of {run}. Remove the options or --run"
+        )
     return settings, f"settings of {run}"
 
 
@@ -384,7 +389,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     if "folder" not in chosen["data"]:
         chosen["data"].setdefault("dataset", "mnist")
     if not chosen["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("--dp-epsilon and --dp-sigma are missing. Set one of them")
+        raise OptionError("neither --dp-epsilon nor --dp-sigma is set. Set one of them")
     plans = plans_by_mechanism(chosen)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))

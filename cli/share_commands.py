@@ -126,7 +126,9 @@ def distill(
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError(f"--set must be a setting of the method, got sections {list(sections)}")
+        raise OptionError(
+            f"--set must be a setting of the method, got a setting in {list(sections)}"
+        )
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:
@@ -179,7 +181,7 @@ def describe(
     if path.exists():
         if read_declaration(path).signed_by:
             raise OptionError(
-                f"{path} is signed and cannot be replaced. Name a new file with --output"
+                f"{path} is signed, so it cannot be replaced. Name a new file with --output"
             )
         if not overwrite and read_regular(path) != proposal:
             raise OptionError(
@@ -450,7 +452,7 @@ def fidelity(
     spec = synthetic_set(folder).spec
     test = real_images(spec, chosen["data"], dataset, download=download, note=say)
     if test is None:
-        raise OptionError("no real images are set. Name them with --test-data or --dataset")
+        raise OptionError("no real images are named. Set --test-data or --dataset")
     with show_steps() as report:
         measured = fidelity_of_set(folder, test, features, weights, report=report)
     if as_json:

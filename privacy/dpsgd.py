@@ -173,13 +173,13 @@ def check_model(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}, whose masks depend on an example's "
-                "position in the batch. Remove the layer"
+                f"layer {name!r} is {type(layer).__name__}, whose random masks depend on "
+                "examples' positions in the batch. Remove the layer"
             ).with_code("model.dropout")
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {name!r} may contain data statistics, but would be uploaded without noise. "
-            "Remove the buffer"
+            f"buffer {name!r} would be uploaded without noise, but may contain statistics of the "
+            "data. Remove the buffer"
         ).with_code("model.buffer")
 
 
@@ -507,12 +507,12 @@ class ExampleGradients:
         losses, calls, uses = self._forward(x_NCHW, labels_N)
         if calls != self._calls:
             raise PrivacyError(
-                "the model calls other layers for private images than for random ones. Remove "
+                "the model calls different layers for private and for random images. Remove "
                 "branches that depend on the data"
             )
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
-                f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
+                f"the loss function must return one value for each of {len(x_NCHW)} examples, "
                 f"got shape {list(losses.shape)}"
             ).with_code("model.losses")
         layers, inputs, edges = zip(*uses, strict=True)
@@ -533,8 +533,8 @@ class ExampleGradients:
                 return
             if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
-                    f"layer {name!r} does not map one tensor to one tensor, each with one row for "
-                    "each example. Change its call"
+                    f"layer {name!r} is not called with one tensor, or does not return one, with "
+                    "a row for each example. Change its call"
                 ).with_code("model.calls")
             calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))

@@ -105,7 +105,9 @@ class GuardSettings(Part):
         with faults_as(partial(damaged, file), f"{file}"):
             settings = cls.model_validate(table)
         if (settings.rounds is None) == (settings.noise_multiplier is None):
-            raise damaged(file, f"{file} must set exactly one of rounds and noise_multiplier")
+            raise damaged(
+                file, f"{file} must set either rounds or noise_multiplier. Set one of them"
+            )
         return settings
 
     @property
@@ -252,9 +254,9 @@ class UpdateGuard:
                 or (trained.is_floating_point() and not sent.is_floating_point())
             ):
                 raise PrivacyError(
-                    f"the job of client {self.client!r} must answer with the arrays that it "
-                    f"received, but array {short_repr(name)} is missing or has another shape or "
-                    "type. Let the server send the whole initial model"
+                    f"the answer of client {self.client!r}'s job must contain the received "
+                    f"arrays, but array {short_repr(name)} is missing or has another shape or "
+                    "type. Change the server to send the whole initial model"
                 ).with_code("guard.arrays")
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
@@ -295,8 +297,8 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise PrivacyError(
-            f"array {short_repr(name)} must be a numeric array, got {type(value).__name__}. Remove "
-            "it from the job's model"
+            f"array {short_repr(name)} is not a numeric array, but {type(value).__name__}. "
+            "Remove it from the job's model"
         ).with_code("guard.arrays") from None
 
 
@@ -386,7 +388,7 @@ def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -
     stated = file_hash(folder / GUARD_SETTINGS)
     for client, charged in rows.ledgers.items():
         if [noted for _, noted in charged.lines.files][-1:] != [stated]:
-            text = f"the ledger of {client} was charged with other settings than {GUARD_SETTINGS}"
+            text = f"the ledger of {client} was charged with settings other than {GUARD_SETTINGS}"
             problems.append(Problem(f"files.{GUARD_SETTINGS}", text))
     problems += report_problems(report, facts, rows, {})
     return Verification(problems, [rows.note, *notes])

@@ -188,8 +188,8 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"data owner {self.name!r} has spent ε = {spent:.4g} of the total {target:g} (at "
-                f"δ = {self.delta:g}). Set a larger total",
+                f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
+                f"{self.delta:g}), which leaves too little. Set a larger total",
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
@@ -232,7 +232,7 @@ class DataOwner:
         (only,) = mechanisms
         if only not in self._charged:
             raise UnplannedReleaseError(
-                f"data owner {self.name!r} has not charged the mechanism. Call charge() for it"
+                f"data owner {self.name!r} has not charged the mechanism. Create it with charge()"
             ).with_code("release.uncharged")
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row

@@ -251,8 +251,8 @@ def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor
     values = compute(*map(torch.clone, records))  # user code may change its inputs in place
     if len(values) != len(records[0]):
         raise ValueError(
-            f"the function must return one value for each of the {len(records[0])} records, got "
-            f"{len(values)} values"
+            f"the function must return one value for each of {len(records[0])} records, got "
+            f"{len(values)}"
         )
     return values
 

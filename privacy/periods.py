@@ -181,8 +181,8 @@ class ReleaseSequence:
             stored = self.stored_facts(self.period)
             if stored is not None and self.has_releases and _json(stored) != _json(facts):
                 raise LedgerError(
-                    f"period {self.period} began with other settings. Repeat it with the settings "
-                    f"in {self.folder}"
+                    f"period {self.period} began with other settings. Repeat the period with the "
+                    f"settings in {self.folder}"
                 ).with_code("sequence.settings")
             self._write(facts)
         self._begun = _json(facts)
@@ -211,7 +211,7 @@ class ReleaseSequence:
         except Exception as error:  # safetensors has errors of its own
             raise _damaged(path, error) from error
         if tensors.keys() != {"noise", "increment"}:
-            raise _damaged(path, "it has other tensors")
+            raise _damaged(path, "the file contains unexpected tensors")
         return tensors
 
     def earlier_releases(self, quantity: str) -> list[dict[str, Tensor]]:
@@ -224,7 +224,7 @@ class ReleaseSequence:
         for period in range(1, self.period):
             tensors = self.stored(period, quantity)
             if tensors is None:
-                raise _damaged(self._path(period, quantity), "it is missing")
+                raise _damaged(self._path(period, quantity), "the file is missing")
             releases.append(tensors)
         return releases
 
@@ -242,8 +242,8 @@ class ReleaseSequence:
             facts = self.stored_facts(self.period)
             if facts is None or _json(replace(facts, finished=False)) != self._begun:
                 raise LedgerError(
-                    f"another process began period {self.period} with other records or settings. "
-                    "Wait for it, then repeat the period with them"
+                    f"another process has begun period {self.period} with other records or "
+                    "settings. Wait for it, then repeat the period with the same ones"
                 ).with_code("sequence.begun")
             create_once(self._path(self.period, quantity), save(tensors))
         stored = self.stored(self.period, quantity) or tensors
@@ -268,8 +268,8 @@ def _json(facts: PeriodFacts) -> str:
 
 def _damaged(path: Path, reason: object) -> LedgerError:
     return LedgerError(
-        f"cannot use {path}, without which the running sums cannot go on: {one_line(str(reason))}. "
-        "Restore it from a backup"
+        f"cannot use {path}, which continuing the running sums requires: "
+        f"{one_line(str(reason))}. Restore it from a backup"
     ).with_code("sequence.missing")
 
 

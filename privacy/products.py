@@ -317,7 +317,7 @@ def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows
     if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
-        raise PrivacyError("the weights of a user's records must be in [0, 1]. Rescale them")
+        raise PrivacyError("a user's records have weights outside of [0, 1]. Rescale them")
     return rows * shares_N.to(rows)[:, None]
 
 

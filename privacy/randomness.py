@@ -213,8 +213,8 @@ def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Gri
     overflows = addends.clients * grid.bound / grid.spacing > 2.0**SUM_DIGITS
     if overflows or grid.spacing < VALUES * math.ulp(grid.bound):
         reason = (
-            f"is too small for a 64-bit sum of {addends.records} records of {addends.clients} "
-            "clients. Increase privacy.noise_multiplier or lower privacy.max_records"
+            f"is too small for an exact 64-bit sum over {addends.records} records and "
+            f"{addends.clients} clients. Increase it, or lower privacy.max_records"
         )
         raise PrivacySettingError("privacy", "noise_multiplier", reason)
     return grid

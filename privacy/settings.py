@@ -174,8 +174,8 @@ class PrivacySettings:
         _require(is_unit, "unit", f"must be one of {RECORD}, {USER}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "must come with privacy.nominal_size, a client's approximate number of users, or "
-                "with `users` in the data's declaration. Set one of them"
+                "needs privacy.nominal_size (a client's approximate number of users), or "
+                "`users` in the data's declaration. Set one of them"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
@@ -189,7 +189,7 @@ class PrivacySettings:
                 "mechanism"
             )
         elif self.epsilon is not None:
-            reason = "has no guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
+            reason = "has no guarantee, so ε has no meaning. Set only privacy.noise_multiplier"
         if reason:
             raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 

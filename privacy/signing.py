@@ -71,8 +71,8 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
         raise SigningError(
-            f"{path} is not an unencrypted {kind} Ed25519 key in PEM format. Create keys with "
-            "openssl genpkey and openssl pkey"
+            f"{path} is not an unencrypted {kind} Ed25519 key in PEM format. Create one with "
+            "openssl genpkey (private) or openssl pkey (public)"
         ).with_code("signing.format")
     return key
 

@@ -172,11 +172,11 @@ class FedGen(TrainsLocally):
         total = float(upload.counts.double().sum())
         size = most_examples(client, context)
         if context.privacy is None and total > size:
-            reason = f"must sum to at most {size:g}, the client's number of examples, got {total:g}"
+            reason = f"sum to {total:g}, more than the client's {size:g} examples"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
             reason = (
-                f"are all 0, but the upload has the weight {upload.weight:g}. Send a count above 0"
+                f"are all 0, but the upload's weight is {upload.weight:g}. Send a count above 0"
             )
             raise UploadRejectedError("counts", reason)
 

@@ -394,8 +394,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return bool(features.blocks) and grey
         if self.whitening == YES and not features.blocks:
             reason = (
-                "needs a feature map with channels and spatial cells (FeatureMap.blocks), but "
-                f"the feature map {features.name!r} has none. Set method.whitening=no"
+                f"needs a feature map with channels and spatial cells, but {features.name!r} "
+                "defines none (FeatureMap.blocks). Set method.whitening=no"
             )
             raise SettingError("method", "whitening", reason, value=self.whitening)
         return self.whitening == YES
@@ -431,7 +431,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         if total >= 1:
             reason = (
                 "is too large: centre_share, pixel_share, covariance_share and moment_share sum "
-                f"to {total:g}, but must leave a part of the budget for steps. Lower one of them"
+                f"to {total:g}, and leave no budget for steps. Lower one of them"
             )
             largest = max(shares, key=lambda name: shares[name])
             key = f"{largest.removesuffix('s')}_share"
@@ -456,12 +456,12 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     def check_images(self) -> None:
         if not self.images_each:
-            reason = "makes no images, because method.drawn_ipc is 0 too. Set method.ipc=400"
+            reason = "and method.drawn_ipc are both 0, so no images are made. Set method.ipc=400"
             raise SettingError("method", "ipc", reason, value=self.ipc)
         if self.requires_secure_sum:
             reason = (
-                "cannot make images, because a 'secure' sum of round 1 with too little noise is "
-                "discarded. Set method.aggregation=own"
+                "must be 'own' for images, because a 'secure' sum of round 1 may have too "
+                "little noise and be discarded. Set method.aggregation=own"
             )
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
@@ -582,7 +582,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
-            reason = f"cannot be used with {self.name}, which trains a linear model on features. Remove it"
+            reason = (
+                f"cannot be used with {self.name}, which trains a linear model on features. "
+                "Remove it"
+            )
             raise SettingError("model", "name", reason)
         if self.ipc > 0:
             images.check_differentiable(model)

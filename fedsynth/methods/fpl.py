@@ -198,7 +198,7 @@ class FPL(TrainsLocally):
         check_tensor("classes", message.classes, (count,), torch.int64)
         if not ((message.classes >= 0) & (message.classes < context.spec.classes)).all():
             raise RequestRefusedError(
-                "the field classes of the server's message must hold classes in 0 … "
+                "the server's message must contain classes from 0 to "
                 f"{context.spec.classes - 1}, got {message.classes.tolist()}"
             ).with_code("request.classes")
 

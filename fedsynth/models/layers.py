@@ -61,7 +61,10 @@ def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) ->
     """
     _, height, width = image_shape
     if min(height, width) < min_side:
-        reason = f"requires images of at least {min_side}×{min_side}, got {height}×{width}"
+        reason = (
+            f"requires at least {min_side}×{min_side} pixels, got {height}×{width}. Choose "
+            "another model"
+        )
         raise SettingError("model", "name", reason, value=name)
 
 
@@ -229,8 +232,8 @@ def check_embedding(
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), last)):
         reason = (
-            f"must be a network with `embed` and a linear `classifier` for {method}. Define "
-            "embed(x), which returns [N, embedding_size], and classifier = "
-            "nn.Linear(embedding_size, classes)"
+            f"has no `embed` or no linear `classifier`, which {method} needs. Define embed(x), "
+            "which returns [N, embedding_size], and classifier = nn.Linear(embedding_size, "
+            "classes)"
         )
         raise SettingError("model", "name", reason)

@@ -125,8 +125,8 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
         raise _refused(
             name,
-            "changes names or shapes in its state_dict during training. Create all tensors in "
-            "__init__",
+            "changes tensor names or shapes in its state_dict during training. Create all "
+            "tensors in __init__",
         )
 
 
@@ -143,7 +143,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
-                reason = f"has tied weights. Make {key} and {owner} separate tensors"
+                reason = f"has tied weights: {key} is {owner}. Make them separate tensors"
                 raise _refused(name, reason)
 
 

@@ -104,7 +104,7 @@ class Lstm(EmbeddingNetwork):
         super().__init__()
         inputs, height, length = image_shape
         if height != 1:
-            reason = f"requires sequences (one row), got images with {height} rows"
+            reason = f"requires sequences (one row), got {height} rows. Choose another model"
             raise SettingError("model", "name", reason, value="lstm")
         self.vocabulary = vocabulary
         if vocabulary:

@@ -89,10 +89,10 @@ def plan_when_it_began(
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"{client}'s ledger is not the one with which the run began")
+            raise PrivacyError(f"{client}'s ledger is not the ledger with which the run began")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"{client}'s ledger is missing {_text(row)}, charged by the run")
+        raise PrivacyError(f"{client}'s ledger is missing the charged {_text(row)}")
     return charges.plan
 
 
@@ -239,7 +239,7 @@ class Charges:
         """
         problems = []
         for client, row in self.missing:
-            text = f"{client}'s ledger is missing {_text(row)}, required by config.toml"
+            text = f"{client}'s ledger is missing {_text(row)}, which config.toml requires"
             problems.append(Problem("ledger.missing", text))
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
@@ -258,7 +258,7 @@ class Charges:
                 problems.append(Problem("ledger.data_set", text))
         if only_this_run:
             for client, row in self.foreign:
-                text = f"{client}'s ledger contains {_text(row)}, not planned by "
+                text = f"{client}'s ledger contains {_text(row)}, which is not planned by "
                 problems.append(Problem("ledger.foreign", f"{text}config.toml"))
         return problems
 

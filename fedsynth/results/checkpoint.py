@@ -178,9 +178,11 @@ class CheckpointFolder:
         stored = files.read_regular(self.path / POINTER, MAX_POINTER_BYTES)
         pointer: dict[str, Any] = files.decode_json(files.without_hash(stored))
         if pointer["format"] != FORMAT:
-            raise self._damaged(f"{POINTER} is not in format {FORMAT}")
+            raise self._damaged(f"{POINTER} has another format than {FORMAT}")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"{self.path} belongs to a run with other settings or data")
+            raise CheckpointError(
+                f"{self.path} belongs to a run with other settings or data. Restore them"
+            )
         return pointer
 
     def _content(self, name: str) -> bytes:
@@ -219,7 +221,9 @@ class CheckpointFolder:
                 or data.
         """
         if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
-            raise CheckpointError(f"{run.path / CONFIG} does not match this run's settings")
+            raise CheckpointError(
+                f"{run.path / CONFIG} does not match this run's settings. Restore the settings"
+            )
         checkpoint = self.read(settings.method)
         if checkpoint is None and run.has_rounds:
             reason = "Restore it from a backup, as a restart would charge the ledgers twice"

@@ -107,9 +107,9 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
     """Yields a description of each metric that may not be shown or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
-            yield f"contains {key!r:.80}, which may not be shown"
+            yield f"contains the undeclared metric {key!r:.80}"
         elif not declared[key].fits(value):
-            yield f"contains {key} with a type or shape that does not match its declaration"
+            yield (f"contains {key} with a type or shape that does not match its declaration")
 
 
 def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:

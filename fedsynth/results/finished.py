@@ -148,12 +148,14 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     runs: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise RunFolderError(f"the folder {folder} does not exist")
+            raise RunFolderError(f"the folder {folder} does not exist. Check the path")
         below = sorted(path for path in folder.iterdir() if path.is_dir())
         deeper = [run for inner in below for run in run_folders(inner)]
         runs += run_folders(folder) or deeper
     if not runs:
-        raise RunFolderError(f"there is no finished run in {', '.join(map(str, folders))}")
+        raise RunFolderError(
+            f"there is no finished run in {', '.join(map(str, folders))}. Check the path"
+        )
     return runs
 
 
@@ -179,7 +181,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path} is not a run's summary: the content is not a JSON object")
     for key, declaration in disclosed.SUMMARY.items():
         if key in summary and not declaration.fits(summary[key]):
-            raise RunFolderError(f"{path} is not a run's summary: the type of {key} is wrong")
+            raise RunFolderError(
+                f"{path} is not a run's summary: the value of {key} has the wrong type"
+            )
     return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 
@@ -220,7 +224,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict) or type(row.get("round")) is not int:
-            raise RunFolderError(f"{file} is damaged: line {number} does not name its round")
+            raise RunFolderError(f"{file} is damaged: line {number} contains no round number")
     return rows
 
 

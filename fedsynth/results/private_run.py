@@ -91,8 +91,8 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         text = (
-            f"{RESUMED} states a resumption after round {resumed[-1]}, but the last possible one "
-            f"is after round {limit}"
+            f"{RESUMED} lists a resumption after round {resumed[-1]}, but none is possible after "
+            f"round {limit}"
         )
         raise PrivacyError(text).with_code(RESUMED)
     summary = None
@@ -149,7 +149,7 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     rows = read_rows(file)
     for number, row in enumerate(rows, start=1):
         if row["round"] != number:
-            text = f"{file.name}: line {number} does not describe round {number}"
+            text = f"{file.name}: line {number} is not about round {number}"
             raise PrivacyError(text).with_code(METRICS)
         for problem in disclosed.undeclared(row, declared):
             raise PrivacyError(f"{file.name}: round {number} {problem}").with_code(METRICS)

@@ -126,7 +126,9 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} is not a run folder: it contains no {CONFIG}")
+            raise OutputError(
+                f"{path} is not a run folder: it contains no {CONFIG}. Name a run folder"
+            )
         if path.suffix != INCOMPLETE:
             raise OutputError(
                 f"the run in {path} cannot be resumed, because it has finished. Start a new run"

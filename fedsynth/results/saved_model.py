@@ -152,7 +152,9 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
-            raise OutputError(f"{spec.classes} classes of {spec.image_shape} images are too large")
+            raise OutputError(
+                f"a model for {spec.classes} classes of {spec.image_shape} images is too large"
+            )
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
@@ -222,7 +224,9 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(f"{file} is not a model file: it states no architecture")
+        raise OutputError(
+            f"{file} is not a model file: it contains no architecture. Name a model file"
+        )
     try:
         parameters = sum(map(Tensor.numel, weights.values()))
         architecture = Architecture.from_metadata(metadata, method, parameters)
@@ -234,8 +238,8 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     if not same:
         parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
-            f"{file} cannot be used: the network's outputs for public images do not match those "
-            f"in the file. Use {parts} with the weights at the time of writing"
+            f"{file} cannot be used: the rebuilt network's outputs for public images do not "
+            f"match the stored ones. Use {parts} with the original weights"
         ).with_code("files.model")
     return network.eval(), architecture
 
@@ -325,8 +329,8 @@ def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Modul
         return read_model(source, method)
     if not (source / MODEL).is_file():
         raise OutputError(
-            f"{source} is neither a model file nor a finished run's folder nor an export with a "
-            "model (--with-model). Name one of them"
+            f"{source} is not a model file, a finished run's folder or an export with a model "
+            "(--with-model). Name one of them"
         ).with_code("files.model")
     if (source / SUMS).is_file():
         check_hashes(source)

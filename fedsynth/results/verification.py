@@ -259,7 +259,7 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in names:
-            yield f"contains metrics of model {name!r:.40}, which the method does not make"
+            yield f"contains metrics of the model {name!r:.40}, which the method does not have"
         for problem in undeclared(variant, MEASURED):
             yield f"{problem} (in the metrics of the model {name!r:.40})"
     for values in (row, *models.values()):
@@ -273,7 +273,7 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     active = charges.plan.participation.in_round(row["round"])
     total = row.get("upload_bytes")  # a pixel has one byte, other values have more
     if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
-        yield "contains contradictory upload sizes"
+        yield "contains upload sizes that contradict each other"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]:

@@ -145,7 +145,10 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} contains no images, because {name} makes none")
+        raise OutputError(
+            f"the run in {folder} contains no images, because {name} makes none. Export its "
+            "model (--onnx)"
+        )
     synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
@@ -174,7 +177,7 @@ def verified_report(
         PrivacyError: the report does not follow from the run's settings and ledgers.
     """
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{folder} is not a finished run's folder: it contains no summary.json")
+        raise OutputError(f"{folder} contains no summary.json. Name a finished run's folder")
     report = None
     if (folder / PRIVATE_START).exists():
         problems = verify_run(folder, method=method).problems
@@ -186,7 +189,7 @@ def verified_report(
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):
         raise OutputError(
-            f"the run in {folder} has no privacy guarantee, so its images and its model may reveal "
+            f"the run in {folder} has no privacy guarantee, so its images and model may reveal "
             f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
         ).with_code("export.no_guarantee")
     return report

@@ -71,7 +71,7 @@ def fidelity_of_set(
     synthetic = synthetic_set(Path(folder))
     spec = synthetic.spec
     if test.spec.image_shape != spec.image_shape:
-        reason = f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}"
+        reason = f"must contain images of shape {spec.image_shape}, got {test.spec.image_shape}"
         raise SettingError(None, "test", reason)
     embed = _embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
@@ -99,7 +99,9 @@ def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec)
             return feature_map(str(network), spec.image_shape)
         network = load_model(network)
     if not hasattr(network, "embed"):
-        raise SettingError(None, "network", "must have a function `embed` that returns features")
+        raise SettingError(
+            None, "network", "has no function `embed`, which returns features. Define it"
+        )
     embed: Embed = network.eval().embed  # type: ignore[assignment]
     return lambda images_NCHW: embed(normalise(images_NCHW, spec))
 

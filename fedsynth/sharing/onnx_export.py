@@ -136,9 +136,9 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
     except (RuntimeError, ValueError) as error:
         raise OutputError(
-            "the model cannot be exported: ONNX does not support one of its operations (as in "
-            "scattering feature maps), or the code fixes the number of images. Use another "
-            "feature map or model"
+            "the model cannot be exported, because ONNX does not support one of its operations "
+            "(for example in scattering feature maps), or because its code fixes the number of "
+            "images. Use another feature map or model"
         ).with_code("onnx.operation") from error
     # one image instead of three, because code such as `len(images)` may fix the number
     _check_logits(program.model_proto, images[:1], logits[:1])

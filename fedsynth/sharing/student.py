@@ -169,7 +169,9 @@ def student_of_set(
     student_settings = student_settings or settings_for(synthetic.spec.image_shape)
     check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        reason = "must be 'hard' or 'auto', because the set has no soft labels. Choose one of them"
+        reason = (
+            "must be 'hard' or 'auto', because the set contains no soft labels. Choose one of them"
+        )
         raise SettingError(None, "labels", reason)
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
@@ -260,9 +262,11 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
     for name in _FACTS_OF_INPUTS:
         if getattr(other, name) != getattr(spec, name):
             values = f"{name.replace('_', ' ')} {short_repr(getattr(spec, name))} of {spec.name}"
-            reason = f"must have the {values}, but {place} was trained for {other.name} with "
+            reason = (
+                f"needs a model with the {values}, but {place} was trained for {other.name} with "
+            )
             raise SettingError(
-                None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another"
+                None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another model"
             )
 
 
@@ -277,7 +281,10 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         logits = torch.empty(0)
     model.train(mode)
     if logits.shape != (2, spec.classes):
-        reason = f"must map {spec.image_shape} images to {spec.classes} logits, but {name} does not"
+        reason = (
+            f"{name} does not map {spec.image_shape} images to {spec.classes} logits. Choose "
+            "another"
+        )
         raise SettingError(None, "teacher", reason)
     return model
 
@@ -320,7 +327,7 @@ def real_images(
             raise SettingError(
                 "data",
                 "dataset",
-                "must not be set together with data.test_folder. Remove one of them",
+                "and data.test_folder are both set. Remove one of them",
             )
         chosen = FolderSettings(folder, **data)
         return _encoded(read_as(chosen, images, note, TEST), spec, encoder)
@@ -330,8 +337,8 @@ def real_images(
     other = loaded.spec
     if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
         reason = (
-            f"must have the synthetic set's image shape {images.image_shape} and class names. Choose "
-            "such a data set"
+            f"does not have the synthetic set's image shape {images.image_shape} and class "
+            "names. Choose another data set"
         )
         raise SettingError("data", "dataset", reason, value=dataset)
     test = ImageData(loaded.images, loaded.labels, images)  # normalised as the synthetic ones are
@@ -348,14 +355,17 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     expected = spec.encoder.partition(": ")[0]
     if encoder is None:
         reason = (
-            f"must be {expected.partition('@')[0]}, because the set has vectors of {expected}. Set it "
-            "so"
+            f"is not set, but the synthetic set contains vectors of {expected}. Set it to "
+            f"{expected.partition('@')[0]}"
         )
         raise SettingError("data", "encoder", reason)
     features = encoder_map(encoder, test.spec)
     vectors = encode(test, features, torch.device("cpu"))
     if vectors.spec.encoder != spec.encoder:
-        reason = f"must be {expected}, which made the set's vectors, got {features.name}"
+        reason = (
+            f"is {features.name}, but the synthetic set's vectors are from {expected}. Use this "
+            "encoder"
+        )
         raise SettingError("data", "encoder", reason)
     return replace(vectors, spec=spec)
 
@@ -405,7 +415,7 @@ def distil_files(
     settings = resolve({**sections, **one_shot}, own_data=own_data)
     method, device = settings.method, resolve_device(settings.device)
     if not isinstance(method, DataFreeEnsembleDistillation):
-        reason = "cannot distil without data. Use fedhydra or dense"
+        reason = "does not support distillation without data. Use fedhydra or dense"
         raise SettingError("run", "method", reason, value=method.name)
     context = replace(
         public_context(settings, spec, device),

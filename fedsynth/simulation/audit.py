@@ -159,8 +159,8 @@ def audit_run(
         plan = run.budget.plan
         if plan.chief.shares > 1:
             reason = (
-                "must be 'own' for an audit, because one upload has less noise than a secure "
-                "sum. Set method.aggregation=own"
+                "must be 'own' for an audit, because a single upload to a secure sum has less "
+                "noise than the sum. Set method.aggregation=own"
             )
             raise SettingError(None, "aggregation", reason)
         run.watch()
@@ -383,7 +383,9 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     sigma = value_at(summary, "differential_privacy.noise_multiplier")
     rounds = summary.get("rounds")
     if settings.privacy is None or not sigma or not rounds:
-        reason = "must be a finished private run of at least one round. Name such a run's folder"
+        reason = (
+            "is not a finished private run's folder with at least one round. Name such a folder"
+        )
         raise SettingError(None, "folder", reason, value=folder)
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
@@ -408,5 +410,7 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = sound_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
-        raise PrivacyError(f"{folder}/config.toml differs from the folder's privacy report")
+        raise PrivacyError(
+            f"{folder}/config.toml does not match the settings in the folder's privacy report"
+        )
     return report

@@ -255,8 +255,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if records != len(self._records):
             raise PrivacyError(
-                f"the method sampled from {records} of the audited client's {len(self._records)} "
-                "records. Sample from all of them"
+                f"the method sampled from only {records} of the audited client's "
+                f"{len(self._records)} records. Sample from all of them"
             ).with_code("audit.sample")
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
@@ -324,8 +324,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"the method added {self._position} of {len(self._canary_of_sampled)} sampled "
-                "records. Add all of them"
+                f"the method added only {self._position} of {len(self._canary_of_sampled)} "
+                "sampled records to its sum. Add all of them"
             ).with_code("audit.added")
         released = super().release()
         directions = self._directions

@@ -41,7 +41,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     """
     if not (share / "privacy_report.json").is_file():
         raise DataFilesMissingError(
-            f"{share} contains no privacy report. Name a folder that synthesize exported"
+            f"{share} contains no privacy report. Name a folder written by fedsynth synthesize"
         ).with_code("files.synthetic_set")
     check_hashes(share)
     report = read_report(share)
@@ -49,14 +49,16 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     period, periods = max((pair for pair in pairs if pair), default=(1, 1))
     if period >= periods:
         reason = (
-            f"allows no further period, because {share} is of period {period} of {periods}. Start a "
+            f"is {periods}, so no period follows {share}, which is from period {period}. Start a "
             "new sequence with new records and another ledger folder"
         )
         raise SettingError("method", "periods", reason)
     for section, values in sections.items():
         for key in values:
             if section not in FREE_SECTIONS and key not in FREE_SETTINGS:
-                reason = "must not be changed, because it is that of all periods. Remove it"
+                reason = (
+                    "cannot be changed, because all periods must have the same value. Remove it"
+                )
                 raise SettingError(section, key, reason)
     folder = _ledger_folder(sections)
     (client,) = report["ledger_heads"]
@@ -107,7 +109,7 @@ def _ledger_folder(sections: Sections) -> Path:
         declaration = from_mapping(FolderSettings, folder_settings).declared()
         stated = None if declaration is None else declaration.ledger
     if stated is None:
-        reason = "must be set, because it stores the noise of earlier periods. Set privacy.ledger"
+        reason = "is not set, but it stores the noise of earlier periods. Set privacy.ledger"
         raise PrivacySettingError("privacy", "ledger", reason)
     return Path(stated).expanduser()
 

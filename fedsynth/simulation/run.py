@@ -160,8 +160,8 @@ class Simulation(ActiveRun):
             return
         if not isinstance(network, OnFeatures | FeatureLinear):
             reason = (
-                "has no effect, because the run has no encoder and its model no feature map. Remove "
-                "it"
+                "has no effect, because the run has neither an encoder nor a model on features. "
+                "Remove it"
             )
             raise SettingError("data", "encoder_cache", reason)
         if self.context.isolated:

@@ -152,7 +152,7 @@ def simulate(
 def _require_settings(settings: object) -> None:
     """Raises SettingError unless `settings` are `RunSettings`."""
     if not isinstance(settings, RunSettings):
-        reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
+        reason = "must be RunSettings, made by RunSettings(FedDM()) or resolve({...}), got "
         raise SettingError(None, "settings", reason + short_repr(settings))
 
 
@@ -170,10 +170,10 @@ def check_periods(
         reason = "must be 1 without differential privacy. Set privacy.epsilon"
         raise SettingError("method", "periods", reason)
     if has_periods(method) and resume is not None:
-        reason = "must be None with several periods. Start the period again instead"
+        reason = "has no effect with several periods. Set it to None, and start the period again"
         raise SettingError(None, "resume", reason)
     if (period > 1) != (continued is not None):
-        reason = f"must be the shared set of the period before, for period {period}"
+        reason = f"is not the shared set of the previous period, which period {period} needs"
         raise SettingError(None, "continued", f"{reason}. Use the result of owner_settings")
 
 
@@ -341,8 +341,8 @@ def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = Fal
     require_new(out)
     if settings.privacy is None and not unprotected:
         reason = (
-            "must be set, because images without differential privacy may reveal real images. To "
-            f"create such images, set --{UNPROTECTED} or {UNPROTECTED}=True"
+            "is not set, but images without differential privacy may reveal real images. Set "
+            f"privacy.epsilon, or allow such images with --{UNPROTECTED} or {UNPROTECTED}=True"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     method = settings.method

@@ -121,8 +121,8 @@ def _step_features(
     """Draws a step's network from the seed, and returns its feature function."""
     if isinstance(networks, nn.Module):
         raise TypeError(
-            "networks is a network, but must be a function that returns one. Pass a function such as "
-            "`lambda: network`"
+            "networks must be a function that returns a network, got a network. Pass a function "
+            "such as `lambda: network`"
         )
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
@@ -388,7 +388,7 @@ def condense(
     if start is not None:
         if start.shape != synthetic.shape:
             raise ValueError(
-                f"start must have shape {list(synthetic.shape)}, got {list(start.shape)}"
+                f"start must have the shape {list(synthetic.shape)}, got {list(start.shape)}"
             )
         synthetic.copy_(start)
     optimiser = MomentumSgd(lr, momentum)

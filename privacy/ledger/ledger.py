@@ -169,9 +169,11 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(f"{path} does not begin with the header of ledger schema {LEDGER_SCHEMA}")
+        raise LedgerError(f"{path} does not begin with a ledger's header (schema {LEDGER_SCHEMA})")
     if client is not None and owner != client:
-        raise LedgerError(f"{path} is the ledger of {short_repr(owner)}, not {short_repr(client)}")
+        raise LedgerError(
+            f"{path} is the ledger of client {short_repr(owner)}, not of {short_repr(client)}"
+        )
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
@@ -201,7 +203,7 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             may_change=False,
         )
     raise LedgerError(
-        f"ledger {path} contains an unknown entry after release {rows}. Update fedsynth"
+        f"ledger {path} contains an unknown kind of line after release {rows}. Update fedsynth"
     )
 
 
@@ -209,7 +211,9 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
     try:
         return Release.from_json(entry)
     except PrivacySettingError as error:
-        raise LedgerError(f"line {number} of ledger {path} is not a release: {error}") from error
+        raise LedgerError(
+            f"line {number} of ledger {path} is not a valid release: {error}"
+        ) from error
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
@@ -333,8 +337,8 @@ class Ledger:
         if self.path is None:
             if self._process != this_process():
                 raise LedgerError(
-                    f"the ledger of client {self.client!r} is in the memory of another process. "
-                    "Set privacy.ledger to keep the ledger in a folder"
+                    f"the ledger of client {self.client!r} is only in another process's memory. "
+                    "Set privacy.ledger to keep it in a folder"
                 ).with_code("ledger.process")
             with self._in_memory:
                 check(self.lines.releases, [release])
@@ -404,7 +408,7 @@ class Ledger:
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
             raise LedgerError(
-                f"ledger {self.client!r} is only in memory. Set privacy.ledger to keep it"
+                f"client {self.client!r}'s ledger is only in memory. Set privacy.ledger to keep it"
             )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
@@ -471,7 +475,7 @@ class Ledger:
         """Reads and checks the lines appended since the last call."""
         lines = self.lines  # other threads may read, too: readers share the file's lock
         if file.seek(0, os.SEEK_END) < lines.size:
-            raise LedgerError(f"ledger {self.path} was truncated. Restore it from a backup")
+            raise LedgerError(f"ledger {self.path} has lost lines. Restore it from a backup")
         file.seek(lines.size)
         self.lines = read_on(lines, file.read(), client, self.path)
 

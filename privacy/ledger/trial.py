@@ -50,8 +50,8 @@ class TrialLedger(Ledger):
         released = self._released + totals([release])
         if not self._covered.covers(released):
             raise LedgerError(
-                f"a trial's release of {release.quantity} is not among the releases for which "
-                f"the selection was charged to client {self.client!r}. Start the selection again"
+                f"a trial's release of {release.quantity} is not covered by the selection's "
+                f"charge to client {self.client!r}. Start the selection again"
             ).with_code("ledger.uncovered")
         self._released = released
 

@@ -178,8 +178,8 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
         for client, head in heads.items():
             if len(rows[client]) != head["rows"]:
                 text = (
-                    f"client {client}: the ledger section has {len(rows[client])} rows, but "
-                    f"ledger_heads states {head['rows']}"
+                    f"client {client}: the report's ledger section contains {len(rows[client])} "
+                    f"rows, but ledger_heads states {head['rows']}"
                 )
                 problems.append(Problem("ledger.rows", text))
         return LedgerRows(rows, problems=problems)
@@ -194,7 +194,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                text = f"{client}'s ledger contains {count_in_file} rows instead of {count}"
+                text = f"{client}'s ledger file contains {count_in_file} rows instead of {count}"
                 problems.append(Problem("ledger.rows", text))
             elif ledger.lines.chains[count] != heads[client]["chain"]:
                 text = f"the chain hash at row {count} of {client}'s ledger does not match"
@@ -248,8 +248,8 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[Problem]]:
             ledgers[ledger.client] = ledger
         else:
             text = (
-                f"{path} contains the ledger of client {short_repr(ledger.client)}. Name the file "
-                "after the client"
+                f"{path} contains the ledger of client {short_repr(ledger.client)}. Rename the "
+                "file to the client's name"
             )
             problems.append(Problem("ledger.file", text))
     return ledgers, problems

@@ -149,7 +149,7 @@ def differences(location: str, expected: Any, stated: Any) -> list[Problem]:
         return problems
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
-            text = f"{location} has {len(stated)} entries, but should have {len(expected)}"
+            text = f"{location} has {len(stated)} entries, but {len(expected)} are expected"
             return [Problem(location, text)]
         for number, (entry, other) in enumerate(zip(expected, stated, strict=True)):
             problems += differences(f"{location}[{number}]", entry, other)
@@ -157,7 +157,7 @@ def differences(location: str, expected: Any, stated: Any) -> list[Problem]:
     small = 0.0 if location.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
     if _same(expected, stated, small):
         return []
-    text = f"{location} is {_text(stated)}, but should be {_text(expected)}"
+    text = f"{location} is {_text(stated)}, but {_text(expected)} is expected"
     return [Problem(location, text)]
 
 

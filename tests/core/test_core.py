@@ -135,7 +135,7 @@ def edited(good: bytes = GOOD, shape: list[int] | None = None, **header: Any) ->
 
 
 FORGED = edited(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
-INVALID, ENTRY = "not a valid fedsynth message", "with the unknown entry"
+INVALID, ENTRY = "not a valid fedsynth message", "contains the unknown entry"
 W = {"parameters": ["w"]}
 LENGTH = struct.unpack("<Q", STATE[:8])[0]
 STATED = json.loads(json.loads(STATE[8 : 8 + LENGTH])["__metadata__"]["header"])["values"]
@@ -153,12 +153,12 @@ MALFORMED = (
     (edited(type="Words"), "expected a ModelParameters message, got 'Words'"),
     (edited(values=W), r"no field ModelParameters\.weight"),
     *((edited(values={**W, "weight": value}), "finite number") for value in FINITE),
-    (edited(parts=" " * 2**23), "the header has 8"),
-    (edited(values={**W, "weight": 3, "more": 1}), "with the unknown entry 'more'"),
+    (edited(parts=" " * 2**23), "its header has 8"),
+    (edited(values={**W, "weight": 3, "more": 1}), "contains the unknown entry 'more'"),
     (edited(values=[3]), "values is wrong"),
-    (edited(values={"parameters": [], "weight": 3}), r"with the unknown entry 'parameters\.w'"),
-    (edited(values={"parameters": ["w", "v"]}), "no tensor for key 'v'"),
-    (edited(values={"parameters": ["w", "w"]}), "no tensor for key 'w'"),
+    (edited(values={"parameters": [], "weight": 3}), r"contains the unknown entry 'parameters\.w'"),
+    (edited(values={"parameters": ["w", "v"]}), "missing the tensor for key 'v'"),
+    (edited(values={"parameters": ["w", "w"]}), "missing the tensor for key 'w'"),
     (edited(values={"parameters": ["w", ["w"]]}), "a key that is not text"),
     (edited(values={"parameters": [1]}), "a key that is not text"),
     (edited(values={"parameters": "w"}), "finite number"),

@@ -370,7 +370,7 @@ def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
     notes = NoteRecorder()
     served = setup.serve(sections("feddm", privacy=PRIVATE), link, observer=notes)
     assert [set(row["lost"]) for row in served.record.rows] == [{"2"}, {"0", "2"}]
-    assert "sent the ledger of 'client-001'" in "\n".join([*notes.lines, *setup.messages])
+    assert "sent client 'client-001's ledger" in "\n".join([*notes.lines, *setup.messages])
     assert heads(served)["client-000"]["rows"] == heads(served)["client-001"]["rows"]
 
 

@@ -213,7 +213,7 @@ def with_fields(reason: str, **changes: Callable[[Any], Any]) -> tuple[Attack, s
     return lambda sent: replace(sent, **{name: f(sent) for name, f in changes.items()}), reason
 
 
-ONE_EACH = "labels must have one entry"
+ONE_EACH = "labels contain . entries"
 INCONSISTENT_ATTACKS: dict[str, tuple[Attack, str]] = {
     **{
         f"label {label:g}": with_fields(
@@ -235,7 +235,7 @@ INCONSISTENT_ATTACKS: dict[str, tuple[Attack, str]] = {
 METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
         ("fedaf", f"soft label {p}"): with_fields(
-            "^soft must have rows" if p == 0.9 else "^soft must have values",
+            "^soft must contain rows" if p == 0.9 else "^soft must have values",
             soft=lambda sent, p=p: with_value(p)(sent.soft),
         )
         for p in (-0.5, 0.9, 2.0)

@@ -96,7 +96,9 @@ def test_messages_of_wrong_type_are_rejected(
     assert server.state is state
     step = "first_aggregate" if exchange == FIRST else "server_step"
     monkeypatch.setattr(fs.FedFM, step, lambda *_: {})
-    with pytest.raises(TypeError, match=r"fedfm must return the type `state`.*got dict"):
+    with pytest.raises(
+        TypeError, match=r"fedfm's server step must return its declared `state`.*got dict"
+    ):
         server.receive(exchange, replies, in_round())
     monkeypatch.setattr(fs.FedFM, name, lambda *_: FeatureSums(*tensors))
     with pytest.raises(TypeError, match="fedfm sent a FeatureSums"):
@@ -285,5 +287,5 @@ def test_mechanisms_are_bound_to_clients() -> None:
     with raises(UnplannedReleaseError, "release.foreign_mechanism"):
         group.select(0).class_sums(other, lambda x, pair: x.new_ones(len(x), 1))
     clients = [client_of(k, fs.FedAvg(), parts(2)[k]) for k in range(2)]
-    with pytest.raises(ValueError, match="share its group's data set"):
+    with pytest.raises(ValueError, match="use the data set of its group"):
         step_together(clients, MAIN, request(context()), context())

@@ -573,7 +573,7 @@ def test_early_end_requires_reached_cap(tmp_path: Path) -> None:
         pages(folder, {**report, "events": [{**event, key: value}]})
         assert codes(folder) == [f"events[0].{key}"], key
     pages(folder, {**report, "events": []})
-    assert verify(folder) == ["events has 0 entries, but should have 1"]
+    assert verify(folder) == ["events has 0 entries, but 1 are expected"]
 
 
 def test_reduced_straggler_steps_are_detected(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ class TrainsLocally(Measurements):
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
             raise SettingError(
-                "method", "momentum", "must be below 1 for Adam, got 1. Use Adam's usual β₁, 0.9"
+                "method", "momentum", "is 1, but must be below 1 for Adam. Use Adam's usual β₁, 0.9"
             )
 
     def task(

@@ -219,7 +219,7 @@ def check_matching(name: str) -> None:
 def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if kind != "mean":
-        reason = f"must be 'mean' with differential privacy, got {kind!r}. Set method.matching=mean"
+        reason = f"is {kind!r}, which has no differential privacy. Set method.matching=mean"
         raise SettingError("method", "matching", reason)
 
 

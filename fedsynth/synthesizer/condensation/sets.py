@@ -91,11 +91,11 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
     """
     images = len(upload.images)
     if len(upload.labels) != images:
-        reason = f"must have one entry for each of the {images} images, got {len(upload.labels)}"
+        reason = f"contain {len(upload.labels)} entries for {images} images"
         raise UploadRejectedError("labels", reason)
     largest = max(torch.bincount(upload.labels).tolist(), default=0)
     if largest > ipc:
-        reason = f"must contain each class at most {ipc} times, got {largest} times"
+        reason = f"contain a class {largest} times, but at most {ipc} times are allowed"
         raise UploadRejectedError("labels", reason)
 
 
@@ -232,8 +232,8 @@ def train_on_union(
         if context.privacy is not None or len(uploads) < context.clients:
             return
         reason = (
-            "is larger than every client's number of examples of any class. Lower it, or lower "
-            "partition.clients"
+            "is larger than the number of examples in every class at every client. Lower it, or "
+            "lower partition.clients"
         )
         raise SettingError("method", "min_examples", reason)
     images = torch.cat([u.normalised(context.spec) for u in sets])
