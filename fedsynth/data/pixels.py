@@ -218,7 +218,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
         try:
             return read(item)
         except FileNotFoundError:
-            faults[position] = "the file does not exist. Check the path"
+            faults[position] = "the file does not exist"
         except UnidentifiedImageError:  # its text contains a memory address
             faults[position] = f"the file is not a {', '.join(FORMATS)} file"
         except Exception as error:  # a damaged image may raise anything

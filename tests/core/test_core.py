@@ -151,7 +151,7 @@ MALFORMED = (
     (struct.pack("<Q", 20_000) + b"[" * 20_000, INVALID),
     (GOOD[:-1], INVALID),
     (edited(type="Words"), "expected a ModelParameters message, got 'Words'"),
-    (edited(values=W), r"no field ModelParameters\.weight"),
+    (edited(values=W), r"missing the field ModelParameters\.weight"),
     *((edited(values={**W, "weight": value}), "finite number") for value in FINITE),
     (edited(parts=" " * 2**23), "its header has 8"),
     (edited(values={**W, "weight": 3, "more": 1}), "contains the unknown entry 'more'"),
@@ -162,7 +162,7 @@ MALFORMED = (
     (edited(values={"parameters": ["w", ["w"]]}), "a key that is not text"),
     (edited(values={"parameters": [1]}), "a key that is not text"),
     (edited(values={"parameters": "w"}), "finite number"),
-    (edited(values={"weight": 3}), r"no field ModelParameters\.parameters"),
+    (edited(values={"weight": 3}), r"missing the field ModelParameters\.parameters"),
     (edited(fedsynth_message="1"), INVALID),
     (edited(values={**W, "weight": None}), "weight has the wrong type NoneType"),
     (edited(values={**W, "weight": {"weight": 1}}), "finite number"),
@@ -171,7 +171,7 @@ MALFORMED = (
     (FORGED, r"ModelParameters\.weight has the wrong type Tensor"),
 )
 MALFORMED_STATES = (
-    (AnchorState, edited(STATE, values=UNSEEN), r"no field AnchorState\.seen"),
+    (AnchorState, edited(STATE, values=UNSEEN), r"missing the field AnchorState\.seen"),
     (AnchorState, edited(STATE, values={**STATED, "anchors": None}), ENTRY),
     (AnchorState, edited(STATE, values={**STATED, "has_anchor": 1}), ENTRY),
     (AnchorState, edited(STATE, values={**STATED, "more": None}), ENTRY),

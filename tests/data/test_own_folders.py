@@ -197,7 +197,7 @@ def test_images_of_both_splits_are_rejected(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("path,user\na.png,Ada\na.png,Bob\n", "line 3 of .* second user for a.png"),
+        ("path,user\na.png,Ada\na.png,Bob\n", "line 3 of .* second user for the image a.png"),
         ("path,user\nscans/a.png,Ada\n", "does not list the image a/a.png. Add"),
         ("\udcff", "is not UTF-8 text. Save it as CSV UTF-8"),
         ("", "is empty. Add a header line with the columns path and"),

@@ -182,7 +182,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
             "a.csv",
             {"subject_id": Y},
             {},
-            "several .* user columns: patient, subject_id.*--user-column",
+            "several columns .* user column: patient, subject_id.*--user-column",
         ),
         ("a.csv", {"f1": ["x", *map(str, X[1:, 1])]}, {}, "'f1' .* also 'x'.*--feature-columns"),
         ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
@@ -215,14 +215,14 @@ def test_expanding_arrays_and_tables_are_refused(
     np.savez(tmp_path / "plain.npz", x=np.zeros(2**17, np.uint8))
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(2**17, np.uint8))
     assert parts_of(str(tmp_path / "plain.npz"))["train"].read("x").size == 2**17
-    with pytest.raises(DataError, match=r"'x' in .* more than 65,536 bytes\. Split"):
+    with pytest.raises(DataError, match=r"'x' in .* exceed 65,536 bytes\. Split"):
         parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
     monkeypatch.setattr(tables, "MAX_EXPANDED_BYTES", 2**19)
     path = tmp_path / "bomb.parquet"
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
         table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
         pa.parquet.write_table(table, path, compression="zstd", use_dictionary=repeats)
-        with pytest.raises(DataError, match="exceed 524,288 bytes"):
+        with pytest.raises(DataError, match="exceeds? 524,288 bytes|more than 524,288 bytes"):
             parts_of(str(path))["train"].read("x")
         monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
 

@@ -90,7 +90,7 @@ def test_messages_of_wrong_type_are_rejected(
     replies = sums(0) if exchange == FIRST else models(0)
     wide_sums = type("WideSums", (FeatureSums,), {})
     for reply in (wide_sums(*tensors), ModelAndSums({}, 1.0, *tensors)):
-        message = f"fedfm sent a {type(reply).__name__}, but declares"
+        message = f"fedfm returned a {type(reply).__name__}, but declares"
         with pytest.raises(TypeError, match=message):
             server.receive(exchange, {**replies, 1: reply}, in_round())
     assert server.state is state
@@ -101,7 +101,7 @@ def test_messages_of_wrong_type_are_rejected(
     ):
         server.receive(exchange, replies, in_round())
     monkeypatch.setattr(fs.FedFM, name, lambda *_: FeatureSums(*tensors))
-    with pytest.raises(TypeError, match="fedfm sent a FeatureSums"):
+    with pytest.raises(TypeError, match="fedfm returned a FeatureSums"):
         server.request(exchange, in_round())
 
 
@@ -172,7 +172,7 @@ def test_requests_of_wrong_type_are_rejected() -> None:
     for name in METHODS:
         client = client_of(0, method_class(name)())
         for exchange in EXCHANGES:
-            with pytest.raises((TypeError, MessageError), match=rf"{name} (sent a|has no)"):
+            with pytest.raises((TypeError, MessageError), match=rf"{name} (returned a|has no)"):
                 step_together([client], exchange, unrelated, context())
         assert client.client_state == {}
 
@@ -202,7 +202,7 @@ def test_invalid_requests_are_refused_by_reply() -> None:
     ctx = context(privacy=fs.PrivacySettings(**privacy), sizes=None)
     for method, exchange in ((fs.FedAvg(), MAIN), (fs.FedFM(), FIRST)):
         client = client_of(2, method, **privacy)
-        for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
+        for value, reason in ((5.0, "max_request_norm"), (float("nan"), "NaN or infinite")):
             replies = step_together([client], exchange, request(ctx, value), ctx)
             assert replies.messages == {}
             (refusal,) = replies.refusals
