@@ -128,7 +128,7 @@ def counted(entries: Iterable[Entry]) -> str:
     for kind, examples in paths.items():
         more = " …" * (len(examples) > 1)
         texts.append(f"{kind}: {len(examples)} ({one_line(examples[0])}{more})")
-    return one_line(", ".join(texts), 600)
+    return one_line(", ".join(texts), 600) if texts else ""
 
 
 def names_array(values: Iterable[str]) -> Names:

@@ -191,8 +191,8 @@ class NodeBackend(protocol.Backend):
             )
         if history is not None and history.client != self._names[number]:
             raise MessageError(
-                f"client {number} sent client {history.client!r:.80}'s ledger. Correct the "
-                "node's number or its ledger folder"
+                f"client {number} sent the ledger of {history.client!r:.80}. Correct its number "
+                "or ledger folder"
             )
 
     @property

@@ -262,9 +262,7 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
     for name in _FACTS_OF_INPUTS:
         if getattr(other, name) != getattr(spec, name):
             values = f"{name.replace('_', ' ')} {short_repr(getattr(spec, name))} of {spec.name}"
-            reason = (
-                f"needs a model with the {values}, but {place} was trained for {other.name} with "
-            )
+            reason = f"must have the {values}, but {place} was trained for {other.name} with "
             raise SettingError(
                 None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another model"
             )

@@ -475,7 +475,7 @@ class Ledger:
         """Reads and checks the lines appended since the last call."""
         lines = self.lines  # other threads may read, too: readers share the file's lock
         if file.seek(0, os.SEEK_END) < lines.size:
-            raise LedgerError(f"ledger {self.path} has lost lines. Restore it from a backup")
+            raise LedgerError(f"ledger {self.path} was truncated. Restore it from a backup")
         file.seek(lines.size)
         self.lines = read_on(lines, file.read(), client, self.path)
 

@@ -141,7 +141,7 @@ def test_student_trains_on_exported_set(
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
         "--teacher nowhere": "nowhere is not a model file",
-        "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) must have the synthetic set's image shape",
+        "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) does not have the synthetic set's image shape",
         "--dataset digits --test-data x": "and data.test_folder are both set",
         f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "does not have. Rename",
     }.items():
@@ -462,7 +462,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)
     assert not [path for path in (share, tmp_path / "runs") if path.exists()]
     open_run = fedsynth(f"synthesize --data {folder} --out {share} --dry-run")
-    open_run.assert_refused("privacy.epsilon must be set")
+    open_run.assert_refused("privacy.epsilon is not set")
     result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'").ok
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
     ledger = json.loads((share / "privacy_report.json").read_text())["ledger"]
@@ -500,7 +500,7 @@ def test_synthesize_continues_a_shared_set(
     report = (tmp_path / "share-3" / "privacy_report.md").read_text("utf-8")
     assert "period 3 of 12" in report
     refused = fedsynth("synthesize --continue share-3 --data march --dp-epsilon 9 --out share-4")
-    refused.assert_refused("privacy.epsilon must not be changed")
+    refused.assert_refused("privacy.epsilon cannot be changed")
 
 
 def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> None:

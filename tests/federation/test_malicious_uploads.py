@@ -258,7 +258,10 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
             "of more than all steps": lambda sent: 1.01 * sent.norm,
         }.items()
     },
-    ("feddm", "another message"): (lambda sent: ModelParameters({}, 1.0), "the type ModelParameters"),
+    ("feddm", "another message"): (
+        lambda sent: ModelParameters({}, 1.0),
+        "the type ModelParameters",
+    ),
 }
 
 

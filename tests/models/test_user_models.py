@@ -158,7 +158,7 @@ def test_faults_are_detected_before_charges(tmp_path: Path) -> None:
         (CONDENSING, subclass(get_extra_state=lambda self: {"epoch": 3}), "_extra_state"),
         (CONDENSING, with_fault(rename), "saved and loaded"),
         (CONDENSING, with_attribute(threading.Lock()), "cannot be copied"),
-        (CONDENSING, GrowingBuffers, "changes names"),
+        (CONDENSING, GrowingBuffers, "changes tensor names"),
         (CONDENSING, subclass(forward=torch.no_grad()(Net.forward)), "cannot be trained"),
         (CONDENSING, with_attribute(constant(torch.zeros(2).cfloat())), "torch.complex64"),
         (CONDENSING, with_attribute(constant(torch.zeros(2).double())), "torch.float64"),

@@ -235,7 +235,7 @@ def test_invalid_exports_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(errors.OutputError, match="contains no images, because fedavg makes none"):
         fs.export_run(models, out)
     (tmp_path / "x.incomplete").mkdir()
-    with pytest.raises(errors.OutputError, match="is not a finished run's folder"):
+    with pytest.raises(errors.OutputError, match="Name a finished run's folder"):
         fs.export_run(tmp_path / "x.incomplete", out)
     assert not out.exists()
     out.mkdir()
