@@ -335,7 +335,7 @@ class _Passes:
         return self._first
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes values as in a step. Non-finite values become 0, as in the mechanism."""
+        """Computes the records' values as in a private step, where non-finite values become 0."""
         self._generators.rewind()
         position = self._generators.position()
         watch = OperationWatch(self._fill)
@@ -365,7 +365,7 @@ class _Passes:
         return Dependence(self._fault, self._moved, frozenset(before_trial.opaque))
 
     def of_step(self, *, thorough: bool) -> Dependence:
-        """Moves records, replaces others, and watches user code's operations."""
+        """Compares passes with moved or replaced records, and watches the operations."""
         self._watches = thorough
         values = self._begin(*self._inputs.draw(0, self._inputs.length))
         even = self._positions % 2 == 0

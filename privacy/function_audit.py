@@ -182,7 +182,7 @@ class _Calls:
     coins: np.random.Generator
 
     def together(self, canaries: int) -> Trial:
-        """Returns coins and scores of canaries in common calls, and the number of calls."""
+        """Audits several canaries per call. Returns coins, scores and the number of calls."""
         included = self.coins.random(canaries) < 0.5
         scores = []
         for start in range(0, canaries, self.dimension):
@@ -194,7 +194,7 @@ class _Calls:
         return included, np.concatenate(scores), len(scores)
 
     def opposed(self, canaries: int) -> Trial:
-        """Returns coins and scores of canaries with one call each, and the number of calls."""
+        """Audits one canary per call. Returns the coins, the scores and the number of calls."""
         included = self.coins.random(canaries) < 0.5
         (direction,) = self._directions(1)
         background = np.tile(10 * self.clip * direction, (BACKGROUND, 1))

@@ -21,7 +21,7 @@ from fedsynth.synthesizer.condensation.losses import register_loss_file
 
 
 def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Loads and registers the custom code that settings name as FILE.py:NAME.
+    """Loads and registers a run's custom code, which its settings name as FILE.py:NAME.
 
     In the returned settings, the name under which the code is registered replaces FILE.py:NAME.
 

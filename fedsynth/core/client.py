@@ -314,7 +314,7 @@ class PrivateClientView(_ClientView):
             self._units = [Units(len(records), users[records]) for records in self._records]
 
     def pairs(self) -> ClientClassPairs:
-        """Returns the pairs of every client with every class.
+        """Returns all (client, class) pairs.
 
         The classes that a client has are private, so no pair is left out.
         """

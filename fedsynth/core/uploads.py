@@ -377,9 +377,9 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the server's message has the norm {norm:.4g}, above the policy's "
-            f"max_request_norm={max_norm:g}, so the client did not answer or spend budget. Ask "
-            "the server's operator, or raise max_request_norm"
+            f"the server's message has norm {norm:.4g}, above max_request_norm={max_norm:g}, so "
+            "the client has not answered and spent no budget. Ask the server's operator, or "
+            "raise the limit"
         ).with_code("request.norm")
 
 

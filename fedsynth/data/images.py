@@ -455,7 +455,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
 def _checked_numbers(
     what: str, numbers: Tensor, shape: tuple[int, ...], spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Checks shape and range [0, limit), and converts numbers to int64 and masks to uint8."""
+    """Checks labels' shape and range [0, limit). Converts numbers to int64 and masks to uint8."""
     if numbers.shape != shape:
         raise DataError(
             f"the {what} of {spec.name} must have the shape {list(shape)}, got "

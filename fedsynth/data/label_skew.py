@@ -255,7 +255,7 @@ def _held_classes(
 
 
 def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
-    """Draws the number of clients for each class.
+    """Draws how many clients have each class.
 
     The numbers differ by at most one. The classes with one client more are random.
     """

@@ -51,10 +51,12 @@ def pairs_of(site: Path) -> list[Pair]:
     images, masks = ({_stem(f): f for f in _files(site / name)} for name in (IMAGES, MASKS))
     unpaired = sorted(images.keys() ^ masks.keys())
     if unpaired or not images:
-        name = one_line(unpaired[0]) if unpaired else "any name"
+        fault = (
+            f"only an image or a mask named {one_line(unpaired[0])}" if unpaired else "no images"
+        )
         raise DataFilesCorruptError(
-            f"{one_line(site)} contains {name} in only one of the folders {IMAGES} and {MASKS}. "
-            "Add the missing file, or remove the other"
+            f"{one_line(site)} contains {fault}. Add the image and its mask, in the folders {IMAGES} "
+            f"and {MASKS}"
         ).with_code("data.mask_pairs")
     return [Pair(images[name], masks[name]) for name in sorted(images)]
 

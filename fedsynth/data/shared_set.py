@@ -275,7 +275,7 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     """
     undefined = sorted(set(tensors) - _TENSORS)
     if undefined:
-        raise ValueError(f"the tensor {one_line(undefined[0], 80)!r} is unknown")
+        raise ValueError(f"the file contains the unknown tensor {one_line(undefined[0], 80)!r}")
     labels = tensors["labels"]
     for name, numbers in (("labels", labels), ("client", tensors.get("client", labels))):
         if numbers.shape != (count,) or numbers.dtype != torch.int64:

@@ -129,7 +129,7 @@ class Cell:
     numbers: tuple[Number, ...]
 
     def columns(self) -> dict[str, str]:
-        """Returns the columns that identify the cell, by name."""
+        """Returns the cell's identifying columns by name."""
         return {name: getattr(self, name) for name in COLUMNS}
 
     def fits(self, when: When) -> bool:

@@ -70,7 +70,7 @@ class ModelOrMoments(ModelParameters):
 
 
 def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
-    """Returns each example's vector u, of which the class moments are sums.
+    """Returns each example's vector u, whose class sums are the moments.
 
     Args:
         f_Nd: the features f.

@@ -265,7 +265,7 @@ class FedGen(TrainsLocally):
         return torch.randn(len(labels_N), self.noise, generator=generator, device=labels_N.device)
 
     def _labels(self, classes_C: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws a batch of labels uniformly from the masked classes."""
+        """Draws a batch of labels uniformly from the classes in a mask."""
         weights = classes_C.to(torch.float32)
         return torch.multinomial(
             weights, self.generator_batch, replacement=True, generator=generator

@@ -149,7 +149,7 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     rows = read_rows(file)
     for number, row in enumerate(rows, start=1):
         if row["round"] != number:
-            text = f"{file.name}: line {number} is not about round {number}"
+            text = f"{file.name}: line {number} contains another round than {number}"
             raise PrivacyError(text).with_code(METRICS)
         for problem in disclosed.undeclared(row, declared):
             raise PrivacyError(f"{file.name}: round {number} {problem}").with_code(METRICS)

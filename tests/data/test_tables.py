@@ -222,7 +222,7 @@ def test_expanding_arrays_and_tables_are_refused(
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
         table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
         pa.parquet.write_table(table, path, compression="zstd", use_dictionary=repeats)
-        with pytest.raises(DataError, match="exceeds? 524,288 bytes|more than 524,288 bytes"):
+        with pytest.raises(DataError, match="exceed 524,288 bytes"):
             parts_of(str(path))["train"].read("x")
         monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
 

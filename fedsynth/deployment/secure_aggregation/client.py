@@ -1,5 +1,5 @@
-"""The client's side of a secure sum, which sends a masked vector and shares of secrets to the
-server, and the encoding of uploads as vectors of integers.
+"""The client's side of a secure sum: masked vectors, shares of secrets, and the encoding of uploads
+as integer vectors.
 
 Server and client both derive the encoding and the parameters of a sum from the run's settings, and
 neither accepts them from the other.

@@ -153,7 +153,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError(f"one of the clients {sorted(shares)} sent a changed secret share")
+        raise SecureSumError(f"one of the clients {sorted(shares)} sent a wrong secret share")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 

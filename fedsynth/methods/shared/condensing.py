@@ -394,7 +394,7 @@ def resampled(
 
 
 def _flat_copy(w: nn.Module, context: RoundContext) -> tuple[nn.Module, Tensor]:
-    """Copies a network to the device. The copy's frozen weights are views of the vector [P]."""
+    """Copies a network to the device, with frozen weights that are views of one vector [P]."""
     network = copy.deepcopy(w).to(context.device).requires_grad_(False).eval()
     weights = _vector(network)
     nn.utils.vector_to_parameters(weights, network.parameters())

@@ -188,8 +188,8 @@ def averaged_start(
 def split_uploads(
     images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Returns one upload for each client of the group, with the (client, class) pairs that
-    `uploaded_S` selects.
+    """Splits a group's synthetic images into one upload per client, for the (client, class) pairs
+    in `uploaded_S`.
 
     With None, uploads contain all pairs.
     """
