@@ -23,6 +23,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from fedsynth.config.loading import settings_with_own_code
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.periods import SumsOverPeriods
 from fedsynth.data.registry import CLASSIFICATION
@@ -154,7 +155,8 @@ def _check(sweep: Sweep) -> None:
     """Checks the settings of all runs.
 
     Raises:
-        SettingError: a run has no private score or no budget, or the runs have different data.
+        SettingError: a run has no private score or no budget, or runs custom code, or the runs have
+            different data.
     """
     if sweep.jobs != 1:
         reason = "must be 1, because trials are executed one after another. Set sweep.jobs=1"
@@ -167,6 +169,12 @@ def _check(sweep: Sweep) -> None:
                 "noise. Set privacy.epsilon only"
             )
             raise PrivacySettingError("privacy", "epsilon", reason)
+        for section, key in settings_with_own_code(cell.settings):
+            reason = (
+                "names custom code, which could keep values of one trial for the next ones. Name a "
+                "built-in one, or remove [selection]"
+            )
+            raise SettingError(section, key, reason)
         method = cell.settings.method
         if isinstance(method, SumsOverPeriods) and method.periods > 1:
             reason = (
