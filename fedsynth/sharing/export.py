@@ -25,6 +25,7 @@ from fedsynth.core.method import Method
 from fedsynth.data import shared_set
 from fedsynth.data.shared_set import TENSORS, SharedSet
 from fedsynth.errors import OutputError, PrivacyError, UnknownNameError, one_line, writing
+from fedsynth.evaluation.evidence import Evidence
 from fedsynth.federation.run_data import PUBLIC
 from fedsynth.files import file_hash, plain_files
 from fedsynth.formatting import format_epsilon
@@ -39,6 +40,7 @@ from fedsynth.results.finished import read_summary
 from fedsynth.results.run_folder import PRIVATE_START, private_start
 from fedsynth.results.saved_model import Architecture, model_in, write_model
 from fedsynth.results.verification import verify_run
+from fedsynth.sharing.evidence import ACCESS, EVIDENCE, RealImages
 from fedsynth.sharing.hub_files import PICTURES, VALUES, write_croissant, write_values
 from fedsynth.version import __version__
 
@@ -62,6 +64,7 @@ class Share:
         trained_on_images: whether the run's model was trained on these synthetic images.
         model: the model and its architecture, or None if the model is not exported.
         public_test: whether the test images are public. False if the run does not say so.
+        evidence: the evidence pack, or None if it was not requested.
     """
 
     synthetic: SharedSet
@@ -71,6 +74,7 @@ class Share:
     trained_on_images: bool
     model: tuple[nn.Module, Architecture] | None
     public_test: bool
+    evidence: Evidence | None = None
 
 
 def export_run(
@@ -80,6 +84,7 @@ def export_run(
     unprotected: bool = False,
     with_model: bool = False,
     method: type[Method] | None = None,
+    real: RealImages | None = None,
 ) -> Path:
     """Writes the releasable part of a finished run into a new folder.
 
@@ -97,6 +102,7 @@ def export_run(
             has the same guarantee. A FedStats model can label augmented copies of the images for
             training.
         method: the class of the run's method, if fedsynth does not know the method by name.
+        real: the real images with which the set is compared. The folder then has an evidence pack.
 
     Returns:
         `out`.
@@ -112,8 +118,10 @@ def export_run(
     """
     folder = Path(run)
     target = Path(out)
-    share = _read(folder, unprotected, with_model, method)
     require_new(target)
+    share = _read(folder, unprotected, with_model, method)
+    if real is not None:
+        share = replace(share, evidence=real.evidence(share.synthetic))
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         # all or nothing: an incomplete folder must never be released
@@ -225,9 +233,16 @@ def _write(share: Share, out: Path) -> None:
     if share.model is not None:
         write_model(out / MODEL, *share.model)
     (out / shared_set.README).write_text(readme(share), "utf-8")
-    if share.report is not None:
+    report = share.report
+    if share.evidence is not None:
+        pack = json.dumps(share.evidence.to_json(), indent=1, ensure_ascii=False)
+        (out / f"{EVIDENCE}.json").write_text(f"{pack}\n", "utf-8")
+        page = _TEMPLATES.get_template("evidence.md.j2").render(e=share.evidence)
+        (out / f"{EVIDENCE}.md").write_text(page, "utf-8")
+        report = report and {**report, "scope": [*report["scope"], ACCESS.to_json()]}
+    if report is not None:
         files = {name: file_hash(out / name) for name in plain_files(out, leave_out=["images"])}
-        write_report({**share.report, "files": files, "exported": True}, out)
+        write_report({**report, "files": files, "exported": True}, out)
     shared_set.write_hashes(out)
 
 

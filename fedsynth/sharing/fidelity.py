@@ -73,10 +73,10 @@ def fidelity_of_set(
     if test.spec.image_shape != spec.image_shape:
         reason = f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}"
         raise SettingError(None, "test", reason)
-    embed = _embedding(network, weights, spec)
+    embed = embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
-    synthetic_ND = _features(embed, images, partial(report, "synthetic images"))
-    real_ND = _features(embed, test.images.cpu(), partial(report, "real images"))
+    synthetic_ND = features_of(embed, images, partial(report, "synthetic images"))
+    real_ND = features_of(embed, test.images.cpu(), partial(report, "real images"))
     return fidelity(synthetic_ND, real_ND)
 
 
@@ -87,7 +87,7 @@ def synthetic_set(folder: Path) -> SharedSet:
     return read_set(folder / TENSORS)
 
 
-def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec) -> Embed:
+def embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec) -> Embed:
     """Returns a function from stored images to the network's features."""
     if isinstance(network, str) and names_a_library(network):
         pretrained = pretrained_network(network, weights, PLACE)
@@ -112,7 +112,12 @@ def _unit(images_NCHW: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _features(embed: Embed, images_NCHW: Tensor, report: Callable[[int, int], None]) -> Tensor:
+def features_of(
+    embed: Embed,
+    images_NCHW: Tensor,
+    report: Callable[[int, int], None] = lambda completed, total: None,
+) -> Tensor:
+    """Returns the features [N, d] of stored images."""
     parts = []
     for chunk in images_NCHW.split(CHUNK):
         parts.append(embed(chunk))
