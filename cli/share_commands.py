@@ -336,8 +336,7 @@ def export(
         if evidence is not None:
             settings = resolve(options.merged(options.read_config(run), chosen))
             real = images_of_run(settings, evidence, simulation=simulation, download=download)
-        flags = {"unprotected": unprotected, "with_model": with_model}
-        folder = export_run(run, out, **flags, real=real)
+        folder = export_run(run, out, unprotected=unprotected, with_model=with_model, real=real)
         print(f"you may share the folder {folder}")
     if onnx is not None:
         print(f"model: {export_onnx(run, onnx, unprotected=unprotected)}")

@@ -10,7 +10,6 @@ from fedsynth.errors import SettingError
 from fedsynth.evaluation.evidence import Evidence, membership, site_inference
 from fedsynth.evaluation.fidelity import fidelity
 from fedsynth.features.pretrained import PRETRAINED
-from fedsynth.privacy.disclosure import SIMULATION_ONLY
 from fedsynth.privacy.report.figures import Access
 from fedsynth.sharing.fidelity import embedding, features_of
 
@@ -18,7 +17,7 @@ EVIDENCE = "evidence"
 # The line of an exported privacy report about the pack.
 ACCESS = Access(
     access="training and held-out images, compared with the released images",
-    status=SIMULATION_ONLY,
+    status="simulation-only",
     note=f"exact, in {EVIDENCE}.json, and outside the guarantee. The exporter stated that these "
     "images are public or simulated",
 )

@@ -359,7 +359,7 @@ def images_of_run(
     require_statement(simulation)
     method = settings.method
     if isinstance(method, SumsOverPeriods) and method.period > 1:
-        reason = "must be 1, because evidence needs the records of all periods. Omit the evidence"
+        reason = "must be 1, because evidence needs the records of all periods. Remove --evidence"
         raise SettingError("method", "period", reason, value=method.period)
     observer = Observer()
     loaded = run_data.data_of_run(settings, None, None, observer.note, download=download)
