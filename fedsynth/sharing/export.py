@@ -31,6 +31,7 @@ from fedsynth.files import file_hash, plain_files
 from fedsynth.formatting import format_epsilon
 from fedsynth.methods import method_class
 from fedsynth.own_code import is_label
+from fedsynth.privacy.disclosure import SIMULATION_ONLY
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.pages import report_sentences
@@ -40,12 +41,14 @@ from fedsynth.results.finished import read_summary
 from fedsynth.results.run_folder import PRIVATE_START, private_start
 from fedsynth.results.saved_model import Architecture, model_in, write_model
 from fedsynth.results.verification import verify_run
-from fedsynth.sharing.evidence import ACCESS, EVIDENCE, RealImages
+from fedsynth.sharing.fidelity import RealImages
 from fedsynth.sharing.hub_files import PICTURES, VALUES, write_croissant, write_values
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
 _MAX_NAME = 60
+EVIDENCE = "evidence"
+_NOTE = "compared with the released images in evidence.json, exactly and outside the guarantee"
 _TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # for Markdown
 _TEMPLATES.filters["epsilon"] = format_epsilon
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
@@ -239,7 +242,12 @@ def _write(share: Share, out: Path) -> None:
         (out / f"{EVIDENCE}.json").write_text(f"{pack}\n", "utf-8")
         page = _TEMPLATES.get_template("evidence.md.j2").render(e=share.evidence)
         (out / f"{EVIDENCE}.md").write_text(page, "utf-8")
-        report = report and {**report, "scope": [*report["scope"], ACCESS.to_json()]}
+        access = {
+            "access": "training and held-out images",
+            "status": SIMULATION_ONLY,
+            "note": _NOTE,
+        }
+        report = report and {**report, "scope": [*report["scope"], access]}
     if report is not None:
         files = {name: file_hash(out / name) for name in plain_files(out, leave_out=["images"])}
         write_report({**report, "files": files, "exported": True}, out)

@@ -36,8 +36,8 @@ from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
-from fedsynth.sharing.evidence import RealImages, require_statement
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
+from fedsynth.sharing.fidelity import RealImages
 from fedsynth.simulation.periods import continued_sections, released_model
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.trial import Trial
@@ -356,7 +356,6 @@ def images_of_run(
         FedsynthError: as for `RealImages` and `simulate`, or there are no held-out images, or the
             run continues the records of earlier periods.
     """
-    require_statement(simulation)
     method = settings.method
     if isinstance(method, SumsOverPeriods) and method.period > 1:
         reason = "must be 1, because evidence needs the records of all periods. Remove --evidence"

@@ -17,7 +17,7 @@ from fedsynth.cli.app import app
 from fedsynth.data.shared_set import check_hashes
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.evaluation import evidence as attacks
-from fedsynth.evaluation.evidence import NOTICE, Evidence, Membership, membership, site_inference
+from fedsynth.evaluation.evidence import Evidence, Membership, membership, site_inference
 from fedsynth.sharing.export import export_run
 from fedsynth.simulation.simulate import images_of_run, simulate, synthesize
 from tests.quick_runs import folder_of, quick_sections
@@ -59,7 +59,7 @@ def test_distances_and_share_follow_from_all_pairs() -> None:
     ]
     assert np.allclose(found.nearest_training, pairs[0].min(1), atol=1e-6)
     assert np.allclose(found.nearest_held_out, pairs[1].min(1), atol=1e-6)
-    assert found.share == pytest.approx((pairs[0].min(1) < pairs[1].min(1)).mean())
+    assert found.rate == pytest.approx((pairs[0].min(1) < pairs[1].min(1)).mean())
     labels = torch.cat([training[1], held_out[1]])[np.hstack(pairs).argmin(1)]
     assert found.chance == pytest.approx(np.where(labels == 0, 30 / 40, 20 / 45).mean())
 
@@ -69,13 +69,13 @@ def test_copies_are_found(noise: float) -> None:
     training, held_out = drawn(1, [[100, 100], [60, 60]])
     released = training[0][::4] + noise * torch.randn(50, 6, generator=torch.Generator())
     found = membership(released, training, held_out)
-    assert found.share > 0.99
+    assert found.rate > 0.99
     assert flagged(found)
 
 
 def test_equal_distances_count_one_half() -> None:
     (training,) = drawn(1, [[20, 20]])
-    assert membership(training[0], training, training).share == 0.5
+    assert membership(training[0], training, training).rate == 0.5
 
 
 def flags_of_new_images(sizes: list[list[int]], copies: int = 1) -> int:
@@ -124,7 +124,7 @@ def test_a_watermark_of_owners_is_found() -> None:
         marked = torch.cat([images, (owners == 1)[:, None], (owners == 2)[:, None]], dim=1)
         found = site_inference(marked, owners, labels)
         assert found is not None
-        assert found.accuracy > 0.95
+        assert found.rate > 0.95
         assert flagged(found)
     assert wrong <= 3
 
@@ -133,7 +133,7 @@ def test_owners_that_only_differ_in_classes_are_not_flagged() -> None:
     (images, labels), *_ = drawn(0, [[40, 40]])
     found = site_inference(images + 9 * labels[:, None], labels, labels)
     assert found is not None
-    assert (found.accuracy, found.chance) == (1.0, 1.0)
+    assert (found.rate, found.chance) == (1.0, 1.0)
     assert not flagged(found)
 
 
@@ -162,7 +162,7 @@ def test_a_share_has_the_pack_that_its_report_lists(share: Path) -> None:
     assert len(pack.membership.nearest_training) == len(synthetic.labels)
     assert pack.fidelity == fs.fidelity_of_set(share, fs.load_dataset("digits")[1], "pixels")
     page = (share / "evidence.md").read_text()
-    assert page.splitlines()[0] == NOTICE
+    assert page.splitlines()[0] == pack.notice
     for sentence in (pack.membership.can_show, pack.membership.cannot_show, pack.fidelity_shows):
         assert sentence in page
     report = json.loads((share / "privacy_report.json").read_text())
@@ -208,7 +208,7 @@ def released(tmp_path: Path, name: str, /, **sections: dict[str, Any]) -> Eviden
 def test_a_method_that_releases_real_images_is_found(tmp_path: Path) -> None:
     pack = released(tmp_path, "real", method={"ipc": 5}, partition={"kind": "iid"})
     assert max(pack.membership.nearest_training) < 1e-6
-    assert pack.membership.share > 0.99
+    assert pack.membership.rate > 0.99
     assert flagged(pack.membership)
     assert pack.site_inference is not None
     assert pack.site_inference.owners == 3
@@ -253,7 +253,7 @@ def test_evidence_needs_the_records_of_all_periods() -> None:
 def test_images_of_other_shapes_are_refused(share: Path) -> None:
     train, _ = fs.load_dataset("digits")
     larger = fs.from_arrays(np.zeros((4, 9, 9), np.uint8), np.arange(4))
-    with raises(SettingError, "images"):
+    with raises(SettingError, "held_out"):
         fs.RealImages(train, larger, simulation=True)
-    with raises(SettingError, "images"):
+    with raises(SettingError, "synthetic"):
         fs.RealImages(larger, larger, simulation=True).evidence(fs.load_synthetic(share))
