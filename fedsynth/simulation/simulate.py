@@ -21,7 +21,7 @@ from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import OwnNetwork, SyntheticImages
-from fedsynth.core.periods import SumsOverPeriods, has_periods
+from fedsynth.core.periods import has_periods
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
@@ -36,9 +36,10 @@ from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
+from fedsynth.results.saved_model import load_model
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
 from fedsynth.sharing.fidelity import RealImages
-from fedsynth.simulation.periods import continued_sections, released_model
+from fedsynth.simulation.periods import continued_sections
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
@@ -132,6 +133,9 @@ def simulate(
     test_images = loaded.test
     if test_images is not None:
         test_images = test_images.to(device)
+    released = None
+    if continued is not None:  # with the centre and whitening of period 1
+        released = load_model(continued, method=type(settings.method)).state_dict()
     with cpu_threads(settings.threads):
         result = Simulation(
             settings,
@@ -143,7 +147,7 @@ def simulate(
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
             None if trained is None else Path(trained),
-            None if continued is None else released_model(Path(continued), type(settings.method)),
+            released,
             trial,
         ).run()
     if loaded.left_out:
@@ -167,7 +171,7 @@ def check_periods(
         SettingError: the run is not private, is resumed, or lacks the period before.
     """
     method = settings.method
-    period = method.period if isinstance(method, SumsOverPeriods) else 1
+    period = method.period if has_periods(method) else 1
     if has_periods(method) and settings.privacy is None:
         reason = "must be 1 without differential privacy. Set privacy.epsilon"
         raise SettingError("method", "periods", reason)
@@ -357,7 +361,7 @@ def images_of_run(
             run continues the records of earlier periods.
     """
     method = settings.method
-    if isinstance(method, SumsOverPeriods) and method.period > 1:
+    if has_periods(method) and method.period > 1:
         reason = "must be 1, because evidence needs the records of all periods. Remove --evidence"
         raise SettingError("method", "period", reason, value=method.period)
     observer = Observer()
