@@ -322,7 +322,8 @@ def export(
     is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
     folder. An ONNX file (--onnx) needs no fedsynth and no PyTorch.
 
-    Example: `fedsynth export runs/… --out share`, or `fedsynth export runs/… --onnx model.onnx`.
+    Examples: `fedsynth export runs/… --out share`, `fedsynth export runs/… --onnx model.onnx`,
+    `fedsynth export runs/… --out share --evidence pixels --simulation`.
     """
     from fedsynth.config.resolve import resolve
     from fedsynth.sharing.export import export_run

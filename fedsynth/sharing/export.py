@@ -48,7 +48,10 @@ from fedsynth.version import __version__
 UNPROTECTED = "unprotected"
 _MAX_NAME = 60
 EVIDENCE = "evidence"
-_NOTE = "compared with the released images in evidence.json, exactly and outside the guarantee"
+_NOTE = (
+    "exact, in evidence.json, and outside the guarantee. The exporter stated that these images are "
+    "public or simulated"
+)
 _TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # for Markdown
 _TEMPLATES.filters["epsilon"] = format_epsilon
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)

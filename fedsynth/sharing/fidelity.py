@@ -141,6 +141,7 @@ class RealImages:
         spec, labels, owners = synthetic.spec, synthetic.labels, synthetic.clients
         _check_shape("synthetic", spec, self._spec)
         released = self._features(to_stored(synthetic.images, spec))
+        distances = fidelity(released, self._held_out[0])  # first, as it checks the features
         counts = labels.bincount(minlength=spec.classes).tolist()
         return Evidence(
             features=self._name,
@@ -149,7 +150,7 @@ class RealImages:
             label_counts=dict(zip(spec.class_names, counts, strict=True)),
             membership=membership(released, self._training, self._held_out),
             site_inference=None if owners is None else site_inference(released, owners, labels),
-            fidelity=fidelity(released, self._held_out[0]),
+            fidelity=distances,
         )
 
 
