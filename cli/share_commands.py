@@ -222,6 +222,19 @@ WithModel = Annotated[
 ]
 
 
+EvidenceBy = Annotated[
+    str | None,
+    typer.Option(
+        "--evidence",
+        metavar="NETWORK",
+        help="Also attack the set, and compare it with the real images by these features, such as "
+        "pixels. Held out are --local-test or the test images.",
+    ),
+]
+Simulation = Annotated[
+    bool,
+    options.flag("--simulation", "State that the real images are public or simulated."),
+]
 Continued = Annotated[
     Path | None,
     options.path_option(
@@ -244,6 +257,8 @@ def synthesize(
     unprotected: Unprotected = False,
     with_model: WithModel = False,
     continued: Continued = None,
+    evidence: EvidenceBy = None,
+    simulation: Simulation = False,
     config: options.Config = None,
     output: options.Output = Path("runs"),
     as_json: options.AsJson = False,
@@ -282,12 +297,14 @@ def synthesize(
             observer=observer,
             download=download,
             continued=continued,
+            evidence=evidence,
+            simulation=simulation,
         )
     show_result(result, as_json)
     say(f"you may share the folder {out}, but nothing from the run folder")
 
 
-@options.takes_settings(*options.OWN_CODE, set_option=False)
+@options.takes_settings(*options.OWN_CODE, "data.test_folder", set_option=False)
 def export(
     chosen: options.Sections,
     run: Annotated[Path, options.path_argument("The folder of a finished run.", metavar="RUN")],
@@ -297,6 +314,9 @@ def export(
     ] = None,
     unprotected: Unprotected = False,
     with_model: WithModel = False,
+    evidence: EvidenceBy = None,
+    simulation: Simulation = False,
+    download: options.Download = False,
 ) -> None:
     """Export a run's synthetic images to a new folder, or its model to a file, for sharing.
 
@@ -304,15 +324,22 @@ def export(
     is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
     folder. An ONNX file (--onnx) needs no fedsynth and no PyTorch.
 
-    Example: `fedsynth export runs/… --out share`, or `fedsynth export runs/… --onnx model.onnx`.
+    Examples: `fedsynth export runs/… --out share`, `fedsynth export runs/… --onnx model.onnx`,
+    `fedsynth export runs/… --out share --evidence pixels --simulation`.
     """
+    from fedsynth.config.resolve import resolve
     from fedsynth.sharing.export import export_run
     from fedsynth.sharing.onnx_export import export_onnx
+    from fedsynth.simulation.simulate import images_of_run
 
     if out is None and onnx is None:
         raise OptionError("no output is set. Name a folder with --out or a model file with --onnx")
     if out is not None:
-        folder = export_run(run, out, unprotected=unprotected, with_model=with_model)
+        real = None
+        if evidence is not None:
+            settings = resolve(options.merged(options.read_config(run), chosen))
+            real = images_of_run(settings, evidence, simulation=simulation, download=download)
+        folder = export_run(run, out, unprotected=unprotected, with_model=with_model, real=real)
         print(f"you may share the folder {folder}")
     if onnx is not None:
         print(f"model: {export_onnx(run, onnx, unprotected=unprotected)}")

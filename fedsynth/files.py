@@ -18,8 +18,8 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NoReturn
@@ -514,3 +514,11 @@ def lock(
         except OSError as error:
             raise OutputError(f"cannot lock {path}: {error}. Use a local disk") from error
         time.sleep(PAUSE_SECONDS)
+
+
+@contextmanager
+def locked_file(path: Path, max_seconds: float | None = None) -> Iterator[FileIO]:
+    """Creates a file if it is missing, locks it as `lock` does, and yields it."""
+    with open_regular(path, writing=True, create=True) as file:  # closing releases the lock
+        lock(file, path, max_seconds=max_seconds)
+        yield file

@@ -29,8 +29,7 @@ request is charged again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from importlib.metadata import version
@@ -44,7 +43,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from fedsynth.errors import PrivacyError, faults_as, short_repr
-from fedsynth.files import file_hash, load_toml, lock, open_regular, write_whole
+from fedsynth.files import file_hash, load_toml, locked_file, write_whole
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.ledger.folder import check_names
@@ -262,7 +261,7 @@ class UpdateGuard:
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
         """Returns a new noisy update, or the stored one for a repeated request."""
         sent = self.folder / f"{self.client}.safetensors"
-        with _locked(self.folder / f"{self.client}.lock"):
+        with locked_file(self.folder / f"{self.client}.lock"):
             if sent.exists():
                 with safe_open(sent, "pt") as answers:
                     if digest in answers.keys():  # noqa: SIM118  # no mapping
@@ -280,16 +279,9 @@ class UpdateGuard:
             noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
             write_whole(sent, safetensors.torch.save({digest: noisy}))
             self._ledger.note_files(self._stated)
-        with _locked(self.folder / "report.lock"):
+        with locked_file(self.folder / "report.lock"):
             write_report(guard_report(self.folder), self.folder)
         return noisy
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open_regular(path, writing=True, create=True) as file:  # closing releases the lock
-        lock(file, path)
-        yield
 
 
 def _tensor(name: str, value: Any) -> Tensor:

@@ -22,8 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedsynth.errors import HOSTILE, LedgerError, one_line
-from fedsynth.files import create_once, lock, open_regular, read_regular, write_whole
+from fedsynth.files import create_once, locked_file, read_regular, write_whole
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -177,7 +176,8 @@ class ReleaseSequence:
         """
         facts = replace(self.facts, rows=self.rows, records=records)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._locked():
+        create_once(self.folder / "lock", b"")  # which only the current user can read
+        with locked_file(self.folder / "lock"):
             stored = self.stored_facts(self.period)
             if stored is not None and self.has_releases and _json(stored) != _json(facts):
                 raise LedgerError(
@@ -238,7 +238,7 @@ class ReleaseSequence:
             LedgerError: another process has begun the period with other records or settings.
         """
         tensors = {"noise": noise.cpu().contiguous(), "increment": increment.cpu().contiguous()}
-        with self._locked():
+        with locked_file(self.folder / "lock"):
             facts = self.stored_facts(self.period)
             if facts is None or _json(replace(facts, finished=False)) != self._begun:
                 raise LedgerError(
@@ -248,14 +248,6 @@ class ReleaseSequence:
             create_once(self._path(self.period, quantity), save(tensors))
         stored = self.stored(self.period, quantity) or tensors
         return stored["increment"]
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        path = self.folder / "lock"
-        create_once(path, b"")
-        with open_regular(path, writing=True) as file:  # closing releases the lock
-            lock(file, path)
-            yield
 
     def _path(self, period: int, quantity: str) -> Path:
         name = re.sub(r"\W+", "-", _PERIOD.sub("", quantity))

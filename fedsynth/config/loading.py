@@ -14,7 +14,7 @@ from fedsynth.config.settings import RunSettings
 from fedsynth.errors import SettingError
 from fedsynth.features.pretrained import names_a_library
 from fedsynth.features.registry import is_own_features, register_file
-from fedsynth.methods import METHODS, method_class, own_label, register_method
+from fedsynth.methods import METHODS, is_own_method, method_class, own_label, register_method
 from fedsynth.models.registry import model_names, register_model_file
 from fedsynth.own_code import LOADERS, SOURCES, is_label, load_own, names_a_file
 from fedsynth.synthesizer.condensation.losses import register_loss_file
@@ -51,6 +51,17 @@ def _registered(section: str, key: str, value: str) -> str:
     if key == "matching":
         return register_loss_file(value)
     return register_file(value, section, key)
+
+
+def settings_with_own_code(settings: RunSettings) -> list[tuple[str, str]]:
+    """Returns the sections and keys of the settings that select the user's own code."""
+    sections = settings.to_mapping()
+    selected = [("run", "method")] if is_own_method(settings.method) else []
+    for section, key in LOADERS:
+        names = str(sections.get(section, {}).get(key, "")).split(",")
+        if any(_is_custom(section, key, name.strip()) for name in names):
+            selected.append((section, key))
+    return selected
 
 
 def code_options(settings: RunSettings) -> list[str]:

@@ -8,7 +8,7 @@ sums of all periods so far.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeGuard
 
 from torch import Tensor
 
@@ -104,6 +104,6 @@ class SumsOverPeriods(SummedUploads):
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
 
-def has_periods(method: Method) -> bool:
+def has_periods(method: Method) -> TypeGuard[SumsOverPeriods]:
     """Returns True if the run belongs to a sequence of several periods."""
     return isinstance(method, SumsOverPeriods) and method.periods > 1

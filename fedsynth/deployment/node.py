@@ -40,7 +40,7 @@ from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
 from fedsynth.federation.run_data import Clients, data_set_id
-from fedsynth.files import lock, open_regular
+from fedsynth.files import locked_file
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.releases import USER, Release
 from fedsynth.privacy.report.build import write_report
@@ -211,8 +211,7 @@ class Node(Place):
         if not self.home.is_dir():  # nothing is created before the owner has joined a run
             yield
             return
-        with open_regular(self.home / LOCK, writing=True, create=True) as file:
-            lock(file, self.home / LOCK, max_seconds=math.inf)
+        with locked_file(self.home / LOCK, math.inf):
             yield
 
     def _answer(self, run: str, frame: Frame) -> Frame:

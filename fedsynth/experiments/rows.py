@@ -36,7 +36,7 @@ from fedsynth.evaluation import (
     NAMES,
     TEST_KEYS,
 )
-from fedsynth.files import decode_json, lock, open_regular, read_text
+from fedsynth.files import decode_json, locked_file, read_text
 from fedsynth.privacy.settings import PrivacySettings
 from fedsynth.results.finished import read_settings
 from fedsynth.validation import flattened, to_toml
@@ -135,8 +135,7 @@ class Rows:
         """
         with writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open_regular(self.path, writing=True, create=True) as file:
-                lock(file, self.path)
+            with locked_file(self.path) as file:
                 file.truncate(file.read().rfind(b"\n") + 1)  # a line that was cut
                 line = f"{json.dumps(row, ensure_ascii=False, allow_nan=False)}\n".encode()
                 if file.write(line) < len(line):

@@ -17,14 +17,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from fedsynth.config.loading import settings_with_own_code
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.periods import SumsOverPeriods
+from fedsynth.core.periods import has_periods
 from fedsynth.data.registry import CLASSIFICATION
 from fedsynth.errors import DivergedError, PrivacySettingError, SettingError, writing
 from fedsynth.experiments.rows import settings_hash
@@ -154,7 +155,8 @@ def _check(sweep: Sweep) -> None:
     """Checks all runs' settings.
 
     Raises:
-        SettingError: a run has no private score or no budget, or the runs have different data.
+        SettingError: a run has no private score or no budget, or runs custom code, or the runs have
+            different data.
     """
     if sweep.jobs != 1:
         reason = (
@@ -169,8 +171,14 @@ def _check(sweep: Sweep) -> None:
                 "noise. Set privacy.epsilon only"
             )
             raise PrivacySettingError("privacy", "epsilon", reason)
+        for section, key in settings_with_own_code(cell.settings):
+            reason = (
+                "names custom code, which could keep values of one trial for the next ones. Name a "
+                "built-in one, or remove [selection]"
+            )
+            raise SettingError(section, key, reason)
         method = cell.settings.method
-        if isinstance(method, SumsOverPeriods) and method.periods > 1:
+        if has_periods(method):
             reason = (
                 "must be 1, because a trial stores no sums for later periods. Set method.periods=1"
             )
@@ -299,6 +307,7 @@ class _Best:
     folder: Path
 
 
+@dataclass(eq=False)
 class _Trials:
     """Charges the clients for a selection, and executes its trials.
 
@@ -309,13 +318,12 @@ class _Trials:
         download: True lets torchvision download a missing data set.
     """
 
-    def __init__(self, plan: SelectionPlan, staging: Path, home: Path, download: bool) -> None:
-        self._plan = plan
-        self._staging = staging
-        self._home = home
-        self._download = download
-        self._secret = SecretGenerator()
-        self._began = datetime.now()
+    _plan: SelectionPlan
+    _staging: Path
+    _home: Path
+    _download: bool
+    _secret: SecretGenerator = field(default_factory=SecretGenerator)
+    _began: datetime = field(default_factory=datetime.now)
 
     def best(self) -> _Best | None:
         """Executes the trials, and moves the best trial's run folder to its final place.

@@ -18,7 +18,7 @@ from fedsynth.config.participation import Participation, most_rounds, shown_roun
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import VaryingReleases
 from fedsynth.core.context import RoundContext
-from fedsynth.core.periods import SumsOverPeriods
+from fedsynth.core.periods import has_periods
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
 from fedsynth.privacy import accounting
@@ -81,7 +81,7 @@ class PrivacyPlan:
         checks.check_unit(stated, spec)
         mechanism = checks.mechanism_of(method, stated)
         limit = checks.most_records(spec, stated)
-        if isinstance(method, SumsOverPeriods) and method.periods > 1:
+        if has_periods(method):
             limit *= method.periods
             if stated.unit == USER:
                 reason = (
@@ -127,7 +127,7 @@ class PrivacyPlan:
             ).with_code("release.ledger")
         if privacy.noise_multiplier is None:
             calibrated_plan = plan
-            if isinstance(settings.method, SumsOverPeriods):  # σ is for all periods together
+            if has_periods(settings.method):  # σ is for all periods together
                 run = replace(settings, method=settings.method.all_periods())
                 calibrated_plan = replace(cls.checked(run, context), histories=plan.histories)
             privacy = replace(privacy, noise_multiplier=calibrated_plan._calibrated())

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedsynth.config.checks import check_unit
 from fedsynth.config.settings import RunSettings
-from fedsynth.core.periods import SumsOverPeriods
+from fedsynth.core.periods import has_periods
 from fedsynth.data.declaration import Declaration, FolderSettings, require_signed
 from fedsynth.data.images import DERIVED, ImageData, IntArray, from_arrays, record_digests
 from fedsynth.data.load import load_dataset
@@ -467,7 +467,7 @@ class Clients:
         The result is empty unless the run is one of several periods.
         """
         method = run.method
-        if not isinstance(method, SumsOverPeriods) or method.periods == 1:
+        if not has_periods(method):
             return {}
         sequences = {}
         for name in self.ledger_names:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedsynth.core.messages import Tensors
-from fedsynth.core.method import Method
 from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.shared_set import check_hashes
 from fedsynth.errors import DataFilesMissingError, LedgerError, PrivacySettingError, SettingError
@@ -15,7 +13,6 @@ from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import PRIVATE, LedgerFolder
 from fedsynth.privacy.periods import PeriodFacts, ReleaseSequence, period_of
 from fedsynth.privacy.report.file import read_report
-from fedsynth.results.saved_model import load_model
 from fedsynth.validation import from_mapping
 
 Sections = Mapping[str, Mapping[str, Any]]
@@ -112,12 +109,3 @@ def _ledger_folder(sections: Sections) -> Path:
         reason = "is not set, but it stores the noise of earlier periods. Set privacy.ledger"
         raise PrivacySettingError("privacy", "ledger", reason)
     return Path(stated).expanduser()
-
-
-def released_model(share: Path, method: type[Method]) -> Tensors:
-    """Returns a shared set's released model, with the centre and whitening of period 1.
-
-    Raises:
-        OutputError: the set contains no model.
-    """
-    return dict(load_model(share, method=method).state_dict())

@@ -34,20 +34,11 @@ from fedsynth.privacy.guard import UpdateGuard
 
 _LOGGER = logging.getLogger(__name__)
 STATUS = {"code": 0, "message": ""}  # of the answers of Flower's older clients
+_COUNTED = {"num_examples": MetricRecord, "metrics": ConfigRecord, "status": ConfigRecord}
 # The records with which Flower's older clients answer, by the prefix of the request's records.
 OLDER: dict[str, dict[str, type]] = {
-    "fitins": {
-        "parameters": ArrayRecord,
-        "num_examples": MetricRecord,
-        "metrics": ConfigRecord,
-        "status": ConfigRecord,
-    },
-    "evaluateins": {
-        "loss": MetricRecord,
-        "num_examples": MetricRecord,
-        "metrics": ConfigRecord,
-        "status": ConfigRecord,
-    },
+    "fitins": {"parameters": ArrayRecord, **_COUNTED},
+    "evaluateins": {"loss": MetricRecord, **_COUNTED},
     "getparametersins": {"parameters": ArrayRecord, "status": ConfigRecord},
     "getpropertiesins": {"properties": ConfigRecord, "status": ConfigRecord},
 }
