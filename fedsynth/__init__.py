@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fedsynth.results.run_record import RunResult as RunResult
     from fedsynth.results.saved_model import load_model as load_model
     from fedsynth.sharing.export import export_run as export_run
+    from fedsynth.sharing.fidelity import RealImages as RealImages
     from fedsynth.sharing.fidelity import fidelity_of_set as fidelity_of_set
     from fedsynth.sharing.onnx_export import export_onnx as export_onnx
     from fedsynth.sharing.student import student_of_set as student_of_set

@@ -86,6 +86,39 @@ def _selection() -> str:
     return markdown(heads, body)
 
 
+SETS = {"copies": "real images, marked", "feddm": "FedDM", "fedstats": "FedStats, ε = 1"}
+
+
+def _attacked(rows: list[dict[str, Any]], attack: str) -> list[str]:
+    """Returns the mean rate with chance in %, and how often the interval is above chance."""
+    results = [row[attack] for row in rows]
+    if None in results:
+        return ["", ""]
+    rate, chance = (100 * statistics.mean(r[name] for r in results) for name in ("rate", "chance"))
+    above = sum(r["low"] > r["chance"] for r in results)
+    return [f"{rate:.0f} ({chance:.0f})", f"{above} of {len(results)}"]
+
+
+@table("evidence")
+def _evidence() -> str:
+    body = []
+    for (title, dataset), (way, words) in product(sorted(DATASETS.items()), SETS.items()):
+        rows = [row for row in lines("evidence") if row["key"].startswith(f"{dataset} {way} ")]
+        attacks = [*_attacked(rows, "membership"), *_attacked(rows, "site_inference")]
+        fid = statistics.mean(row["fid"] for row in rows)
+        body.append([title, words, *attacks, f"{fid:.1f}"])
+    heads = [
+        "data",
+        "set",
+        "nearer to training",
+        "above chance",
+        "owner told",
+        "above chance",
+        "FID",
+    ]
+    return markdown(heads, body)
+
+
 @sentence(
     "docs/privacy.md",
     "`residual` is ahead of `features` at every ε, by {:.1f} to {:.1f} points",

@@ -43,6 +43,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "train_student",
         "StudentSettings",
         "fidelity_of_set",
+        "RealImages",
         "DataFreeDistiller",
     ),
     "Custom methods and models": (

@@ -1,4 +1,4 @@
-"""Exports the synthetic images of a run into a separate folder that may be shared.
+"""Exports a run's synthetic images into a separate folder for sharing.
 
 The folder contains the images, their privacy report and a README. It contains nothing else from the
 run folder. `fedsynth.data.shared_set` lists the files.
@@ -25,11 +25,13 @@ from fedsynth.core.method import Method
 from fedsynth.data import shared_set
 from fedsynth.data.shared_set import TENSORS, SharedSet
 from fedsynth.errors import OutputError, PrivacyError, UnknownNameError, one_line, writing
+from fedsynth.evaluation.evidence import Evidence
 from fedsynth.federation.run_data import PUBLIC
 from fedsynth.files import file_hash, plain_files
 from fedsynth.formatting import format_epsilon
 from fedsynth.methods import method_class
 from fedsynth.own_code import is_label
+from fedsynth.privacy.disclosure import SIMULATION_ONLY
 from fedsynth.privacy.report.build import write_report
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.pages import report_sentences
@@ -39,11 +41,17 @@ from fedsynth.results.finished import read_summary
 from fedsynth.results.run_folder import PRIVATE_START, private_start
 from fedsynth.results.saved_model import Architecture, model_in, write_model
 from fedsynth.results.verification import verify_run
+from fedsynth.sharing.fidelity import RealImages
 from fedsynth.sharing.hub_files import PICTURES, VALUES, write_croissant, write_values
 from fedsynth.version import __version__
 
 UNPROTECTED = "unprotected"
 _MAX_NAME = 60
+EVIDENCE = "evidence"
+_NOTE = (
+    "exact, in evidence.json, and outside the guarantee. The exporter stated that these images are "
+    "public or simulated"
+)
 _TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # for Markdown
 _TEMPLATES.filters["epsilon"] = format_epsilon
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
@@ -51,8 +59,7 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """The content of an export: the synthetic images of a run, and everything that is exported
-    together with the images.
+    """An export's content: a run's synthetic images, and all that is exported with them.
 
     Attributes:
         synthetic: the images, with their privacy guarantee.
@@ -62,6 +69,7 @@ class Share:
         trained_on_images: whether the run's model was trained on these synthetic images.
         model: the model and its architecture, or None if the model is not exported.
         public_test: whether the test images are public. False if the run does not say so.
+        evidence: the evidence pack, or None if it was not requested.
     """
 
     synthetic: SharedSet
@@ -71,6 +79,7 @@ class Share:
     trained_on_images: bool
     model: tuple[nn.Module, Architecture] | None
     public_test: bool
+    evidence: Evidence | None = None
 
 
 def export_run(
@@ -80,6 +89,7 @@ def export_run(
     unprotected: bool = False,
     with_model: bool = False,
     method: type[Method] | None = None,
+    real: RealImages | None = None,
 ) -> Path:
     """Writes the releasable part of a finished run into a new folder.
 
@@ -97,6 +107,7 @@ def export_run(
             has the same guarantee. A FedStats model can label augmented copies of the images for
             training.
         method: the class of the run's method, if fedsynth does not know the method by name.
+        real: the real images with which the set is compared. The folder then has an evidence pack.
 
     Returns:
         `out`.
@@ -112,8 +123,10 @@ def export_run(
     """
     folder = Path(run)
     target = Path(out)
-    share = _read(folder, unprotected, with_model, method)
     require_new(target)
+    share = _read(folder, unprotected, with_model, method)
+    if real is not None:
+        share = replace(share, evidence=real.evidence(share.synthetic))
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         # all or nothing: an incomplete folder must never be released
@@ -146,7 +159,10 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} contains no images, because {name} makes none")
+        raise OutputError(
+            f"the run in {folder} contains no images, because {name} makes none. Export its "
+            "model (--onnx)"
+        )
     synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
@@ -167,15 +183,15 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 def verified_report(
     folder: Path, *, unprotected: bool, method: type[Method] | None
 ) -> dict[str, Any] | None:
-    """Returns the privacy report of a finished run, after checking that the run's settings and
-    ledgers give the same report. Returns None for a run without differential privacy.
+    """Checks and returns a finished run's privacy report, or None without differential privacy. The
+    run's settings and ledgers must give the same report.
 
     Raises:
         OutputError: the run has not finished, or has no guarantee and `unprotected` is False.
         PrivacyError: the report does not follow from the run's settings and ledgers.
     """
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{folder} is not a finished run's folder: it contains no summary.json")
+        raise OutputError(f"{folder} contains no summary.json. Name a finished run's folder")
     report = None
     if (folder / PRIVATE_START).exists():
         problems = verify_run(folder, method=method).problems
@@ -187,7 +203,7 @@ def verified_report(
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):
         raise OutputError(
-            f"the run in {folder} has no privacy guarantee, so its images and its model may reveal "
+            f"the run in {folder} has no privacy guarantee, so its images and model may reveal "
             f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
         ).with_code("export.no_guarantee")
     return report
@@ -225,14 +241,26 @@ def _write(share: Share, out: Path) -> None:
     if share.model is not None:
         write_model(out / MODEL, *share.model)
     (out / shared_set.README).write_text(readme(share), "utf-8")
-    if share.report is not None:
+    report = share.report
+    if share.evidence is not None:
+        pack = json.dumps(share.evidence.to_json(), indent=1, ensure_ascii=False)
+        (out / f"{EVIDENCE}.json").write_text(f"{pack}\n", "utf-8")
+        page = _TEMPLATES.get_template("evidence.md.j2").render(e=share.evidence)
+        (out / f"{EVIDENCE}.md").write_text(page, "utf-8")
+        access = {
+            "access": "training and held-out images",
+            "status": SIMULATION_ONLY,
+            "note": _NOTE,
+        }
+        report = report and {**report, "scope": [*report["scope"], access]}
+    if report is not None:
         files = {name: file_hash(out / name) for name in plain_files(out, leave_out=["images"])}
-        write_report({**share.report, "files": files, "exported": True}, out)
+        write_report({**report, "files": files, "exported": True}, out)
     shared_set.write_hashes(out)
 
 
 def readme(share: Share) -> str:
-    """Returns the README of an exported folder, which explains the folder to its recipients."""
+    """Returns an exported folder's README for its recipients."""
     spec, report = share.synthetic.spec, share.report
     count = len(share.synthetic.labels)
     architecture = share.model and share.model[1]

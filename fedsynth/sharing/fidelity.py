@@ -13,6 +13,7 @@ from fedsynth.data.images import ImageData, normalise, to_stored
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.data.shared_set import SUMS, TENSORS, SharedSet, load_synthetic, read_set
 from fedsynth.errors import SettingError
+from fedsynth.evaluation.evidence import Evidence, membership, site_inference
 from fedsynth.evaluation.fidelity import Fidelity, fidelity
 from fedsynth.features.pretrained import PRETRAINED, names_a_library, pretrained_network
 from fedsynth.features.registry import feature_map, register_file
@@ -70,14 +71,93 @@ def fidelity_of_set(
     """
     synthetic = synthetic_set(Path(folder))
     spec = synthetic.spec
-    if test.spec.image_shape != spec.image_shape:
-        reason = f"must have images of shape {spec.image_shape}, got shape {test.spec.image_shape}"
-        raise SettingError(None, "test", reason)
+    _check_shape("test", test.spec, spec)
     embed = _embedding(network, weights, spec)
     images = to_stored(synthetic.images, spec)
     synthetic_ND = _features(embed, images, partial(report, "synthetic images"))
     real_ND = _features(embed, test.images.cpu(), partial(report, "real images"))
     return fidelity(synthetic_ND, real_ND)
+
+
+class RealImages:
+    """The real images with which a released set is compared in its evidence pack.
+
+    Args:
+        training: the images from which the set is made.
+        held_out: other images of the same distribution, from which nothing is made.
+        network, weights: the network whose features are compared, as in `fidelity_of_set`.
+        simulation: True states that all these images are public or simulated. There is no evidence
+            without this statement, because it has exact numbers about the images.
+
+    Raises:
+        SettingError: `simulation` is False, the shapes of the images differ, or the network cannot
+            be used.
+        UnknownNameError: no feature map has the network's name.
+
+    >>> import tempfile
+    >>> from fedsynth import load_dataset, load_synthetic, owner_settings, synthesize
+    >>> settings = owner_settings({"model": {"width": 8}, "privacy": {"epsilon": 8}})  # digits
+    >>> place = tempfile.mkdtemp()
+    >>> run = synthesize(settings, f"{place}/share", runs=f"{place}/runs")
+    >>> real = RealImages(*load_dataset("digits"), simulation=True)
+    >>> attack = real.evidence(load_synthetic(f"{place}/share")).membership
+    >>> attack.low <= attack.chance
+    True
+    """
+
+    def __init__(
+        self,
+        training: ImageData,
+        held_out: ImageData,
+        network: str = "pixels",
+        weights: str = PRETRAINED,
+        *,
+        simulation: bool = False,
+    ) -> None:
+        if not simulation:
+            reason = (
+                "must be True, because evidence has exact numbers about the training and held-out "
+                "images. If they are public or simulated, set --simulation or simulation=True"
+            )
+            raise SettingError(None, "simulation", reason)
+        _check_shape("held_out", held_out.spec, training.spec)
+        self._name = network
+        self._spec = training.spec
+        self._embed = _embedding(network, weights, training.spec)
+        self._training, self._held_out = (
+            (self._features(data.images.cpu()), data.labels.cpu()) for data in (training, held_out)
+        )
+
+    def _features(self, images_NCHW: Tensor) -> Tensor:
+        return _features(self._embed, images_NCHW, lambda completed, total: None)
+
+    def evidence(self, synthetic: SharedSet) -> Evidence:
+        """Measures the evidence pack of a synthetic set.
+
+        Raises:
+            DataError: there are fewer than two released or held-out images.
+            SettingError: the set has another image shape.
+        """
+        spec, labels, owners = synthetic.spec, synthetic.labels, synthetic.clients
+        _check_shape("synthetic", spec, self._spec)
+        released = self._features(to_stored(synthetic.images, spec))
+        distances = fidelity(released, self._held_out[0])  # first, as it checks the features
+        counts = labels.bincount(minlength=spec.classes).tolist()
+        return Evidence(
+            features=self._name,
+            training_images=len(self._training[1]),
+            held_out_images=len(self._held_out[1]),
+            label_counts=dict(zip(spec.class_names, counts, strict=True)),
+            membership=membership(released, self._training, self._held_out),
+            site_inference=None if owners is None else site_inference(released, owners, labels),
+            fidelity=distances,
+        )
+
+
+def _check_shape(name: str, spec: DatasetSpec, expected: DatasetSpec) -> None:
+    if spec.image_shape != expected.image_shape:
+        reason = f"must have images of shape {expected.image_shape}, got shape {spec.image_shape}"
+        raise SettingError(None, name, reason)
 
 
 def synthetic_set(folder: Path) -> SharedSet:
@@ -99,7 +179,9 @@ def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec)
             return feature_map(str(network), spec.image_shape)
         network = load_model(network)
     if not hasattr(network, "embed"):
-        raise SettingError(None, "network", "must have a function `embed` that returns features")
+        raise SettingError(
+            None, "network", "has no function `embed`, which returns features. Define it"
+        )
     embed: Embed = network.eval().embed  # type: ignore[assignment]
     return lambda images_NCHW: embed(normalise(images_NCHW, spec))
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.capabilities import OwnNetwork, SyntheticImages
-from fedsynth.core.periods import SumsOverPeriods, has_periods
+from fedsynth.core.periods import has_periods
 from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
@@ -35,8 +36,10 @@ from fedsynth.results.loggers import Logger, Several
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
+from fedsynth.results.saved_model import load_model
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
-from fedsynth.simulation.periods import continued_sections, released_model
+from fedsynth.sharing.fidelity import RealImages
+from fedsynth.simulation.periods import continued_sections
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import SyntheticSet
@@ -130,6 +133,9 @@ def simulate(
     test_images = loaded.test
     if test_images is not None:
         test_images = test_images.to(device)
+    released = None
+    if continued is not None:  # with the centre and whitening of period 1
+        released = load_model(continued, method=type(settings.method)).state_dict()
     with cpu_threads(settings.threads):
         result = Simulation(
             settings,
@@ -141,7 +147,7 @@ def simulate(
             download,
             None if resume is None else RunFolder.reopen(Path(resume)),
             None if trained is None else Path(trained),
-            None if continued is None else released_model(Path(continued), type(settings.method)),
+            released,
             trial,
         ).run()
     if loaded.left_out:
@@ -150,30 +156,30 @@ def simulate(
 
 
 def _require_settings(settings: object) -> None:
-    """Raises SettingError if `settings` is another object, such as a dict."""
+    """Raises SettingError unless `settings` are `RunSettings`."""
     if not isinstance(settings, RunSettings):
-        reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
+        reason = "must be RunSettings, made by RunSettings(FedDM()) or resolve({...}), got "
         raise SettingError(None, "settings", reason + short_repr(settings))
 
 
 def check_periods(
     settings: RunSettings, continued: Path | str | None, resume: Path | str | None = None
 ) -> None:
-    """Checks that a run that is one of several periods can continue the earlier ones.
+    """Checks that a run in a sequence of periods can continue the earlier ones.
 
     Raises:
         SettingError: the run is not private, is resumed, or lacks the period before.
     """
     method = settings.method
-    period = method.period if isinstance(method, SumsOverPeriods) else 1
+    period = method.period if has_periods(method) else 1
     if has_periods(method) and settings.privacy is None:
         reason = "must be 1 without differential privacy. Set privacy.epsilon"
         raise SettingError("method", "periods", reason)
     if has_periods(method) and resume is not None:
-        reason = "must be None with several periods. Start the period again instead"
+        reason = "has no effect with several periods. Set it to None, and start the period again"
         raise SettingError(None, "resume", reason)
     if (period > 1) != (continued is not None):
-        reason = f"must be the shared set of the period before, for period {period}"
+        reason = f"is not the shared set of the previous period, which period {period} needs"
         raise SettingError(None, "continued", f"{reason}. Use the result of owner_settings")
 
 
@@ -182,7 +188,7 @@ def among_clients(
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
 ) -> tuple[run_data.RunData, run_data.Clients]:
-    """Divides the training records of a run among its clients.
+    """Divides a run's training records among its clients.
 
     Args:
         loaded: the data of the run.
@@ -241,7 +247,7 @@ ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 def owner_settings(
     values_by_section: Mapping[str, Mapping[str, Any]], continued: Path | str | None = None
 ) -> RunSettings:
-    """Builds the settings with which one data owner creates a synthetic set.
+    """Builds the settings for one data owner's synthetic set.
 
     Values that are not given come from `PRESETS`. All images belong to one client, even if the
     folder of the images has several sites.
@@ -294,8 +300,10 @@ def synthesize(
     observer: Observer | None = None,
     download: bool = False,
     continued: Path | str | None = None,
+    evidence: str | None = None,
+    simulation: bool = False,
 ) -> RunResult:
-    """Creates a synthetic set from the images of one data owner, and exports the set.
+    """Creates a synthetic set from one data owner's images, and exports the set.
 
     Args:
         settings: the result of `owner_settings`.
@@ -308,6 +316,9 @@ def synthesize(
         observer: an observer that receives the progress.
         download: True lets torchvision download a named data set.
         continued: the shared set of the last period, as in `owner_settings`.
+        evidence: the network, such as "pixels", by whose features an evidence pack compares the set
+            with the real images (`images_of_run`). None makes no pack.
+        simulation: True states that the real images are public or simulated, which a pack requires.
 
     Raises:
         FedsynthError: as for `simulate` and `export_run`. Errors that can be detected
@@ -319,14 +330,54 @@ def synthesize(
     """
     target = Path(out)
     check_synthesis(settings, target, unprotected=unprotected)
+    real = None
+    if evidence is not None:
+        real = images_of_run(settings, evidence, simulation=simulation, download=download)
     result = simulate(
         settings, output=runs, observer=observer, download=download, continued=continued
     )
     if result.folder is not None and result.metrics:
         with_model = with_model or has_periods(settings.method)
         flags = {"unprotected": unprotected, "with_model": with_model}
-        export_run(result.folder, target, **flags, method=type(settings.method))
+        export_run(result.folder, target, **flags, method=type(settings.method), real=real)
     return result
+
+
+def images_of_run(
+    settings: RunSettings, network: str, *, simulation: bool, download: bool = False
+) -> RealImages:
+    """Loads the real images with which a run's released images are compared.
+
+    The held-out images are those of `partition.local_test`, or else the test images.
+
+    Args:
+        settings: the settings of the run.
+        network: the network whose features are compared, as in `fidelity_of_set`.
+        simulation: True states that all these images are public or simulated.
+        download: True lets torchvision download a named data set.
+
+    Raises:
+        FedsynthError: as for `RealImages` and `simulate`, or there are no held-out images, or the
+            run continues the records of earlier periods.
+    """
+    method = settings.method
+    if has_periods(method) and method.period > 1:
+        reason = "must be 1, because evidence needs the records of all periods. Remove --evidence"
+        raise SettingError("method", "period", reason, value=method.period)
+    observer = Observer()
+    loaded = run_data.data_of_run(settings, None, None, observer.note, download=download)
+    loaded, clients = among_clients(loaded)
+    device = resolve_device(settings.device)
+    loaded = run_data.encoded(loaded, clients.parts, device, observer.step)
+    parts = [torch.as_tensor(part) for part in clients.parts]
+    training, testing = map(torch.cat, run_data.divided(loaded.settings, parts, loaded.train))
+    held_out = loaded.train.subset(testing) if len(testing) else loaded.test
+    if held_out is None:
+        reason = (
+            "must be set, because evidence compares with images that were not used. Name a folder"
+        )
+        raise SettingError("data", "test_folder", reason)
+    return RealImages(loaded.train.subset(training), held_out, network, simulation=simulation)
 
 
 def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = False) -> None:
@@ -341,8 +392,8 @@ def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = Fal
     require_new(out)
     if settings.privacy is None and not unprotected:
         reason = (
-            "must be set, because images without differential privacy may reveal real images. To "
-            f"create such images, set --{UNPROTECTED} or {UNPROTECTED}=True"
+            "is not set, but images without differential privacy may reveal real images. Set "
+            f"privacy.epsilon, or allow such images with --{UNPROTECTED} or {UNPROTECTED}=True"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     method = settings.method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fedsynth import FedAvg
 from fedsynth.cli.app import app
 from fedsynth.data.load import load_dataset
-from fedsynth.errors import BudgetExceededError, DivergedError, FedsynthError, LedgerError
+from fedsynth.errors import (
+    BudgetExceededError,
+    DivergedError,
+    FedsynthError,
+    LedgerError,
+    SettingError,
+)
 from fedsynth.evaluation.accuracy import predict
 from fedsynth.experiments import read_sweep, select_privately, selection
 from fedsynth.experiments.runner import run_sweep
 from fedsynth.experiments.selection import RESULT, plan_selection, result_folder
 from fedsynth.federation import run_data
+from fedsynth.models.registry import own_model
 from fedsynth.privacy.accounting import Totals
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
@@ -339,6 +349,99 @@ def test_refusals(tmp_path: Path, old: str, new: str, code: str) -> None:
     with raises(FedsynthError, code):
         select(tmp_path, 1, lambda text: text.replace(old, new))
     assert not (tmp_path / "ledger").exists()
+
+
+OWN_CODE = """
+from dataclasses import dataclass
+
+from torch import nn
+
+from fedsynth import FedAvg
+from fedsynth.features import FeatureMap
+
+built = []
+
+
+class Counted(nn.Sequential):
+    def __init__(self, image_shape, classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, classes))
+        built.append(1)
+        self[1].bias.data += 1000 * len(built)  # the same for all classes: no other prediction
+
+
+@dataclass(frozen=True)
+class Mine(FedAvg):
+    name = "mine-of-a-selection"
+
+
+def rows(shape):
+    return FeatureMap("rows", shape, 8, 3.0, 3.0, "a test", lambda x: x.mean(dim=(1, 3)))
+"""
+
+
+def with_own_code(folder: Path, old: str, new: str) -> Change:
+    (folder / "own.py").write_text(OWN_CODE)
+    return lambda text: text.replace(old, new.format(f"{folder}/own.py"))
+
+
+COUNTED = (
+    'method = "fedstats"\ndevice = "cpu"',
+    'method = "fedavg"\ndevice = "cpu"\n[model]\nname = "{}:Counted"',
+)
+
+
+def fedavg(text: str) -> str:
+    return text.replace('features = "pixels"', "local_epochs = 1")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ('method = "fedstats"', 'method = "{}:Mine"', "run.method"),
+        (*COUNTED, "model.name"),
+        ('features = "pixels"', 'features = "{}:rows"', "method.features"),
+        ('dataset = "digits"', 'dataset = "digits"\nencoder = "{}:rows"', "data.encoder"),
+    ],
+)
+def test_own_code_is_refused(tmp_path: Path, old: str, new: str, code: str) -> None:
+    change = with_own_code(tmp_path, old, new)
+    without_features = code in ("run.method", "model.name")
+    with raises(SettingError, code):
+        select(tmp_path, 1, lambda text: change(fedavg(text) if without_features else text))
+    assert not (tmp_path / "ledger").exists()
+
+
+def test_own_code_of_python_is_refused(tmp_path: Path) -> None:
+    class Unregistered(FedAvg):
+        name = "fedavg"
+
+    sweep = read_sweep(write(tmp_path))
+    model = own_model(lambda image_shape, classes: torch.nn.Linear(64, classes))
+    changes = {"run.method": {"method": Unregistered()}, "model.name": {"model": model}}
+    for code, change in changes.items():
+        cells = tuple(replace(c, settings=replace(c.settings, **change)) for c in sweep.cells)
+        with raises(SettingError, code):
+            plan_selection(replace(sweep, cells=cells))
+
+
+def test_without_the_refusal_a_module_tells_the_number_of_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def last(self: Any, best: Any, new: Any) -> Any:
+        return new
+
+    monkeypatch.setattr(selection, "settings_with_own_code", lambda _: [])
+    monkeypatch.setattr(selection._Trials, "_better", last)
+    counts = []
+    for trials in (1, 3):
+        folder = tmp_path / str(trials)
+        folder.mkdir()
+        change = with_own_code(folder, *COUNTED)
+        for name in [name for name in sys.modules if name.startswith("fedsynth_own_own_")]:
+            monkeypatch.delitem(sys.modules, name)  # as in a new process
+        select(folder, trials, lambda text, change=change: change(fedavg(text)))
+        counts.append(load_file(run_of(folder) / "model.safetensors")["1.bias"].mean().item())
+    assert counts[0] + 1000 < counts[1]
 
 
 def test_a_selection_is_no_ordinary_sweep(tmp_path: Path) -> None:
