@@ -99,7 +99,7 @@ def work(cell: Cell) -> Row:
     with (
         mock.patch.object(feddm, "with_grouped_statistics", lambda network: network),
         mock.patch.object(fedaf, "with_grouped_statistics", lambda network: network),
-        mock.patch("fedsynth.methods.shared.condensing.has_batch_norm", lambda network: False),
+        mock.patch("fedsynth.methods.shared.condensing.has_batch_norm", return_value=False),
     ):
         return one_run(cell.settings, data)
 
