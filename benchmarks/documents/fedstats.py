@@ -56,6 +56,17 @@ def _students() -> str:
     return pivot("", DATASETS, columns, cell)
 
 
+@table("fedstats-shortening")
+def _shortening() -> str:
+    rows = {name: DATASETS[name] for name in ("MNIST", "Fashion-MNIST")}
+    columns = {"shortened": 0.05, "not shortened": 0}
+
+    def cell(dataset: str, share: float) -> str:
+        return spread_of("shortening", f"{dataset} share={share:g}", range(3))
+
+    return pivot("", rows, columns, cell)
+
+
 @sentence(
     "docs/fedstats.md",
     "A client sends {:.1f} to {:.1f} MB in a run. A run takes {:.0f} to {:.0f} seconds for all ten "

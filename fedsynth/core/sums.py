@@ -192,7 +192,8 @@ def summed(uploads: Mapping[int, M]) -> M:
     """Adds the uploads field by field, in float64.
 
     >>> from fedsynth.methods.fedstats import StatisticSums
-    >>> summed({0: StatisticSums(torch.ones(2)), 3: StatisticSums(torch.ones(2))}).sums.tolist()
+    >>> upload = StatisticSums(torch.ones(2), principal=torch.ones(0))
+    >>> summed({0: upload, 3: upload}).sums.tolist()
     [2.0, 2.0]
     """
     first = next(iter(uploads.values()))

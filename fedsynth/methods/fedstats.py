@@ -17,7 +17,9 @@ add together.
 
 Together with the centre, round 1 may release two optional statistics. Covariances of φ's channels
 and spatial cells are used to whiten z. Moments of downsampled images are released if synthetic
-images are requested. No release subsamples the data, so the Gaussian mechanisms compose exactly.
+images are requested. Second moments of z in the subspace of images that are rendered from them are
+then released together with the moments, and z is shortened along the largest directions before the
+gradient steps. No release subsamples the data, so the Gaussian mechanisms compose exactly.
 docs/privacy-proofs.md proves the sensitivities, and docs/fedstats.md has results.
 
 In earlier work, DP-FC and DP-NTK use such moments in a central setting (arXiv 2211.13403). One-shot
@@ -55,34 +57,49 @@ from fedsynth.features.random_process import MIN_SIDE
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.statistics import images, moments
 from fedsynth.methods.statistics.images import ImagesState, MakesImages
-from fedsynth.methods.statistics.pictures import PixelMoments, pixel_rows, pixel_width
+from fedsynth.methods.statistics.pictures import (
+    DIRECTIONS,
+    PixelMoments,
+    pixel_rows,
+    pixel_width,
+    principal_directions,
+)
 from fedsynth.models.on_features import Embedding, FeatureLinear
 from fedsynth.privacy.plans import FIRST, MAIN
 from fedsynth.privacy.products import Products, Rows, grams_width
 from fedsynth.privacy.settings import PrivacySettings
+from fedsynth.seeding import torch_generator
 from fedsynth.validation import in_range, one_of
 
 AUTO, YES, NO = "auto", "yes", "no"
 # The factor that converts the outputs of a regression on labels to logits. It is 4, because the
 # slope of the softmax at equal odds of two classes is ¼.
 SCALE = 4.0
+# The factor of `logit_noise` if z is shortened, tuned on held-out training images of MNIST and
+# Fashion-MNIST.
+SHORTENED_NOISE = 2 / 3
 
 
 # The names of the release plans. `MOMENTS` are products with labels; with `second_moments` also
-# z zᵀ. `PIXELS` and `COVARIANCES` are optional.
+# z zᵀ. `PIXELS`, `COVARIANCES` and `PRINCIPAL` are optional.
 CENTRE, PIXELS, COVARIANCES, MOMENTS, STEP = "centre", "pixels", "covariances", "moments", "step"
+PRINCIPAL = "principal moments"
 
 # The releases of round 1, the main release first (`Method.release_plans`).
-FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES)
+FIRST_ROUND = (MOMENTS, CENTRE, PIXELS, COVARIANCES, PRINCIPAL)
 # The releases that later periods continue. Their z has the centre and whitening of period 1.
 CONTINUED = (MOMENTS, PIXELS)
 
 
 @dataclass(frozen=True)
 class StatisticSums(Message):
-    """A client's upload in FedStats: the noisy sum of one release, as a vector."""
+    """A client's upload in FedStats: the noisy sum of one release, as a vector.
+
+    The second moments of z in a subspace are empty if they are not released.
+    """
 
     sums: Tensor = released()
+    principal: Tensor = released()
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         moment_share: share of the budget for z zᵀ and e/b ⊗ z, if second moments are released. The
             steps divide the rest equally. Without second moments, e/b ⊗ z is gradient 1 of
             `rounds`, which have equal shares.
+        principal_share: share of the budget for second moments of z in the subspace of rendered
+            images. z is shortened along the directions with the largest ones, so that others use
+            more of the clipping bound. It is used in private runs of more than one round with
+            pictures and without second moments. With 0, z is not shortened.
         second_moments: whether z zᵀ is released together with e/b ⊗ z. With "no", e/b ⊗ z uses the
             whole clipping bound, an upload is smaller by a factor of about d/2C, and all directions
             share one step size. "no" is better with noise if the features are already white. With
@@ -146,9 +167,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         step_clip: c, the bound of clip(p − y). ‖p − y‖ is at most √2.
         step_size: factor of the Newton-like step. Without second moments, it is the largest step
             size, in units of 1/`curvature`.
-        logit_noise: standard deviation of the noise that all steps together may add to a logit. It
-            is used without second moments, and determines the step size together with the public
-            noise (`fedsynth.methods.statistics.moments.step_rate`). The first gradient's noise has
+        logit_noise: standard deviation of the noise that all steps together may add to a logit; two
+            thirds of it if z is shortened. It is used without second moments, and determines the
+            step size together with the public noise
+            (`fedsynth.methods.statistics.moments.step_rate`). The first gradient's noise has
             the factor b instead of c, so in a run of few rounds the deviation is up to b/c times
             `logit_noise`.
         momentum: share of the last change that is repeated in each step. It is used without second
@@ -178,6 +200,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     whitening: str = one_of(AUTO, YES, NO)
     covariance_share: float = in_range(0.05, 1e-4, 0.9)
     moment_share: float = in_range(0.1, 1e-4, 0.999)
+    principal_share: float = in_range(0.05, 0, 0.9)
     second_moments: str = one_of(AUTO, YES, NO)
     ridge: float = in_range(0.25, 0)
     step_clip: float = in_range(0.5, 1e-3, 1.5)
@@ -194,7 +217,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         # the data set resolves "auto": here it counts for pictures, as images are requested, but not
         # for whitening, which only private runs release (`release_plans` checks it)
         pictures = self.images_each > 0 and self.pictures != NO
-        self._round_1_shares(pictures, self.whitening == YES)
+        self._round_1_shares(pictures, self.whitening == YES, principal=False)
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
@@ -252,6 +275,13 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         small = self.pooled(total.pictures, clients, PIXELS, context)
         width = low_pass(context.spec.image_shape).dimension
         pictures = PixelMoments.unpacked(small, width, context.spec.classes)
+        if self.has_principal(context.privacy, context):
+            teacher: Any = context.load(state.parameters).requires_grad_(False)
+            number = state.parameters["shortened"].numel()
+            draws = torch_generator(context.seed, "fedstats' subspace")
+            shape = context.spec.image_shape
+            found = principal_directions(pictures, teacher.embed_pixels, number, shape, draws)
+            state = _with_parameters(state, {"directions": found})
         return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
@@ -275,8 +305,21 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return moments.step_rows(z, labels_N, weight, self.step_clip)
 
         name = MOMENTS if context.round == 1 else STEP
-        results = zip(self._sums(name, features, rows, clients, embedding), states, strict=True)
-        return [(StatisticSums(client_sums.clone()), state) for client_sums, state in results]
+        sums = self._sums(name, features, rows, clients, embedding)
+        principal = torch.zeros(len(states), 0, device=context.device)
+        if context.round == 1 and self.has_principal(context.privacy, context):
+            directions = message.parameters["directions"]
+            principal = self._sums(
+                PRINCIPAL,
+                features,
+                lambda z, y: moments.principal_rows(z, directions),
+                clients,
+                embedding,
+            )
+        return [
+            (StatisticSums(sums[k].clone(), principal[k].clone()), state)
+            for k, state in enumerate(states)
+        ]
 
     def from_sum(
         self, exchange: str, state: FedStatsState, total: Any, clients: int, context: RoundContext
@@ -302,7 +345,27 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return self._closed_form(state, pool)
         weight = state.parameters["classifier.weight"]
         state = _with_parameters(state, {"classifier.weight": torch.zeros_like(weight)})
-        return self._momentum_step(state, moments.gradient_at_zero(pool, len(weight)), context)
+        state = self._momentum_step(state, moments.gradient_at_zero(pool, len(weight)), context)
+        if not self.has_principal(context.privacy, context):
+            return state
+        return self._shortened(state, self.pooled(total.principal, clients, PRINCIPAL, context))
+
+    def _shortened(self, state: FedStatsState, pool: Pool) -> FedStatsState:
+        """Returns the state with the map that shortens z, in which all that is known of z is
+        expressed.
+        """
+        shorten, factor = moments.principal_shortening(pool, state.parameters["directions"])
+
+        def converted(rows_Cd: Tensor | None) -> Tensor | None:
+            return None if rows_Cd is None else factor * shorten(rows_Cd)
+
+        weight = factor * shorten(state.parameters["classifier.weight"])
+        changed = {"directions": shorten.directions, "shortened": shorten.shortened}
+        return replace(
+            _with_parameters(state, {**changed, "classifier.weight": weight}),
+            velocity=converted(state.velocity),
+            class_means=converted(state.class_means),
+        )
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
         """Returns the state with the ridge classifier computed from the released moments."""
@@ -375,8 +438,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     def network(self, spec: DatasetSpec) -> FeatureLinear:
         """Returns a linear model on φ with zero weights."""
-        whitens = self.has_whitening_matrices(spec)
-        model = FeatureLinear(self.map_of(spec), spec, whitens=whitens)
+        whitens, directions = self.has_whitening_matrices(spec), 0
+        if self.releases_pictures(spec) and self.principal_share:
+            directions = min(DIRECTIONS, self.map_of(spec).dimension)
+        model = FeatureLinear(self.map_of(spec), spec, whitens=whitens, directions=directions)
         nn.init.zeros_(model.classifier.weight)  # where the steps start if round 1 does not count
         return model
 
@@ -413,7 +478,18 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         """
         return privacy is not None and self.has_whitening_matrices(spec)
 
-    def _round_1_shares(self, pictures: bool, covariances: bool) -> dict[str, float]:
+    def has_principal(self, privacy: PrivacySettings | None, context: RoundContext) -> bool:
+        """Returns whether second moments of z in a subspace are released.
+
+        This depends only on public settings.
+        """
+        if privacy is None or self.has_second(privacy) or context.rounds == 1:
+            return False
+        return self.principal_share > 0 and self.releases_pictures(context.spec)
+
+    def _round_1_shares(
+        self, pictures: bool, covariances: bool, principal: bool
+    ) -> dict[str, float]:
         """Returns each first-round release's share of the budget, by plan name.
 
         The share is 0 for a release that is not made. `MOMENTS` counts only with second moments.
@@ -425,6 +501,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             CENTRE: self.centre_share,
             PIXELS: pictures * self.pixel_share,
             COVARIANCES: covariances * self.covariance_share,
+            PRINCIPAL: principal * self.principal_share,
             MOMENTS: self.moment_share,
         }
         total = sum(shares.values())
@@ -434,7 +511,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
                 f"to {total:g}, and leave no budget for steps. Lower one of them"
             )
             largest = max(shares, key=lambda name: shares[name])
-            key = f"{largest.removesuffix('s')}_share"
+            key = f"{largest.split()[0].removesuffix('s')}_share"
             raise SettingError("method", key, reason, value=shares[largest])
         return shares
 
@@ -448,8 +525,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         """
         spec, rounds = context.spec, context.rounds
         covariances = self.has_covariances(privacy, spec)
-        shares = self._round_1_shares(self.releases_pictures(spec), covariances)
-        rest = 1 - shares[CENTRE] - shares[PIXELS] - shares[COVARIANCES]
+        principal = self.has_principal(privacy, context)
+        shares = self._round_1_shares(self.releases_pictures(spec), covariances, principal)
+        rest = 1 - sum(share for name, share in shares.items() if name != MOMENTS)
         if rounds == 1 or not self.has_second(privacy):
             return {**shares, MOMENTS: rest / rounds, STEP: rest / rounds * (rounds > 1)}
         return {**shares, STEP: (rest - shares[MOMENTS]) / (rounds - 1)}
@@ -531,6 +609,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         if features.blocks:
             white = moments.white_signal(features.blocks)
         centre = "φ(x) of each example"
+        number = min(DIRECTIONS, d)
+        principal = "second moments of features in a subspace of rendered images"
+        y = f"the part of each example's z in {number} directions; its products have norm at most 1"
         steps, wrong = (
             "sum of gradients of a linear model on features",
             "p − y of each example, and z",
@@ -540,6 +621,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             *plan(CENTRE, "sum of features", centre, d, 1.0, clip=features.norm_bound),
             *plan(PIXELS, pictures, u, pixels, by_class),
             *plan(COVARIANCES, covariances, matrices, grams_width(features.blocks), white),
+            *plan(PRINCIPAL, principal, y, grams_width(((number, 1),)), number**-0.5),
             *plan(STEP, steps, wrong, d * classes, by_class, clip=self.step_clip),
         )
         return self.over_periods(plans, CONTINUED, context)
@@ -556,10 +638,13 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         """
         records = self.total_records(context) * context.clients
         noise_std = self.pooled_deviation(MOMENTS, context.clients, context)
+        logit_noise = self.logit_noise
+        if self.has_principal(context.privacy, context):
+            logit_noise *= SHORTENED_NOISE
         return moments.step_rate(
             noise_std * self.step_clip / records / math.sqrt(context.rounds),
             context.rounds,
-            self.logit_noise,
+            logit_noise,
             self.step_size / self.curvature,
             self.momentum,
         )
@@ -578,7 +663,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return {"sums": STEP}
         if exchange == FIRST:
             return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
-        return {"sums": MOMENTS}
+        return {"sums": MOMENTS, "principal": PRINCIPAL}
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
@@ -617,7 +702,7 @@ def _planned(
         steps=1,
         dimension=dimension,
         relative_noise_multiplier=shares[name] ** -0.5,
-        exchange=MAIN if name in (MOMENTS, STEP) else FIRST,
+        exchange=MAIN if name in (MOMENTS, PRINCIPAL, STEP) else FIRST,
         signal=signal,
     )
     return (plan,)

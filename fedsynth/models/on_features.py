@@ -5,7 +5,7 @@ The method fedstats computes `FeatureLinear`. Other methods train `OnFeatures`.
 The embedding of `FeatureLinear` is z = clip₁(T(φ(x) − m)/R), where φ and R belong to a
 `FeatureMap`. The centre m is released by fedstats, and is 0 for other methods. T is the identity or
 a whitening transform, which multiplies each block of φ by a symmetric matrix for the channels and
-another for the cells (image positions).
+another for the cells (image positions). Some directions of z may then be shortened (`Shortening`).
 
 `OnFeatures` takes vectors z = clip₁(φ(x)/R). The network is linear or has one hidden layer. One
 example's gradient in a linear model is (p − y) ⊗ z. Tramèr and Boneh (2021, arXiv 2011.11660) train
@@ -29,6 +29,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
@@ -36,7 +37,7 @@ from fedsynth.errors import SettingError
 from fedsynth.features.feature_map import FeatureMap
 from fedsynth.models.layers import EmbeddingNetwork, check_embedding
 from fedsynth.models.small import Linear
-from fedsynth.privacy.row_products import LANES, PaddedLinear, two_sided
+from fedsynth.privacy.row_products import LANES, PaddedLinear, row_product, two_sided
 
 # The whitening matrices for a block's channels and cells. Whitening replaces the block Z [channels,
 # cells] by the matrix product channels·Z·cells.
@@ -54,13 +55,19 @@ class FeatureLinear(EmbeddingNetwork):
         feature_map: φ and its constants.
         spec: the images' specification. Normalisation is undone before φ is applied.
         whitens: whether the model has whitening matrices, which are initially the identity.
+        directions: the number of directions that may be shortened, initially by nothing.
     """
 
     dense = False
     largest_activation = 1
 
     def __init__(
-        self, feature_map: FeatureMap, spec: DatasetSpec, *, whitens: bool = False
+        self,
+        feature_map: FeatureMap,
+        spec: DatasetSpec,
+        *,
+        whitens: bool = False,
+        directions: int = 0,
     ) -> None:
         super().__init__()
         self.feature_map = feature_map
@@ -70,6 +77,9 @@ class FeatureLinear(EmbeddingNetwork):
             sizes = chain.from_iterable(feature_map.blocks)
             for name, size in zip(root_names(feature_map.blocks), sizes, strict=True):
                 self.register_buffer(name, torch.eye(size))
+        if directions:
+            self.register_buffer("directions", torch.zeros(feature_map.dimension, directions))
+            self.register_buffer("shortened", torch.zeros(directions))
         self.register_buffer("mean", torch.tensor(spec.mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(spec.std).view(1, -1, 1, 1), persistent=False)
         self.classifier = nn.Linear(feature_map.dimension, spec.classes, bias=False)
@@ -99,6 +109,35 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, eq=False)
+class Shortening:
+    """The linear map x ↦ x − D diag(s) Dᵀ x, which shortens vectors along some directions.
+
+    Args:
+        directions: orthonormal columns D, [d, k].
+        shortened: the part s of each direction that is removed, [k] in [0, 1).
+
+    >>> halved = Shortening(torch.eye(3)[:, :1], torch.tensor([0.5]))
+    >>> halved(torch.ones(1, 3))
+    tensor([[0.5000, 1.0000, 1.0000]])
+    """
+
+    directions: Tensor
+    shortened: Tensor
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Tensor]) -> Shortening | None:
+        """Creates the map from a model's buffers, or returns None if they shorten nothing."""
+        if "shortened" not in parameters or not bool(parameters["shortened"].any()):
+            return None
+        return cls(parameters["directions"], parameters["shortened"])
+
+    def __call__(self, rows_Nd: Tensor) -> Tensor:
+        """Returns the shortened rows. A row's result does not depend on other rows."""
+        along_Nk = row_product(rows_Nd, self.directions.T) * self.shortened
+        return rows_Nd - row_product(along_Nk, self.directions)
+
+
+@dataclass(frozen=True, eq=False)
 class Embedding:
     """A function that maps features φ [N, d] to embeddings z [N, d].
 
@@ -106,11 +145,13 @@ class Embedding:
         centre: the centre m, [d].
         radius: the radius R of the features.
         roots: each block's whitening matrices, or an empty tuple without whitening.
+        shortening: the map that shortens some directions, or None. Its results have norm 1.
     """
 
     centre: Tensor
     radius: float
     roots: tuple[Root, ...] = ()
+    shortening: Shortening | None = None
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], features: FeatureMap) -> Embedding:
@@ -120,19 +161,27 @@ class Embedding:
         for channels, cells in zip(names[::2], names[1::2], strict=True):
             if channels in parameters:
                 roots.append((parameters[channels], parameters[cells]))
-        return cls(parameters["centre"], features.radius, tuple(roots))
+        shortening = Shortening.of(parameters)
+        return cls(parameters["centre"], features.radius, tuple(roots), shortening)
 
     def __call__(self, features_Nd: Tensor) -> Tensor:
-        return embedded(features_Nd, self.centre, self.radius, self.roots)
+        z_Nd = embedded(features_Nd, self.centre, self.radius, self.roots)
+        if self.shortening is None:
+            return z_Nd
+        return F.normalize(self.shortening(z_Nd), dim=1)
 
     def same(self, other: Embedding) -> bool:
         """Returns True if both embeddings have equal constants, and so are the same function."""
-        if self.radius != other.radius or len(self.roots) != len(other.roots):
+        mine, others = self._tensors(), other._tensors()
+        if self.radius != other.radius or len(mine) != len(others):
             return False
-        return all(map(torch.equal, self._tensors(), other._tensors()))
+        return all(map(torch.equal, mine, others))
 
     def _tensors(self) -> list[Tensor]:
-        return [self.centre, *chain.from_iterable(self.roots)]
+        tensors = [self.centre, *chain.from_iterable(self.roots)]
+        if self.shortening is not None:
+            tensors += [self.shortening.directions, self.shortening.shortened]
+        return tensors
 
 
 def embedded(

@@ -28,6 +28,7 @@ from fedsynth.methods.fedstats import (
     CENTRE,
     COVARIANCES,
     MOMENTS,
+    PRINCIPAL,
     STEP,
     FedStatsState,
     StatisticSums,
@@ -64,6 +65,8 @@ def network(method: fs.FedStats = PIXELS) -> FeatureLinear:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         net.classifier.weight.copy_(torch.randn(10, net.embedding_size, generator=generator))
+        if hasattr(net, "directions"):  # as of a dishonest server: neither orthogonal nor of norm 1
+            net.directions.copy_(3 * torch.randn(net.directions.shape, generator=generator))
     return net  # type: ignore[no-any-return]
 
 
@@ -101,8 +104,8 @@ class Case:
         """Returns the clients' uploads, [clients, D]."""
         message = ModelParameters(network(self.method).state_dict(), 1.0)
         take = exchange_of(self.method, self.exchange).client_step
-        # without privacy nothing is whitened, and no covariances are sent
-        sigma = 1.0 if self.field == COVARIANCES else None
+        # without privacy nothing is whitened or shortened, and no covariances are sent
+        sigma = 1.0 if self.field in (COVARIANCES, "principal") else None
         ctx = ctx or context(self.number, sigma, self.method)
         replies = take(message, clients, [{} for _ in clients.ids], ctx)
         return torch.stack([getattr(reply, self.field).double() for reply, _ in replies])
@@ -127,6 +130,7 @@ RELEASES = (
     Case(PICTURES, 1, MAIN, MOMENTS),  # without second moments
     Case(PICTURES, 1, FIRST, PICTURE, "pictures"),
     Case(WHITE, 1, FIRST, COVARIANCES, COVARIANCES),
+    Case(PICTURES, 1, MAIN, PRINCIPAL, "principal"),
 )
 each_release = pytest.mark.parametrize("case", RELEASES)
 
@@ -262,7 +266,7 @@ def test_class_means_equal_numpy(second: str) -> None:
     if second == "yes":
         sums = 0.5**0.5 * np.concatenate([packed(z).sum(0), sums])
     method = fs.FedStats(features="pixels", ipc=1, image_steps=1, second_moments=second)
-    upload, ctx = StatisticSums(torch.from_numpy(sums).float()), context(rounds=1)
+    upload, ctx = StatisticSums(torch.from_numpy(sums).float(), torch.zeros(0)), context(rounds=1)
     state: Any = method.at_end(method.server_step(INITIAL, {0: upload}, ctx), ctx)
     means = np.stack([z[labels == c].mean(axis=0) for c in range(10)])
     np.testing.assert_allclose(state.class_means, means - means.mean(axis=0), atol=1e-5)
@@ -271,7 +275,8 @@ def test_class_means_equal_numpy(second: str) -> None:
 def test_images_depend_only_on_the_last_server_state() -> None:
     """Drawn images follow optimised images, which stay unchanged."""
     draws = torch.Generator().manual_seed(0)
-    upload, ctx = {0: StatisticSums(torch.randn(10 * 64, generator=draws))}, context(rounds=1)
+    sums = torch.randn(10 * 64, generator=draws)
+    upload, ctx = {0: StatisticSums(sums, torch.zeros(0))}, context(rounds=1)
 
     def images(method: fs.FedStats) -> Tensor:
         """Returns [classes, images, 64] in bytes; checks labels and soft labels."""
@@ -398,7 +403,7 @@ def test_steps_have_momentum() -> None:
     gradients = torch.randn(2, 10, 64, generator=torch.Generator().manual_seed(0))
     moves = []
     for number, gradient in enumerate(gradients, start=2):
-        upload = StatisticSums(20.0 * gradient.flatten())  # of a client of nominal size 20
+        upload = StatisticSums(20.0 * gradient.flatten(), torch.zeros(0))  # nominal size 20
         state = method.server_step(state, {0: upload}, context(number, **settings_of_run))  # type: ignore[assignment]
         moves.append(rate * gradient.double())
     expected = weight - moves[0] - (moves[1] + 0.25 * moves[0])
@@ -410,7 +415,7 @@ def test_steps_start_from_zero_if_round_1_does_not_count() -> None:
     method = fs.FedStats(features="pixels", second_moments="no")
     state, ctx = FedStatsState(method.network(SPEC).state_dict()), context(2)
     gradient = torch.randn(10, 64, generator=torch.Generator().manual_seed(0))
-    upload = StatisticSums(20.0 * gradient.flatten())
+    upload = StatisticSums(20.0 * gradient.flatten(), torch.zeros(0))
     state = method.server_step(state, {0: upload}, ctx)  # type: ignore[assignment]
     weight = state.parameters["classifier.weight"]
     torch.testing.assert_close(weight, -method.rate(ctx) * gradient)
@@ -527,6 +532,69 @@ def test_embedding_transforms_vectors_by_blocks() -> None:
     expected = (channel_root @ Z @ cell_root).reshape(4, 6)
     expected /= np.maximum(1, np.linalg.norm(expected, axis=1, keepdims=True))
     np.testing.assert_allclose(actual, expected, atol=1e-12)
+
+
+def test_largest_directions_are_shortened_to_the_noise() -> None:
+    """The map of exact second moments equals NumPy's, and shortened vectors have one spectrum."""
+    rng = np.random.default_rng(4)
+    z = rng.normal(size=(500, 6)) * [9, 5, 3, 1, 0.5, 0.1]
+    z /= np.linalg.norm(z, axis=1, keepdims=True)
+    basis, _ = np.linalg.qr(rng.normal(size=(6, 4)))
+    directions = torch.from_numpy(basis)
+    sums = cm.principal_rows(torch.from_numpy(z), directions).sums()
+    y = z @ basis
+    np.testing.assert_allclose(sums[:-1], packed(y).sum(axis=0), atol=1e-9)
+    noise = 0.02
+    shorten, factor = cm.principal_shortening(Pool(sums, 500 * noise, 500.0), directions)
+    floor = cm.SHORTENED * noise * 8**0.5
+    values, vectors = np.linalg.eigh(y.T @ y / 500)
+    removed = 1 - (np.maximum(values, floor) / floor) ** -0.5
+    turned = basis @ vectors
+    expected = z - (z @ turned * removed) @ turned.T
+    actual = shorten(torch.from_numpy(z))
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    after = np.linalg.eigvalsh((expected @ basis).T @ (expected @ basis) / 500)
+    np.testing.assert_allclose(after[values > floor], floor, rtol=1e-6)
+    assert (values > floor).sum() >= 2
+    assert factor == pytest.approx(np.mean(expected**2 @ np.ones(6)) ** -0.5)
+
+
+def test_noise_alone_shortens_little() -> None:
+    draws = torch.Generator().manual_seed(0)
+    noise = torch.randn(20 * 21 // 2 + 1, generator=draws, dtype=torch.float64)
+    shorten, factor = cm.principal_shortening(Pool(100 * noise, 100.0, 1e4), torch.eye(20))
+    assert float(shorten.shortened.max()) < 0.35
+    assert 1 <= factor < 1.1
+
+
+def test_a_shortened_embedding_has_norm_1_and_one_result_per_row() -> None:
+    directions, _ = torch.linalg.qr(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)))
+    parameters = {"centre": torch.zeros(6), "directions": directions}
+    rows = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    plain = Embedding.of({**parameters, "shortened": torch.zeros(2)}, MAP)
+    assert plain.shortening is None
+    embedding = Embedding.of({**parameters, "shortened": torch.tensor([0.5, 0.9])}, MAP)
+    z = embedding(rows)
+    torch.testing.assert_close(z.norm(dim=1), torch.ones(9))
+    assert not embedding.same(plain)
+    assert torch.equal(embedding(rows.flip(0)).flip(0), z)
+    assert float((z @ directions)[:, 1].abs().mean()) < 0.3 * float(
+        (plain(rows) @ directions)[:, 1].abs().mean()
+    )
+
+
+@pytest.mark.parametrize(("share", "epsilon"), [(0.05, 8.0), (0.0, 8.0), (0.05, None)])
+def test_only_private_runs_with_pictures_shorten(share: float, epsilon: float | None) -> None:
+    method = replace(QUICK, second_moments="no", principal_share=share)
+    parts = fs.PartitionSettings("iid", clients=2)
+    privacy = None if epsilon is None else fs.PrivacySettings(epsilon=epsilon)
+    run = fs.RunSettings(method, rounds=3, partition=parts, privacy=privacy)
+    result = fs.simulate(run)
+    state = result.model.state_dict()
+    assert ("shortened" in state) == (share > 0)
+    is_shortened = share > 0 and bool(state["shortened"].any())
+    assert is_shortened == (share > 0 and epsilon is not None)
+    assert result.accuracy > 0.5
 
 
 def test_only_private_runs_whiten() -> None:

@@ -24,6 +24,10 @@ The whitening matrix T scales each eigenvector by λ^(−POWER/2). Eigenvalues b
 to the noise (or to `FLOOR` of the mean), so that all unknown directions are scaled equally. A
 common factor then roughly keeps the trace. u is clipped and φ is not, so T is only approximately
 right for z.
+
+Of z's second moments in a subspace of k directions, only k²/2 entries are released. The subspace is
+that of images rendered from released moments of small pictures, so it contains most of the
+directions along which z varies most. These are then shortened (`principal_shortening`).
 """
 
 from __future__ import annotations
@@ -38,7 +42,7 @@ from torch.nn import functional as F
 
 from fedsynth.core.sums import Pool
 from fedsynth.features.feature_map import FeatureMap
-from fedsynth.models.on_features import root_names
+from fedsynth.models.on_features import Shortening, root_names
 from fedsynth.privacy.products import Grams, Moments, Outer, matrices_of, smat
 from fedsynth.privacy.row_products import row_product
 
@@ -233,6 +237,43 @@ def released_roots(
             roots.append(_root(covariance, noise / math.sqrt(part)).float())
             start += width
     return dict(zip(root_names(features.blocks), roots, strict=True))
+
+
+# The smallest second moment along a direction that is shortened, in units of the noise's edge. It
+# was tuned on held-out training images.
+SHORTENED = 0.7
+
+
+def principal_rows(z_Nd: Tensor, directions_dk: Tensor) -> Grams:
+    """Returns each example's contribution svec(y yᵀ) to second moments in a subspace.
+
+    y = Dᵀz, clipped to norm 1. The release has one coordinate more, which is 0.
+    """
+    y_Nk = row_product(z_Nd, directions_dk.T)
+    return Grams(y_Nk, ((y_Nk.shape[1], 1),), 0.0)
+
+
+def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening, float]:
+    """Computes the map that shortens the directions with the largest second moments.
+
+    A direction with the second moment λ > λ₀ is scaled by √(λ₀/λ), so that all of them have λ₀, a
+    multiple `SHORTENED` of the noise.
+
+    Args:
+        pool: the release of second moments in the subspace, summed over the clients.
+        directions_dk: orthonormal columns that span the subspace.
+
+    Returns:
+        The map, and the factor by which a vector of norm 1 then regains the norm 1, on average.
+    """
+    k = directions_dk.shape[1]
+    sums = pool.sums[: k * (k + 1) // 2].double() / pool.records
+    values, vectors = torch.linalg.eigh(smat(sums, k))
+    floor = max(SHORTENED * noise_edge(pool.noise_std / pool.records, k), EXACT)
+    factors = (values.clamp_min(floor) / floor) ** -0.5
+    left = 1 - float(((1 - factors**2) * values).sum())
+    turned = directions_dk @ vectors.to(directions_dk)
+    return Shortening(turned, (1 - factors).float()), max(left, floor) ** -0.5
 
 
 def noise_edge(noise: float, size: int) -> float:

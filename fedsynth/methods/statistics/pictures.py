@@ -45,6 +45,9 @@ VARIETY = (0.4, 1.0)
 # Rendered images for each image that is kept, and for each class when the style is chosen.
 CANDIDATES = 1.8
 COMPARED = 40
+# Images, and directions of z, with which the largest variations of z are found.
+SPANNING = 3000
+DIRECTIONS = 200
 
 # Ranges from which each image's curve or silhouette is drawn. The steepness is log-uniform.
 SHARPENED_STEEPNESS = (12.0, 50.0)
@@ -200,7 +203,8 @@ def rendered(
     """
     style = _similar_style(moments, statistics, shape, generator)
     candidates_CICHW = style(moments, math.ceil(CANDIDATES * count), shape, generator)
-    logits = _embedded(statistics, candidates_CICHW) @ statistics.weight.T
+    z_CId = _embedded(statistics.embed, candidates_CICHW, statistics.weight.device)
+    logits = z_CId @ statistics.weight.T
     chosen = []
     for label, images in enumerate(candidates_CICHW):
         own_class = logits[label].softmax(dim=1)[:, label].cpu().clamp_min(1e-6)
@@ -216,19 +220,49 @@ def _similar_style(
 ) -> Style:
     """Returns the style whose class means of z have the larger mean cosine similarity to the
     released class means."""
-    similarity = {}
+    similarity, device = {}, statistics.weight.device
     for name, style in STYLES.items():
-        means_Cd = _embedded(statistics, style(moments, COMPARED, shape, generator)).mean(dim=1)
+        images_CICHW = style(moments, COMPARED, shape, generator)
+        means_Cd = _embedded(statistics.embed, images_CICHW, device).mean(dim=1)
         centred_Cd = means_Cd - means_Cd.mean(dim=0)
         similarity[name] = F.cosine_similarity(centred_Cd, statistics.class_means, dim=1).mean()
     return STYLES[max(similarity, key=lambda name: float(similarity[name]))]
 
 
-def _embedded(statistics: ReleasedStatistics, images_CICHW: Tensor) -> Tensor:
+def principal_directions(
+    moments: PixelMoments,
+    embed: Callable[[Tensor], Tensor],
+    count: int,
+    shape: Shape,
+    generator: torch.Generator,
+) -> Tensor:
+    """Returns the orthonormal directions [d, count] along which z of rendered images is largest.
+
+    Both styles are rendered, because the statistics by which one is chosen are not released yet.
+
+    Args:
+        moments: the released moments of small pictures.
+        embed: a function that returns z [N, d] of images with pixels in [0, 1].
+        count: the number of directions.
+        shape: the shape (channels, H, W) of an image.
+        generator: a CPU generator.
+    """
+    each = math.ceil(SPANNING / len(STYLES) / len(moments.means))
+    images_CICHW = torch.cat(
+        [style(moments, each, shape, generator) for style in STYLES.values()], dim=1
+    )
+    z_Nd = _embedded(embed, images_CICHW, moments.means.device).flatten(0, 1).double()
+    _, vectors = torch.linalg.eigh(z_Nd.T @ z_Nd)
+    return vectors[:, -count:].float()
+
+
+def _embedded(
+    embed: Callable[[Tensor], Tensor], images_CICHW: Tensor, device: torch.device
+) -> Tensor:
     """Returns z of images, [C, I, d]."""
-    parts = images_CICHW.flatten(0, 1).to(statistics.weight.device).split(AT_ONCE)
+    parts = images_CICHW.flatten(0, 1).to(device).split(AT_ONCE)
     with torch.no_grad():
-        z_Nd = torch.cat([statistics.embed(part) for part in parts])
+        z_Nd = torch.cat(list(map(embed, parts)))
     return z_Nd.unflatten(0, images_CICHW.shape[:2])
 
 
