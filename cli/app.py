@@ -115,7 +115,7 @@ def train(
 @app.command()
 @options.takes_settings("data", "partition", "run.seed")
 def partition(chosen: options.Sections, download: options.Download = False) -> None:
-    """Show how many examples of each class each client has.
+    """Show each client's number of examples by class.
 
     The `train` command divides the examples in the same way if it has the same options.
     """

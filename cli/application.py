@@ -30,7 +30,7 @@ SIGNALS = tuple(
 
 
 class TerminatedError(KeyboardInterrupt):
-    """Raised when one of `SIGNALS` is received, so that a run ends as after Ctrl-C.
+    """Raised on one of `SIGNALS`, so that a run ends as after Ctrl-C.
 
     Args:
         number: the number of the signal.
@@ -43,7 +43,7 @@ class TerminatedError(KeyboardInterrupt):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raises TerminatedError when one of `SIGNALS` is received within the block.
+    """Raises TerminatedError if one of `SIGNALS` is received within the `with` block.
 
     A second signal ends the process at once.
     """
@@ -85,7 +85,7 @@ BROKEN_PIPE = 141  # the exit code of a program that SIGPIPE has ended
 
 
 class OptionError(FedsynthError, code="options.invalid"):
-    """Raised for options that contradict each other, and for an invalid --set or --config."""
+    """Raised for contradictory options, and for an invalid --set or --config."""
 
 
 class OneLineGroup(TyperGroup):
@@ -126,13 +126,13 @@ def say(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Prints a line with a message for the user on stderr. The line begins with "note:"."""
+    """Prints a message for the user on stderr, as a line that begins with "note:"."""
     say(f"note: {text}")
 
 
 @contextmanager
 def one_line_errors(as_json: bool = False) -> Iterator[None]:
-    """Prints errors within the block as one line, and ends the program with an exit code.
+    """Prints an error from the `with` block as one line, and ends the program with an exit code.
 
     If `as_json` is True, it also prints the code and the message as JSON on stdout.
 
@@ -155,7 +155,7 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
             raise
         _flush()
         if NO_TEMPORARY_FOLDER in str(error):
-            fail("no folder for temporary files can be written. Set TMPDIR to a folder with space")
+            fail("no folder for temporary files is writable. Set TMPDIR to a folder with space")
         path = os.fsdecode(error.filename or "a file or stdout")
         fail(f"cannot use {path}: {error.strerror or error}")
     except (MemoryError, RuntimeError) as error:
@@ -171,7 +171,7 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Flushes stdout, so that a full disk is reported before Python shuts down."""
+    """Flushes stdout, to report a full disk before Python shuts down."""
     if sys.stdout is None:
         return
     try:
@@ -184,7 +184,7 @@ def _flush() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects an output stream that cannot be written to /dev/null.
+    """Redirects to /dev/null an output stream that cannot be written.
 
     Otherwise, Python would report the error a second time when the program ends.
     """
@@ -193,7 +193,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _is_bug(error: OSError) -> bool:
-    """Returns True if the cause may be a bug in fedsynth, and not a user's file."""
+    """Returns True if an error may be a bug in fedsynth instead of a user's fault."""
     if error.filename is None:
         return error.errno not in NO_BUG
     if isinstance(error.filename, int):  # a file descriptor
@@ -205,8 +205,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
 
 def keep_large_allocations() -> bool:
-    """Makes the C library keep up to 2 GiB of freed memory in the process, which makes training
-    faster.
+    """Makes the C library keep up to 2 GiB of freed memory, for faster training.
 
     Returns True if the C library supports this.
 
@@ -226,8 +225,7 @@ def keep_large_allocations() -> bool:
 
 
 def wait_passively() -> None:
-    """Lets OpenMP threads sleep while they wait for work, unless the user has configured their
-    behaviour.
+    """Lets idle OpenMP threads sleep, unless the user has configured their behaviour.
 
     OpenMP reads the environment variable when torch is imported.
     """

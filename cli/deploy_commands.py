@@ -36,7 +36,7 @@ NewFolder = Annotated[Path, options.path_argument("The folder to create.")]
 def init(
     chosen: options.Sections, folder: NewFolder, config: options.Config = None, spec: Spec = None
 ) -> None:
-    """Write a folder with a Flower app of a run, for `flwr run` and Flower's own simulation."""
+    """Write a run as a Flower app, for `flwr run` and Flower's own simulation."""
     from fedsynth.deployment.flower.serving import write_app
 
     proposal = _proposal(chosen, config, spec)
@@ -59,7 +59,7 @@ def settings_file(
     from fedsynth.validation import to_toml
 
     if file.exists():
-        raise OptionError(f"{file} already exists. Remove this file, or name a new file")
+        raise OptionError(f"{file} already exists. Remove it, or name a new file")
     write_output(file, to_toml(_proposal(chosen, None, spec).settings.to_mapping()).encode())
     print(f"written: {file}")
 
@@ -70,7 +70,7 @@ def keys(
     clients: Annotated[int, typer.Option(help="The number of clients.")],
     host: Annotated[list[str] | None, typer.Option(help="The server's name. Repeatable.")] = None,
 ) -> None:
-    """Make a key and a certificate for the server, and a key for each client."""
+    """Create a key and a certificate for the server, and a key for each client."""
     from fedsynth.deployment.flower.processes import require_flower
 
     require_flower()
@@ -95,7 +95,7 @@ def server(
     output: options.Output = Path("runs"),
     resume: options.Resume = None,
 ) -> None:
-    """Run the server of one run, to which data owners' nodes connect with Flower.
+    """Run one run's server, to which data owners' nodes connect through Flower.
 
     The server writes a run folder.
     """
@@ -163,13 +163,13 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("neither or both of --data and --trial are set. Set one of them")
+        raise OptionError("--data and --trial are both set, or both missing. Set one of them")
     if data is not None and is_record_file(data):
-        raise OptionError(f"--data={data} is no image folder. Convert arrays to images")
+        raise OptionError(f"--data={data} is not a folder of images. Convert arrays to images")
     if ca is None and not insecure:
         raise OptionError("--ca is required. For a trial on one machine, use --insecure instead")
     if (identity is None) != (identities is None):
-        raise OptionError("only one of --identity and --identities is set. Set both")
+        raise OptionError("only one of --identity and --identities is set. Set both options")
     source = DatasetPart() if data is None else ClassFolders(data)
     connection = ServerConnection(server, ca, key)
     node = Node(number, ledger, _owner(policy, approve), device, _say, source=source)
@@ -193,7 +193,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Returns the proposed run from the options, --set and --config.
+    """Builds the proposed run from the options, --set and --config.
 
     It prints a note if the run has no differential privacy.
     """
@@ -205,8 +205,8 @@ def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) 
     proposal = new_proposal(sections, None if spec is None else read_spec(spec))
     if code := code_options(proposal.settings):
         raise OptionError(
-            f"{code[1]} cannot be used in a deployment, because owners run only the installed "
-            "package. Name a built-in one"
+            f"the custom code {code[1]} cannot be used in a deployment, because owners run only "
+            "the installed package. Use a built-in method or model"
         )
     if proposal.settings.privacy is None:
         note(UNPROTECTED)

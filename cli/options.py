@@ -1,4 +1,4 @@
-"""Options of the commands, and their conversion to sections of settings.
+"""The commands' options, and their conversion to settings.
 
 Some options are shared by several commands. The options for the settings of a run are made from the
 classes of the settings. The type of a field is the type of the option, and the first sentence about
@@ -34,7 +34,7 @@ Note = Callable[[str], None]
 
 
 def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
-    """Parses the values of --set, and adds them to the other options' settings.
+    """Parses the --set options, and adds them to the other options' settings.
 
     KEY=VALUE is a setting of the method. SECTION.KEY=VALUE is a setting of another section. Of two
     values for the same key, the last one counts.
@@ -55,17 +55,19 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
             section, name = "method", section
         if not equals or not name or section not in KEYS:
             raise OptionError(
-                f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. The sections are "
-                f"{', '.join(KEYS)}"
+                f"--set must be KEY=VALUE or SECTION.KEY=VALUE, got {text!r}. Use one of the "
+                f"sections {', '.join(KEYS)}"
             )
         if name in chosen.get(section, {}):
-            raise OptionError(f"{section}.{name} is set twice, by an option and --set. Set it once")
+            raise OptionError(
+                f"{section}.{name} is set both by an option and by --set. Remove one of them"
+            )
         sections.setdefault(section, {})[name] = value.strip()
     return sections
 
 
 def read_config(path: Path | None) -> Sections:
-    """Reads the sections of a TOML file, or of the config.toml in a run folder.
+    """Reads the sections from a TOML file or from a run folder's config.toml.
 
     The custom code that a TOML file names as FILE.py:NAME is loaded. The code that the config.toml of a
     run folder names is not, because a run folder may come from an unknown person.
@@ -105,7 +107,7 @@ def merged(config: Sections, chosen: Sections, note: Note = lambda text: None) -
 
 
 def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> Sections:
-    """Returns run settings that reproduce one number in a published table.
+    """Returns the run settings for reproducing one number in a published table.
 
     Settings of the options override those of the table.
 
@@ -130,7 +132,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line that lists the settings with a special default for the data set.
+    """Returns a line about settings with special defaults for the data set.
 
     Returns an empty string if there are no such settings.
     """
@@ -157,7 +159,7 @@ BESIDE_RESUME = (
 
 
 def with_own_code(chosen: Sections) -> Sections:
-    """Loads and registers the user's own code, named in options as FILE.py:NAME.
+    """Loads and registers the user's own code from options like FILE.py:NAME.
 
     Returns the settings with the names under which the code is registered.
     """
@@ -192,7 +194,7 @@ PATH = "PATH"
 
 
 def path(text: str) -> Path:
-    """Parses a path. Some versions of Typer show the name of this function in help texts."""
+    """Parses a path. Some Typer versions show this function's name in help texts."""
     return expand_home(text)
 
 
@@ -370,8 +372,8 @@ def takes_settings(
 
 
 def setting_parameter(place: str) -> inspect.Parameter:
-    """Returns the Python parameter that receives the value of a setting such as "privacy.clip",
-    with the annotation from which Typer makes the option.
+    """Returns a Python parameter for a setting such as "privacy.clip", with Typer's annotation for
+    the option.
     """
     section, _, key = place.partition(".")
     kind, text = _fields(section)[key]
@@ -424,7 +426,7 @@ def _fields(section: str) -> dict[str, tuple[type, str]]:
 
 
 def _helps(docstring: str) -> dict[str, str]:
-    """Returns the first sentence about each field in the `Args` of a docstring."""
+    """Returns the first sentence about each field from a docstring's `Args`."""
     _, _, arguments = docstring.partition("Args:\n")
     helps = {}
     for names, text in _FIELD_TEXT.findall(arguments.partition("\n\n")[0]):

@@ -42,7 +42,7 @@ LedgerFolder = Annotated[
 
 @options.takes_settings(*options.OWN_CODE, set_option=False)
 def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> None:
-    """Show the privacy report of a run as Markdown.
+    """Show a run's privacy report as Markdown.
 
     The run folder also contains the report as privacy_report.html and privacy_report.json. If the
     run was killed and has no report yet, the report is built from the ledgers and written into the
@@ -56,9 +56,7 @@ def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> N
 
 
 def _report_unfinished(run: Path, ledger: Path | None) -> None:
-    """Builds and writes the privacy report of a run that did not finish. If the run has finished,
-    nothing is done.
-    """
+    """Builds and writes an unfinished run's privacy report. Does nothing for a finished run."""
     if not run.is_dir():
         return
     from fedsynth.privacy.report.file import GUARD_SETTINGS
@@ -69,7 +67,9 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
         from fedsynth.results.file_names import LOCK
         from fedsynth.results.later_reports import unfinished_report
 
-        with claim(run / LOCK, OptionError(f"the run in {run} has not ended. Wait until it ends")):
+        with claim(
+            run / LOCK, OptionError(f"the run in {run} is still active. Wait until it ends")
+        ):
             write_report(unfinished_report(run, ledger=ledger), run)
         note(f"the run did not finish, so its report was built from the ledgers, in {run}")
 
@@ -83,7 +83,7 @@ def verify(
         Path | None, options.path_option("Also check the signature, with this key in PEM format.")
     ] = None,
 ) -> None:
-    """Check that a run's report follows from the run's settings and ledgers.
+    """Check that a run's privacy report follows from its settings and ledgers.
 
     The command builds the report again, and prints each difference to the stored report,
     summary.json and metrics.jsonl. If there is a difference, the exit code is 1. The command does
@@ -112,7 +112,7 @@ def verify(
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
-    """Checks the signature of a run folder.
+    """Checks a run folder's signature.
 
     Returns the problems with the signature, and the message to print if there is no problem.
     """
@@ -176,7 +176,7 @@ def audit(
     config: options.Config = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Attack a run's releases to test the claimed ε.
+    """Test a run's claimed ε with an attack on the run's releases.
 
     The audit computes a lower bound on ε and compares it with the claim. The exit code is 1 if the
     bound is above the claim. The command has the options of `fedsynth train`, and executes the run
@@ -195,7 +195,8 @@ def audit(
     unusable = (run, config, guesses) if function is not None else (page,)
     if any(option is not None for option in unusable):
         raise OptionError(
-            "--run, --config or --guesses is set with --function, or --page without it. Remove it"
+            "--run, --config and --guesses have no effect with --function, and --page none "
+            "without it. Remove them"
         )
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
@@ -229,7 +230,7 @@ def _audit_function(
     page: Path | None,
     as_json: bool,
 ) -> None:
-    """Audits a function in a file of the user, and shows the result.
+    """Audits a function in a user's file, and shows the result.
 
     Args:
         function: the value of --function.
@@ -247,8 +248,8 @@ def _audit_function(
     claim = chosen.pop("privacy")
     if set(claim) - set(names) or any(chosen.values()):
         raise OptionError(
-            "with --function, only --dp-sigma, --dp-epsilon, --dp-delta and --dp-clip describe the "
-            "claim. Remove the other settings"
+            "a setting other than --dp-sigma, --dp-epsilon, --dp-delta and --dp-clip is set "
+            "with --function. Remove it"
         )
     definition, _ = load_own(None, "function", function)
     dimension, canaries, confidence = numbers
@@ -300,7 +301,7 @@ def _exit_if_false(fault: bool) -> None:
 def _settings_to_audit(
     run: Path | None, config: Path | None, chosen: options.Sections
 ) -> tuple[RunSettings, str]:
-    """Returns the stated settings of the run to audit, and the first line to print.
+    """Returns the settings of the run to audit, and the first line to print.
 
     Args:
         run: the folder of a finished run. None: the options describe the run.
@@ -323,7 +324,9 @@ def _settings_to_audit(
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
+        raise OptionError(
+            f"the options contradict the settings of {run}. Remove the options or --run"
+        )
     return settings, f"settings of {run}"
 
 
@@ -386,7 +389,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     if "folder" not in chosen["data"]:
         chosen["data"].setdefault("dataset", "mnist")
     if not chosen["privacy"].keys() & {"epsilon", "noise_multiplier"}:
-        raise OptionError("--dp-epsilon and --dp-sigma are missing. Set one of them")
+        raise OptionError("neither --dp-epsilon nor --dp-sigma is set. Set one of them")
     plans = plans_by_mechanism(chosen)
     if as_json:
         print(json.dumps(list(map(costs_of, plans)), indent=2))
@@ -396,7 +399,7 @@ def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
 
 
 def _warn(plans: list[PrivacyPlan]) -> None:
-    """Prints a note for each plan whose ε exceeds the privacy budget, and a warning if ε is large."""
+    """Prints a note for each plan that exceeds the privacy budget, and a warning if ε is large."""
     for p in plans:
         rounds, target = p.shown_rounds, p.privacy.epsilon or math.inf
         limit = target * (1 + 1e-9)
@@ -465,7 +468,7 @@ def carry_over(
     folder: Annotated[Path, options.path_argument("The ledger folder.", metavar="FOLDER")],
     client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
-    """Allow a client to change its records and keep its ledger.
+    """Allow a client to change its records without a new ledger.
 
     Otherwise, a ledger refuses runs on records other than those in earlier runs. After this
     command, the privacy budget that is already spent counts for all records of the client,

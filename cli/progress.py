@@ -1,4 +1,4 @@
-"""Shows the progress of a run on a terminal, and the summary of a run as tables."""
+"""Shows a run's progress on a terminal, and a run's summary as tables."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def show_steps() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def show_result(result: RunResult, as_json: bool) -> None:
-    """Prints the result of a run.
+    """Prints a run's result.
 
     Raises:
         BudgetExceededError: the run had no round, because earlier runs have exhausted the budget.

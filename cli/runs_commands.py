@@ -47,7 +47,7 @@ def runs(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare finished runs in a table of results and differing settings.
+    """Compare finished runs in a table of results and of settings that differ.
 
     For methods with a generator, the table also describes how the teacher (or the ensemble of
     teachers) classifies the generated images in the last round. The additional columns show the
@@ -99,7 +99,9 @@ def plot(
     check_choice(None, "--by", by, tuple(AXES))
     suffix = output.suffix.lower()
     if suffix not in (".svg", ".png", ".html"):
-        raise OptionError(f"--output must end in .svg, .png or .html, got {output.name!r}")
+        raise OptionError(
+            f"--output={output.name!r} does not end in .svg, .png or .html. Add an extension"
+        )
     lines = curves(_loaded(runs), metric, by, mean=mean, note=note)
     if suffix == ".png":
         write_png(output, lines, metric, by)
@@ -176,12 +178,12 @@ def sweep(
 
 
 def _select(plan: Sweep, *, only_result: bool) -> None:
-    """Executes the private selection of a sweep, unless it is finished, and prints its result."""
+    """Executes a sweep's private selection, unless it is finished, and prints the result."""
     from fedsynth.experiments.selection import RESULT, result_folder, select_privately
 
     folder = result_folder(plan)
     if only_result and not (folder / RESULT).exists():
-        raise OptionError(f"{folder} has no {RESULT}. Repeat the command without --only-table")
+        raise OptionError(f"{folder} contains no {RESULT}. Repeat the command without --only-table")
     result = select_privately(plan, say)
     if result["run"] is None:
         say("no run was selected, because no trial was drawn or all diverged. The charge remains")
@@ -248,7 +250,9 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"{preset} has no selected cell with {cell!r}. Name one from --list")
+        raise OptionError(
+            f"{cell!r} is not one of {preset}'s selected cells. Choose one from --list"
+        )
     if listed:
         _list_cells(table, cells)
         return
@@ -260,7 +264,9 @@ def reproduce(
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"no selected cell of {preset} can be run. Select others from --list")
+        raise OptionError(
+            f"none of {preset}'s selected cells can be run. Select others from --list"
+        )
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(output, deadline, report=say, watch=make_observer, download=download)

@@ -84,7 +84,7 @@ def show_method(
 
 
 def explanation(cls: type) -> str:
-    """Returns the docstring of a class, without the paragraphs that contain Python examples."""
+    """Returns a class's docstring without paragraphs that contain Python examples."""
     from inspect import getdoc
 
     paragraphs = (getdoc(cls) or "").split("\n\n")
@@ -126,7 +126,9 @@ def distill(
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError(f"--set must be a setting of the method, got sections {list(sections)}")
+        raise OptionError(
+            f"--set must be a setting of the method, got a setting in {list(sections)}"
+        )
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:
@@ -179,7 +181,7 @@ def describe(
     if path.exists():
         if read_declaration(path).signed_by:
             raise OptionError(
-                f"{path} is signed and cannot be replaced. Name a new file with --output"
+                f"{path} is signed, so it cannot be replaced. Name a new file with --output"
             )
         if not overwrite and read_regular(path) != proposal:
             raise OptionError(
@@ -316,7 +318,7 @@ def export(
     simulation: Simulation = False,
     download: options.Download = False,
 ) -> None:
-    """Export the synthetic images of a run to a new folder, or its model to a file, for sharing.
+    """Export a run's synthetic images to a new folder, or its model to a file, for sharing.
 
     The folder also contains the privacy report, a README and hashes. Before the export, the report
     is built again from the settings and ledgers, and must be the same. `load_synthetic` reads the
@@ -378,7 +380,7 @@ def student(
     download: options.Download = False,
     output: StudentFile = Path("student.safetensors"),
 ) -> None:
-    """Train a network only on synthetic images.
+    """Train a network on synthetic images only.
 
     `fedsynth.load_model` reads the file. The privacy guarantee of the images also holds for the
     network if there is no teacher, or if the teacher is the model in SET.
@@ -460,7 +462,7 @@ def fidelity(
     download: options.Download = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure how similar synthetic images are to real images: FID and KID.
+    """Measure the similarity of synthetic and real images by FID and KID.
 
     Lower values mean more similar images. Compare values only if they have the same network and the
     same numbers of images.
@@ -477,7 +479,7 @@ def fidelity(
     spec = synthetic_set(folder).spec
     test = real_images(spec, chosen["data"], dataset, download=download, note=say)
     if test is None:
-        raise OptionError("no real images are set. Name them with --test-data or --dataset")
+        raise OptionError("no real images are named. Set --test-data or --dataset")
     with show_steps() as report:
         measured = fidelity_of_set(folder, test, features, weights, report=report)
     if as_json:

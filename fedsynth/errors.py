@@ -35,7 +35,7 @@ _SHORT.maxstring = _SHORT.maxother = 200
 
 
 def short_repr(value: object) -> str:
-    """Represents a value in one short line, so that an error message can show it.
+    """Represents a value in one short line, for error messages.
 
     The value may come from an untrusted file, so it may be very long or deeply nested.
 
@@ -51,7 +51,7 @@ def short_repr(value: object) -> str:
 
 
 def setting_name(section: str | None, key: str) -> str:
-    """Returns the full name of a setting, such as "method.ipc", as error messages show it.
+    """Returns a setting's full name for error messages, such as "method.ipc".
 
     Args:
         section: the section of the config file. None if the setting is an argument of a function
@@ -64,7 +64,7 @@ def setting_name(section: str | None, key: str) -> str:
 
 
 class FedsynthError(Exception):
-    """Base class of all errors that a user can cause. The message `str(error)` has one line.
+    """Base class for all errors that users can cause. The message `str(error)` has one line.
 
     >>> DataError("labels are missing").with_code("data.labels")
     <DataError data.labels: labels are missing>
@@ -76,7 +76,7 @@ class FedsynthError(Exception):
         cls.code = code or cls.code
 
     def with_code(self, code: str) -> Self:
-        """Returns this error with a code that replaces the code of its class."""
+        """Returns this error with a code in place of its class's code."""
         self.code = code
         return self
 
@@ -105,7 +105,7 @@ class UnknownNameError(FedsynthError, code="name.unknown"):
 
 
 class SettingError(FedsynthError, code="setting"):
-    """Raised for a setting that is out of range or contradicts another setting.
+    """Raised if a setting is out of range or contradicts another setting.
 
     Args:
         section: the setting's section in a config file, such as "run" or "privacy". None for an
@@ -130,7 +130,7 @@ class SettingError(FedsynthError, code="setting"):
         self.code = setting_name(section, key)
 
     def of(self, section: str | None, key: str) -> SettingError:
-        """Returns a copy of this error that names another setting.
+        """Returns a copy of this error for another setting.
 
         Use it for a value copied from another setting, so that the message names the setting that
         the user wrote.
@@ -187,7 +187,7 @@ class CheckpointError(FedsynthError, code="checkpoint.unusable"):
 
 
 class MessageError(FedsynthError, code="message.invalid"):
-    """Raised if a message cannot be sent, or if received bytes are not the expected message."""
+    """Raised if a message cannot be sent, or if a received message is not the expected one."""
 
 
 class UploadRejectedError(FedsynthError, code="upload"):
@@ -250,14 +250,14 @@ class BudgetExceededError(PrivacyError, code="budget.exceeded"):
 
 
 class UnaccountedReleaseError(PrivacyError, code="release.unaccounted"):
-    """Raised in a private run if an unprotected value would be sent to the server or shown.
+    """Raised if a private run would send or show an unprotected value.
 
     A value is unprotected if it depends on private data and no mechanism has added noise.
     """
 
 
 class UnplannedReleaseError(PrivacyError, code="release.unplanned"):
-    """Raised if a method step requests a release that it may not make.
+    """Raised if a method's step requests a release that was not planned.
 
     Either the method did not plan the release for the current exchange with the server, or the step
     has already made it.
@@ -364,7 +364,7 @@ def faults(error: ValidationError) -> list[str]:
 
 @contextmanager
 def faults_as(make_error: Callable[[str], Exception], complaint: str) -> Iterator[None]:
-    """Converts a pydantic error in the `with` block to another error that names the first fault.
+    """Converts a pydantic error to another error, with the first fault in its message.
 
     Args:
         make_error: makes the other error from its message.

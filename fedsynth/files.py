@@ -85,7 +85,9 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(errno.ENOENT, "~ leads to no home folder", str(path)) from None
+        raise FileNotFoundError(
+            errno.ENOENT, "~ cannot be expanded to a home folder", str(path)
+        ) from None
 
 
 def open_regular(
@@ -275,7 +277,7 @@ def _check_depth(value: Any, largest: float = math.inf) -> None:
             elif isinstance(item, list):
                 below.extend(item)
             elif isinstance(item, int) and abs(item) > largest:
-                raise ValueError("an integer exceeds 64 bits")
+                raise ValueError("an integer has more than 64 bits")
         if not below:
             return
         level = below
@@ -293,14 +295,14 @@ def _refuse(literal: str) -> NoReturn:
 def _finite(literal: str) -> float:
     value = float(literal)
     if not math.isfinite(value):
-        raise ValueError("a number exceeds the largest float, 1.8e308")
+        raise ValueError("a number is above the largest float (1.8e308)")
     return value
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
-        raise ValueError("an object has the same key twice")
+        raise ValueError("an object contains the same key twice")
     return table
 
 
@@ -371,7 +373,7 @@ def delete_partial(folder: Path) -> None:
 
 
 def with_hash(content: bytes, label: str = "") -> bytes:
-    """Prepends a SHA-256 hash to a file's content. `without_hash` checks the hash.
+    """Adds a SHA-256 hash in front of a file's content. `without_hash` checks and removes the hash.
 
     Args:
         content: the content of the file.
@@ -389,7 +391,7 @@ def without_hash(stored: bytes, label: str = "") -> bytes:
     """
     content = stored[HASH_DIGITS:]
     if with_hash(content, label) != stored:
-        raise ValueError("the stored SHA-256 does not match the content")
+        raise ValueError("the content does not match its stored SHA-256")
     return content
 
 
@@ -429,7 +431,7 @@ def create_once(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Writes a folder's file names to disk.
+    """Flushes a folder's entries (its file names) to disk.
 
     Calling fsync on a file alone does not guarantee that the file's name is on disk. Windows
     cannot do this for a folder; NTFS records new names in its journal.
@@ -444,7 +446,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _try_lock(file: FileIO, *, shared: bool = False) -> None:
-    """Locks an open file until it is closed, or fails at once. On Windows no lock is shared.
+    """Locks an open file until it is closed, without waiting. On Windows, every lock is exclusive.
 
     Raises:
         BlockingIOError: another open file holds a lock on the same file.
@@ -485,7 +487,7 @@ def claim(path: Path, busy: Exception) -> FileIO:
 def lock(
     file: FileIO, path: Path, *, shared: bool = False, max_seconds: float | None = None
 ) -> None:
-    """Locks an open file until it is closed.
+    """Waits for a lock on an open file, and holds it until the file is closed.
 
     Args:
         file: the open file.

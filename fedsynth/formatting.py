@@ -100,7 +100,7 @@ def band(epsilon: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Joins a text's lines and replaces unprintable characters."""
+    """Converts a text to one printable line."""
     line = " ".join(text.split())
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
-    """Returns a context in which networks compute in the given precision. With float32, the context
-    has no effect.
+    """Returns a context manager for computing networks in the given precision, without effect for
+    float32.
 
     Weights are converted at each use. autocast's cache is off, because it would keep converted
     weights until the outermost context ends, and an optimiser step makes them outdated.

@@ -52,7 +52,7 @@ SOURCES: dict[str, OwnCode] = {}
 
 
 def names_a_file(setting: str) -> bool:
-    """Returns True if a setting's value names a Python file, as `FILE.py:NAME`.
+    """Returns True if a setting's value has the form `FILE.py:NAME`, the name of custom code.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
@@ -62,7 +62,7 @@ def names_a_file(setting: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Returns True if a name is a config.toml label of custom code, `FILE.py:NAME@HASH`.
+    """Returns True for a custom code's label in config.toml, `FILE.py:NAME@HASH`.
 
     >>> is_label("net.py:Net@0123456789ab"), is_label("net.py:Net"), is_label("convnet")
     (True, False, False)
@@ -76,7 +76,7 @@ def names_code(name: str) -> bool:
 
 
 def code_of(label: str) -> str:
-    """Returns a label's part `FILE.py:NAME`."""
+    """Removes the hash from a label, and returns `FILE.py:NAME`."""
     return re.sub("@[0-9a-f]+$", "", label)
 
 
@@ -97,7 +97,7 @@ LOADERS = {
 
 
 def unloaded_file(section: str, key: str, setting: str) -> SettingError:
-    """Returns the error for a custom file that has not been loaded.
+    """Returns the error for custom code that has not been loaded.
 
     Args:
         section, key: the setting that names the file.
@@ -138,7 +138,7 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
     definition = getattr(module, name, None)
     if definition is None:
         raise SettingError(
-            section, key, f"names {name!r}, which {path} does not define. Correct the name"
+            section, key, f"names {name!r}, which is not defined in {path}. Correct the name"
         )
     SOURCES[code.label] = code
     return definition, code.label

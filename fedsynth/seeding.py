@@ -44,8 +44,7 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 
 @contextmanager
 def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Returns a context in which PyTorch's global CPU generator has a seed derived from the
-    arguments.
+    """Returns a context manager that seeds PyTorch's global CPU generator from the arguments.
 
     Use it for module constructors and dropout, which accept no generator. The previous state is
     restored afterwards. Only the CPU generator changes, because module constructors draw on the

@@ -36,7 +36,7 @@ _EXPECTED = {
 
 
 class Faults:
-    """Collects errors about several settings, so that a user can correct them all at once.
+    """Collects errors about several settings, to report them together.
 
     The first error is raised. Its notes (`BaseException.__notes__`) contain the other messages.
 
@@ -53,7 +53,7 @@ class Faults:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Collects an error that the block raises."""
+        """Collects an error raised in the `with` block."""
         try:
             yield
         except FedsynthError as error:
@@ -71,7 +71,7 @@ class Faults:
 
 
 def section_of(settings: Any) -> str | None:
-    """Returns the config-file section of a settings object or class.
+    """Returns a settings object's or class's config-file section.
 
     Returns None if config files do not contain its settings.
     """
@@ -279,7 +279,7 @@ Sections = dict[str, dict[str, Any]]
 
 
 class ConfigFileError(FedsynthError, code="files.config"):
-    """Raised for an unreadable config file, or one with values outside of sections."""
+    """Raised for a config file that cannot be read or has values outside of sections."""
 
 
 def read_sections(path: Path) -> Sections:
@@ -318,7 +318,7 @@ def flattened(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def to_toml(sections: Mapping[str, Mapping[str, Any]]) -> str:
-    """Formats settings as TOML text, from which `tomllib` reads the same values.
+    """Formats settings as TOML text. `tomllib` reads the same values from the text.
 
     Values are strings, numbers and booleans.
     """

@@ -1,3 +1,3 @@
-"""The version of fedsynth. The package, the wheel and the reports read the version from here."""
+"""The version of fedsynth, for the package, the wheel and the reports."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The privacy accountant, which computes ε and δ(ε) of releases.
+"""The privacy accountant, which computes ε and δ(ε) for releases.
 
 The caller chooses the adjacency. The default is to add or remove one example.
 
@@ -50,7 +50,7 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """A summary of several releases, in the form from which the accountant computes ε.
+    """A summary of several releases, from which the accountant computes ε.
 
     All releases without subsampling are merged into one Gaussian mechanism with parameter μ.
     Subsampled releases with the same σ and q are merged into one entry (σ, q, steps). Selections
@@ -69,7 +69,7 @@ class Merged:
 
     @property
     def slack(self) -> float:
-        """The margin that is added to every δ computed with an FFT.
+        """The margin added to each δ computed with an FFT.
 
         The FFT's rounding error can make δ too small. In a comparison with the exact Gaussian
         curve, δ was too small by at most 1e-12 with 1e5 steps, and by at most 2e-11 with 1e6 steps.
@@ -78,7 +78,7 @@ class Merged:
 
     @property
     def smallest_delta(self) -> float:
-        """The smallest δ at which ε is computed with an FFT. It is at least ten times `slack`."""
+        """The smallest δ for which ε is computed with an FFT, at least ten times `slack`."""
         return max(SMALLEST_DELTA, 10 * self.slack)
 
     @property
@@ -122,7 +122,7 @@ class Merged:
 
     @property
     def without_sampling(self) -> float:
-        """The value that μ would have if every subsampled release used all data.
+        """The μ of the same releases without subsampling.
 
         It gives an upper bound on δ(ε), because subsampling never increases δ(ε). It is infinite if
         there are selections.
@@ -135,7 +135,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """The numbers of steps of several releases, which suffice to compute the ε of the releases.
+    """Releases as step counts by (σ, q), from which their ε is computed.
 
     Attributes:
         steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 means
@@ -148,7 +148,7 @@ class Totals:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[float, float, int]], selections: Selections = ()) -> Totals:
-        """Creates totals from rows (σ, q, steps), and adds the steps of rows with equal σ and q."""
+        """Creates totals from rows (σ, q, steps). Rows with equal σ and q are merged."""
         counts: Counter[tuple[float, float]] = Counter()
         for σ, q, steps in rows:
             counts[σ, q] += steps
@@ -159,19 +159,19 @@ class Totals:
         return Totals.of(self.steps + other.steps, self.selections + other.selections)
 
     def times(self, number: int) -> Totals:
-        """Returns the totals of `number` rounds, if every round makes the releases of `self`."""
+        """Returns the totals of `number` rounds, each with the releases in `self`."""
         rows = [(σ, q, number * steps) for σ, q, steps in self.steps]
         return Totals.of(rows, number * self.selections)
 
     def covers(self, other: Totals) -> bool:
-        """Returns True if all steps of `other` are among those of `self`."""
+        """Returns True if `self` contains all steps of `other`."""
         counts = {(σ, q): steps for σ, q, steps in self.steps}
         within = (steps <= counts.get((σ, q), 0) for σ, q, steps in other.steps)
         return all(within) and not other.selections
 
 
 def totals(releases: Iterable[Release]) -> Totals:
-    """Counts the steps of the releases for each pair of noise multiplier σ and sampling rate q."""
+    """Counts the releases' steps for each pair of noise multiplier σ and sampling rate q."""
     rows = []
     selections: Selections = ()
     for release in releases:
@@ -186,7 +186,7 @@ def totals(releases: Iterable[Release]) -> Totals:
 
 
 def merge(releases: Sequence[Release] | Totals, adjacency: str) -> Merged | None:
-    """Summarises releases in the form from which the accountant computes ε.
+    """Summarises releases for the accountant.
 
     Returns None if the releases have no finite ε.
     """
@@ -233,7 +233,7 @@ def _many_steps(σ: float, q: float, interval: float, influence: int, steps: int
 
 
 def _composition(entries: tuple[Any, ...], interval: float | None, influence: int) -> Any:
-    """Composes the releases of all `entries` (σ, q, steps).
+    """Composes the releases in `entries` (σ, q, steps).
 
     Most parts are computed only once if ε is computed after each of many rounds: multiples of
     `STEPS_TOGETHER` steps of one entry, and, of many entries, those before and after the middle.
@@ -265,7 +265,7 @@ def _composed(merged: Merged) -> Any:
 
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
-    """Returns the exact δ(ε) of a Gaussian mechanism (Balle & Wang 2018).
+    """Returns a Gaussian mechanism's exact δ(ε) (Balle & Wang 2018).
 
     δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), where μ is the sensitivity divided by the standard
     deviation of the noise.

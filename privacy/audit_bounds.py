@@ -70,7 +70,7 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float
 ) -> float:
-    """Computes the lower bound on ε that a canary audit gives.
+    """Computes a canary audit's lower bound on ε.
 
     The bound is the largest ε that `correct` correct guesses refute at this confidence, with an
     error of at most 1e-4. It is 0 if the guesses refute no ε. The search ends once ε = 64 is
@@ -89,7 +89,7 @@ def epsilon_lower_bound(
 
 
 def largest(refuted: Callable[[float], bool], end: float) -> float:
-    """Searches for the largest parameter that is refuted, with an error of at most 1e-4.
+    """Searches for the largest refuted parameter, with an error of at most 1e-4.
 
     Args:
         refuted: a function that is True up to this parameter, and False above it.
@@ -117,7 +117,7 @@ def largest(refuted: Callable[[float], bool], end: float) -> float:
 def right_guesses(
     scores: npt.NDArray[np.float64], included: npt.NDArray[np.bool_], guesses: int
 ) -> int:
-    """Counts the correct guesses of an auditor.
+    """Counts an auditor's correct guesses.
 
     The auditor guesses "in" for the canaries with the highest scores and "out" for those with the
     lowest, for equally many of each.
@@ -133,7 +133,7 @@ def right_guesses(
 
 
 def guesses_for(canaries: int) -> int:
-    """Returns the default number of guesses for this number of canaries.
+    """Returns the default number of guesses for a number of canaries.
 
     It is even and at least 2.
     """
@@ -141,7 +141,7 @@ def guesses_for(canaries: int) -> int:
 
 
 def down(value: float) -> str:
-    """Formats a lower bound with 2 decimals, rounded down so that it is never too high."""
+    """Formats a lower bound with 2 decimals, rounded down."""
     return f"{floor(value * 100) / 100:.2f}"
 
 

@@ -52,7 +52,7 @@ ADVICE = "Compute each value only from its example, without random numbers and w
 
 
 class GlobalGenerators:
-    """Restores the global torch, NumPy and Python generators after a `with` block.
+    """Restores torch's, NumPy's and Python's global generators after a `with` block.
 
     Args:
         device: the device whose torch generator is included, in addition to that of the CPU.
@@ -69,7 +69,7 @@ class GlobalGenerators:
         return states
 
     def position(self) -> tuple[Any, ...]:
-        """Returns a value that changes when one of the generators is used."""
+        """Returns the generators' state, which changes when one of them is used."""
         legacy, python, *torch_states = self._states()
         torch_bytes = torch.cat(list(map(Tensor.cpu, torch_states))).numpy().tobytes()
         return legacy[1].tobytes(), legacy[2:], python, torch_bytes
@@ -91,7 +91,7 @@ class GlobalGenerators:
 
 
 class OperationWatch(TorchDispatchMode):
-    """Records the torch operations in a `with` block that draw random numbers.
+    """Records which torch operations in a `with` block draw random numbers.
 
     Args:
         fill: the value to which uninitialised memory (`torch.empty`) is set. Two runs with
@@ -131,7 +131,7 @@ class OperationWatch(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs that a private step passes to user code.
+    """The inputs of user code in a private step.
 
     A step splits its records into passes of one length. The last pass is padded with zeros.
 
@@ -177,7 +177,7 @@ class StepInputs:
         return x.to(self.device), labels
 
     def binary(self, count: int) -> Tensor:
-        """Draws records [count, ...] whose values are all lower or upper bounds."""
+        """Draws records [count, ...] in which each value is the lower or the upper bound."""
         low, high = map(float, self.bounds)
         if not math.isfinite(high - low):
             low, high = -1e3, 1e3
@@ -186,7 +186,7 @@ class StepInputs:
         return values.clamp(*self.bounds).to(self.device)
 
     def extremes(self) -> list[Tensor]:
-        """Returns extreme records, each of which may occur in a step."""
+        """Returns extreme records that may occur in a step."""
         low, high = map(float, self.bounds)
         bounded = math.isfinite(high - low)
         values = [low, high, 0.0] if bounded else [0.0, 1e6, -1e6, 1e-6]
@@ -199,7 +199,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Dependence:
-    """The result of trying user code.
+    """The result of testing user code.
 
     Attributes:
         fault: a description of the fault, which completes the sentence "the function …". An empty
@@ -235,7 +235,7 @@ def dependence_on_batch(
     passes: bool = True,
     holders: Sequence[object] = (),
 ) -> Dependence:
-    """Tests whether a function computes each record's value from that record only.
+    """Tests whether each record's value under a function depends only on that record.
 
     Args:
         function: the user's function.
@@ -260,7 +260,7 @@ def dependence_on_batch(
 
 
 def network_dependence(network: nn.Module, inputs: StepInputs, *, trains: bool) -> Dependence:
-    """Tests whether a network's outputs, and its features, depend only on their own image.
+    """Tests whether a network's outputs and features for an image depend only on that image.
 
     Args:
         network: the network, which is not changed.
@@ -288,7 +288,7 @@ def dependence_in_step(
     fault: str = KEEPS_STATE,
     thorough: bool,
 ) -> Dependence:
-    """Tests whether a step computes each record's value from that record only.
+    """Tests whether each record's value in a step depends only on that record.
 
     State is not compared, because a step may reach what the trial itself changes.
 
@@ -308,7 +308,7 @@ def dependence_in_step(
 
 
 class _Passes:
-    """Compares passes of the same length as a step's, in which some records keep their values.
+    """Compares passes of a step's length, in which some records are replaced and others unchanged.
 
     The values of all unchanged records are compared, and the state that the function can reach.
     """
@@ -335,7 +335,7 @@ class _Passes:
         return self._first
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes values as a step does. Values that are not finite become 0, as in the mechanism."""
+        """Computes the records' values as in a private step, where non-finite values become 0."""
         self._generators.rewind()
         position = self._generators.position()
         watch = OperationWatch(self._fill)
@@ -365,7 +365,7 @@ class _Passes:
         return Dependence(self._fault, self._moved, frozenset(before_trial.opaque))
 
     def of_step(self, *, thorough: bool) -> Dependence:
-        """Moves records and replaces others, and watches the operations of user code."""
+        """Compares passes with moved or replaced records, and watches the operations."""
         self._watches = thorough
         values = self._begin(*self._inputs.draw(0, self._inputs.length))
         even = self._positions % 2 == 0
@@ -389,20 +389,20 @@ class _Passes:
         return Dependence(self._fault, self._moved, values=values)
 
     def compared_with(self, values: Tensor, fault: str) -> Dependence:
-        """Compares the first records' values with other values of the same records."""
+        """Compares the first records' values in two passes."""
         self._watches = True
         self._begin(*self._inputs.draw(0, self._inputs.length), values)
         self._compare(self._positions >= 0, fault)
         return Dependence(self._fault, self._moved)
 
     def _move(self) -> None:
-        """Moves all records to other positions of the pass."""
+        """Moves all records to other positions in the pass."""
         shuffled = torch.from_numpy(np.random.default_rng(1).permutation(len(self._positions)))
         for order in (self._positions.roll(1), self._positions.roll(3), shuffled):
             self._compare(self._positions >= 0, POSITION, order=order)
 
     def _replace(self) -> None:
-        """Replaces labels, then records, and then most records by extreme ones or padding."""
+        """Replaces labels, then records, and last most records by extreme ones or padding."""
         even, few, first = self._positions % 2 == 0, self._positions % 8 == 0, self._positions == 0
         self._compare(even, MIXES, labels=self._y[:1])
         self._replace_halves()
@@ -419,7 +419,7 @@ class _Passes:
             self._compare(unchanged, MIXES, records=records, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
-        """Returns records that include extreme ones, whose values are also compared.
+        """Returns records with extreme ones among them, whose values are also compared.
 
         The others occur twice, and their values are rounded, so that columns have ties, as numbers of
         sites or devices have.
@@ -445,7 +445,7 @@ class _Passes:
         labels: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Replaces all but the unchanged records, and compares the values of the unchanged ones."""
+        """Replaces all records except some, and compares these records' values before and after."""
         if self._fault or not bool(unchanged.any()):
             return
         x, y = self._x, self._y
@@ -476,13 +476,13 @@ class _Passes:
 
 
 def _select_rows(condition_N: Tensor, rows: Tensor, replacements: Tensor) -> Tensor:
-    """Returns the rows for which the condition is true, and replacements for the others."""
+    """Returns the rows that meet a condition, and replacements for the other rows."""
     condition = condition_N.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(condition, rows, replacements)
 
 
 class _FewRecords:
-    """Watches the operations of a function on a few records."""
+    """Watches a function's operations on a few records."""
 
     def __init__(
         self, function: RecordFunction, generators: GlobalGenerators, inputs: StepInputs

@@ -1,4 +1,4 @@
-"""Privacy labels of the values that a private run outputs, and facts about each mechanism.
+"""Privacy labels for a private run's outputs, and facts about each mechanism.
 
 A label states whether the ledger accounts for a value, whether it is public, or whether it is
 unprotected. The code that computes a value declares its label, the reason and the value's type. A
@@ -36,7 +36,7 @@ SHARE = Annotated[float, Field(ge=0, le=1)]
 
 @dataclass(frozen=True)
 class Disclosure:
-    """The privacy label of an output value, with the reason and the value's type.
+    """An output value's privacy label, with the reason and the value's type.
 
     Args:
         kind: the label, which is `RELEASED`, `PUBLIC` or `SIMULATION_ONLY`.
@@ -50,7 +50,7 @@ class Disclosure:
 
     @property
     def may_be_shown(self) -> bool:
-        """True if the value may be shown to anyone."""
+        """True if anyone may see the value."""
         return self.kind in (RELEASED, PUBLIC)
 
     def fits(self, value: object) -> bool:
@@ -136,12 +136,12 @@ class MechanismFacts:
 
     @property
     def guaranteed(self) -> bool:
-        """True if the mechanism has a privacy guarantee and its releases an ε."""
+        """True if the mechanism has a privacy guarantee, so that its releases have an ε."""
         return not self.reasons
 
     @property
     def status(self) -> str:
-        """The status of the mechanism's releases in the report, accounted or unaccounted."""
+        """The releases' status in the report, accounted or unaccounted."""
         return ACCOUNTED if self.guaranteed else UNACCOUNTED
 
 

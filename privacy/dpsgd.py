@@ -86,7 +86,7 @@ PASS_START = 2**22
 
 
 class Optimiser(Protocol):
-    """An optimiser that updates weights with a gradient.
+    """The interface of optimisers, which update weights with a gradient.
 
     The weights and the gradient have the shape [..., P]. The leading axes are networks that are
     trained in parallel. The update of a network depends only on its own weights, gradient and
@@ -106,7 +106,7 @@ class Optimiser(Protocol):
 
 @dataclass(frozen=True)
 class DpSgdSettings:
-    """The settings of local training with DP-SGD.
+    """Settings for local training with DP-SGD.
 
     Args:
         optimiser: the optimiser, which receives each step's noisy mean gradient.
@@ -147,7 +147,7 @@ def refuse_batch_norm(model: nn.Module) -> None:
 
 
 def group_norm_twin(model: nn.Module) -> nn.Module:
-    """Returns a copy of the model in which every batch norm is replaced with a group norm.
+    """Copies a model, with a group norm in place of each batch norm.
 
     All other layers keep their weights. Opacus' ModuleValidator makes the replacements.
 
@@ -173,13 +173,13 @@ def check_model(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0:
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}, whose masks depend on an example's "
-                "position in the batch. Remove the layer"
+                f"layer {name!r} is {type(layer).__name__}, whose random masks depend on "
+                "examples' positions in the batch. Remove the layer"
             ).with_code("model.dropout")
     for name, _ in model.named_buffers():
         raise ForbiddenLayerError(
-            f"buffer {name!r} may contain data statistics, but would be uploaded without noise. "
-            "Remove the buffer"
+            f"buffer {name!r} would be uploaded without noise, but may contain statistics of the "
+            "data. Remove the buffer"
         ).with_code("model.buffer")
 
 
@@ -244,7 +244,7 @@ def dp_sgd(
 def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns the length of a DP-SGD pass, and how many records it has (see `pass_size`)."""
+    """Returns a DP-SGD pass's length and its number of records (see `pass_size`)."""
     start = PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
@@ -267,12 +267,12 @@ def _public_gradient(model: nn.Module, penalty: Penalty) -> Tensor:
 
 
 def cross_entropies(network: nn.Module, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-    """Computes the cross-entropy of each example [N]."""
+    """Computes each example's cross-entropy [N]."""
     return nn.functional.cross_entropy(network(x_NCHW), labels_N, reduction="none")
 
 
 def rows_at_once(network: nn.Module) -> int:
-    """Returns the maximum number of examples whose gradients fit in memory at the same time.
+    """Returns the maximum number of examples whose gradients fit in memory at once.
 
     Each gradient is stored twice, once by layer and once as one vector.
     """
@@ -283,7 +283,7 @@ def rows_at_once(network: nn.Module) -> int:
 def example_gradients(
     network: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss = cross_entropies
 ) -> Tensor:
-    """Computes the gradient of each example's loss, without clipping and noise.
+    """Computes the gradient of each example's loss, without clipping or noise.
 
     The result has the shape [N, P]. The function is meant for audits and for checks with public
     images. The gradients are those that a step of DP-SGD computes. The network is not changed.
@@ -300,7 +300,7 @@ def check_example_gradients(
     labels_N: Tensor,
     loss: ExampleLoss | None = None,
 ) -> None:
-    """Refuses a model if its per-example gradients cannot be computed or differ from autograd's.
+    """Refuses a model whose per-example gradients cannot be computed, or do not match autograd's.
 
     Args:
         model: the model, for example a custom one.
@@ -335,7 +335,7 @@ def check_example_gradients(
 
 
 def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None:
-    """Refuses a model whose per-example gradients are not the expected ones, except for rounding.
+    """Refuses a model if per-example gradients do not match the expected ones up to rounding.
 
     Raises:
         ForbiddenLayerError: the gradients differ. The message names the first such parameter.
@@ -362,7 +362,7 @@ def _largest(values: Tensor) -> float:
 def _gradients_and_expected(
     model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> tuple[Tensor, Tensor]:
-    """Computes per-example gradients as DP-SGD does, and with one backward pass per example.
+    """Computes per-example gradients in two ways: as in DP-SGD, and with one backward pass each.
 
     Both results are float64 [N, P].
     """
@@ -378,7 +378,7 @@ def _gradients_and_expected(
 
 
 def _with_moved_weights(model: nn.Module) -> nn.Module:
-    """Copies a model and moves its weights, because a zero layer would hide earlier gradients."""
+    """Copies a model with shifted weights, because zero weights hide earlier layers' gradients."""
     moved = copy.deepcopy(model)
     parameters = list(moved.parameters())
     flat = torch.cat([p.detach().flatten() for p in parameters])
@@ -436,7 +436,7 @@ def gradient_dependence(
 
 @torch.enable_grad()
 def _first_change(model: nn.Module, loss: ExampleLoss, inputs: StepInputs) -> str:
-    """Returns what two copies of a model hold after different first batches, or an empty string.
+    """Describes state that a model keeps from its first batch, or returns an empty string.
 
     A trial of one copy cannot find what the model would keep of its first batch only.
     """
@@ -475,7 +475,7 @@ class ExampleGradients:
         self.blocks: tuple[tuple[int, ...], ...] = ()
 
     def __call__(self, x_NCHW: Tensor, labels_N: Tensor) -> Tensor:
-        """Returns the gradients as vectors [N, S], as in `LayerGradients.values`.
+        """Returns the gradients as vectors [N, S], in the layout of `LayerGradients.values`.
 
         Raises:
             ForbiddenLayerError: a parameter is not used by the layer that owns it, or the inputs or
@@ -507,12 +507,12 @@ class ExampleGradients:
         losses, calls, uses = self._forward(x_NCHW, labels_N)
         if calls != self._calls:
             raise PrivacyError(
-                "the model calls other layers for private images than for random ones. Remove "
+                "the model calls different layers for private and for random images. Remove "
                 "branches that depend on the data"
             )
         if losses.shape != (len(x_NCHW),):  # otherwise unusual shapes could mix the examples
             raise PrivacyError(
-                f"the loss function must return one value for each of the {len(x_NCHW)} examples, "
+                f"the loss function must return one value for each of {len(x_NCHW)} examples, "
                 f"got shape {list(losses.shape)}"
             ).with_code("model.losses")
         layers, inputs, edges = zip(*uses, strict=True)
@@ -533,8 +533,8 @@ class ExampleGradients:
                 return
             if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
-                    f"layer {name!r} does not map one tensor to one tensor, each with one row for "
-                    "each example. Change its call"
+                    f"layer {name!r} is not called with one tensor, or does not return one, with "
+                    "a row for each example. Change its call"
                 ).with_code("model.calls")
             calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))

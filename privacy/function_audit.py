@@ -1,4 +1,4 @@
-"""Audits of functions that add Gaussian noise to a sum of clipped vectors, such as other people's.
+"""Audits of any function that adds Gaussian noise to a sum of clipped vectors.
 
 A fair coin decides for each canary whether its vector is among the vectors that the function gets.
 Two designs look for different faults:
@@ -36,7 +36,7 @@ DESIGNS = ("together", "opposed")
 
 @dataclass(frozen=True)
 class Design:
-    """The result of one design.
+    """The result of one audit design.
 
     Attributes:
         name: one of `DESIGNS`.
@@ -105,7 +105,7 @@ def audit(
     confidence: float = 0.999,
     test_only: np.random.Generator | None = None,
 ) -> FunctionAudit:
-    """Audits a function that gets vectors [n, d] and returns a noisy sum [d] of clipped vectors.
+    """Audits a function from vectors [n, d] to a noisy sum [d] of the clipped vectors.
 
     Args:
         function: the function. It gets float64 arrays, and uses noise of its own at each call.
@@ -157,7 +157,7 @@ def audit(
 
 
 def _claimed_mu(sigma: float | None, epsilon: float | None, delta: float) -> float:
-    """Returns the μ of a claim."""
+    """Returns the μ of a claimed guarantee."""
     one_claim = (sigma is None) != (epsilon is None)
     require(one_claim, "sigma", "or epsilon must be set, but not both", (sigma, epsilon))
     for name, value in (("sigma", sigma), ("epsilon", epsilon)):
@@ -182,7 +182,7 @@ class _Calls:
     coins: np.random.Generator
 
     def together(self, canaries: int) -> Trial:
-        """Returns the coins and the scores of canaries that share a call, and the calls."""
+        """Audits several canaries per call. Returns coins, scores and the number of calls."""
         included = self.coins.random(canaries) < 0.5
         scores = []
         for start in range(0, canaries, self.dimension):
@@ -194,7 +194,7 @@ class _Calls:
         return included, np.concatenate(scores), len(scores)
 
     def opposed(self, canaries: int) -> Trial:
-        """Returns the coins and the scores of canaries that have a call each, and the calls."""
+        """Audits one canary per call. Returns the coins, the scores and the number of calls."""
         included = self.coins.random(canaries) < 0.5
         (direction,) = self._directions(1)
         background = np.tile(10 * self.clip * direction, (BACKGROUND, 1))

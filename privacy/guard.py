@@ -1,4 +1,4 @@
-"""A guard in front of other people's federated jobs, which makes each model update private.
+"""A privacy guard for federated jobs written by others. It makes each model update private.
 
 The job's own code trains a model on a client's data, in another framework. The guard sees the model
 that the server sent and the one that the client answers with. It clips their difference, charges
@@ -67,7 +67,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class GuardSettings(Part):
-    """The file guard.toml, with the data owner's public settings of a guard.
+    """A data owner's public guard settings, in the file guard.toml.
 
     Attributes:
         clip: 𝒞, the bound on the L2 norm of the client's whole update in a round.
@@ -104,12 +104,14 @@ class GuardSettings(Part):
         with faults_as(partial(damaged, file), f"{file}"):
             settings = cls.model_validate(table)
         if (settings.rounds is None) == (settings.noise_multiplier is None):
-            raise damaged(file, f"{file} must set exactly one of rounds and noise_multiplier")
+            raise damaged(
+                file, f"{file} must set either rounds or noise_multiplier. Set one of them"
+            )
         return settings
 
     @property
     def sigma(self) -> float:
-        """The noise multiplier of each update."""
+        """The noise multiplier for each update."""
         if self.noise_multiplier is not None:
             return self.noise_multiplier
         rounds = self.rounds or 1
@@ -128,7 +130,7 @@ def noisy_update(
     enforcer: BudgetEnforcer,
     secret: SecretGenerator,
 ) -> Released:
-    """Charges the ledger for one update, clips it and adds noise, [D].
+    """Charges the ledger for one update [D], then clips the update and adds noise.
 
     Args:
         update_D: the client's whole update, [D].
@@ -148,7 +150,7 @@ def noisy_update(
 
 
 class UpdateGuard:
-    """A guard in front of one client's model updates.
+    """A guard that makes one client's model updates private.
 
     Args:
         folder: the folder with guard.toml, in which ledgers and reports are kept. All jobs on the
@@ -192,7 +194,7 @@ class UpdateGuard:
         *,
         difference: bool = False,
     ) -> dict[str, Any]:
-        """Returns the arrays that may leave in place of the client's answer.
+        """Returns the private arrays to send in place of the client's answer.
 
         Args:
             request: what identifies the request besides the received arrays, such as the names of
@@ -233,7 +235,7 @@ class UpdateGuard:
 
     @property
     def nominal(self) -> dict[str, int | float]:
-        """The declared nominal values, which every answer states in place of the job's metrics."""
+        """The declared nominal values, sent in every answer in place of the job's metrics."""
         return dict(self.settings.nominal)
 
     def _released(self, name: str, received: Tensor) -> bool:
@@ -251,13 +253,13 @@ class UpdateGuard:
                 or (trained.is_floating_point() and not sent.is_floating_point())
             ):
                 raise PrivacyError(
-                    f"the job of client {self.client!r} must answer with the arrays that it "
-                    f"received, but array {short_repr(name)} is missing or has another shape or "
-                    "type. Let the server send the whole initial model"
+                    f"the answer of client {self.client!r}'s job must contain the received "
+                    f"arrays, but array {short_repr(name)} is missing or has another shape or "
+                    "type. Change the server to send the whole initial model"
                 ).with_code("guard.arrays")
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
-        """Returns the noisy update, or the one that was released for the same request."""
+        """Returns a new noisy update, or the stored one for a repeated request."""
         sent = self.folder / f"{self.client}.safetensors"
         with locked_file(self.folder / f"{self.client}.lock"):
             if sent.exists():
@@ -287,13 +289,13 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise PrivacyError(
-            f"array {short_repr(name)} must be a numeric array, got {type(value).__name__}. Remove "
-            "it from the job's model"
+            f"array {short_repr(name)} is not a numeric array, but {type(value).__name__}. "
+            "Remove it from the job's model"
         ).with_code("guard.arrays") from None
 
 
 def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
-    """Returns a hash that identifies a request. It is public, as a request is."""
+    """Returns a request's hash, which is public like the request."""
     hashed = hashlib.sha256(repr(request).encode())
     for name, tensor in received.items():
         hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
@@ -305,7 +307,7 @@ def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
 
 
 def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
-    """Returns the facts in a guard's report that are not in its ledgers.
+    """Returns the facts for a guard's report that are not in its ledgers.
 
     Args:
         folder: the guard's folder.
@@ -350,7 +352,7 @@ def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
 
 
 def guard_report(folder: Path) -> dict[str, Any]:
-    """Builds the privacy report of all clients in a guard's folder from their ledgers.
+    """Builds one privacy report for all clients in a guard's folder, from their ledgers.
 
     Raises:
         PrivacyError: guard.toml or a ledger is damaged.
@@ -378,7 +380,7 @@ def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -
     stated = file_hash(folder / GUARD_SETTINGS)
     for client, charged in rows.ledgers.items():
         if [noted for _, noted in charged.lines.files][-1:] != [stated]:
-            text = f"the ledger of {client} was charged with other settings than {GUARD_SETTINGS}"
+            text = f"the ledger of {client} was charged with settings other than {GUARD_SETTINGS}"
             problems.append(Problem(f"files.{GUARD_SETTINGS}", text))
     problems += report_problems(report, facts, rows, {})
     return Verification(problems, [rows.note, *notes])

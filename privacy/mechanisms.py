@@ -116,7 +116,7 @@ class BudgetEnforcer:
         self.ledger.charge(replace(release, unit=self.unit), self.check_budget)
 
     def check_budget(self, rows: Sequence[Release], planned: Sequence[Release]) -> None:
-        """Checks that the releases in `rows` and the planned releases together fit into the budget.
+        """Checks that `rows` and the planned releases together fit into the budget.
 
         `check` passes the releases of the ledger as `rows`.
         """
@@ -252,7 +252,7 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Sums the contributions of users. A user contributes the clipped mean of the user's rows.
+    """Sums users' contributions, each the clipped mean of the user's rows.
 
     A user's rows are averaged in each group. The averages of all groups together are then clipped.
     Rows may arrive in several calls, and the rows of one user may be split between two calls.
@@ -277,7 +277,7 @@ class UserSums:
     def add(
         self, rows_ND: Tensor, groups_N: Tensor, users_N: Tensor, shares_N: Tensor, sums: Tensor
     ) -> None:
-        """Adds the contributions of users to `sums` [groups, width] in place.
+        """Adds users' contributions to `sums` [groups, width] in place.
 
         The last user's contribution is kept back until `close` or the next call, because more of
         their rows may follow.
@@ -304,7 +304,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the contribution kept back by the last call of `add` to `sums` in place."""
+        """Adds the last user's contribution, which `add` has kept back, to `sums` in place."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
@@ -413,7 +413,7 @@ class GaussianSumMechanism:
         if self.steps_left < 1:
             self._step.release()
             raise PrivacyError(
-                f"all {self._release.steps} charged steps are used. Charge a new mechanism"
+                f"all {self._release.steps} charged steps have been used. Charge a new mechanism"
             ).with_code("mechanism.steps")
         self._thread = get_ident()
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
@@ -434,7 +434,7 @@ class GaussianSumMechanism:
         # with fewer coordinates, broadcasting would share noise
         if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
             raise PrivacyError(
-                f"rows_ND must have shape [N, {self._width}], got {list(rows_ND.shape)}"
+                f"rows_ND must have the shape [N, {self._width}], got {list(rows_ND.shape)}"
             ).with_code("mechanism.shape")
         self._sums = sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
@@ -443,7 +443,7 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the sampled records' vectors, given by their factors, to the sum.
+        """Adds the sampled records' product vectors, given as factors, to the sum.
 
         The mechanism must have exactly one group.
 
@@ -461,13 +461,13 @@ class GaussianSumMechanism:
         open_sums = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
-                f"the mechanism must have one group of {products.width} coordinates for these "
-                f"products, got {self._groups} groups of {self._width}"
+                f"the products have {products.width} coordinates, but the mechanism was charged "
+                f"for {self._groups} groups of {self._width}"
             ).with_code("mechanism.products")
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
-                f"the mechanism was charged for a sensitivity of {self.sensitivity:g}, but got "
-                f"vectors of norm up to {products.bound:g}. Clip the vectors to the sensitivity"
+                f"the vectors' norms are up to {products.bound:g}, but the mechanism was charged "
+                f"for a sensitivity of {self.sensitivity:g}. Clip the vectors to it"
             ).with_code("mechanism.sensitivity")
         sums = products.sums(None if sample is None else sample.shares)
         self._sums = open_sums.to(sums.device, non_blocking=True) + sums
@@ -481,13 +481,13 @@ class GaussianSumMechanism:
         """
         if self._thread != get_ident() or self._sums is None:
             raise PrivacyError(
-                "no step is open in this thread. Call sample() before records are added"
+                "no step is open in this thread. Call sample() before adding records"
             ).with_code("mechanism.no_step")
         has_users = sample is not None and sample.users is not None and sample.shares is not None
         if self._unit == USER and not has_users:
             raise PrivacyError(
-                "the mechanism protects users, but the sample does not state each row's user. "
-                "Pass the sample that Units.sample returned"
+                "the mechanism protects users, but the sample does not name the rows' users. "
+                "Pass the sample returned by Units.sample"
             ).with_code("mechanism.users")
         return self._sums
 
@@ -520,5 +520,5 @@ class GaussianSumMechanism:
     def _refuse_forks(self) -> None:
         if self._process != this_process():
             raise PrivacyError(
-                "the mechanism was charged by another process. Charge a new mechanism after a fork"
+                "the mechanism was charged in another process. Charge a new mechanism after a fork"
             ).with_code("mechanism.process")

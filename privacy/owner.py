@@ -1,4 +1,4 @@
-"""Private statistics and private training on the records of one data owner.
+"""Private statistics and private training on one data owner's records.
 
 They serve custom pipelines outside a federation. A `DataOwner` holds records, a ledger and a
 privacy budget. Everything that it releases goes through the Gaussian mechanism of
@@ -160,11 +160,11 @@ class DataOwner:
         return [digests]
 
     def spent(self) -> float:
-        """Returns the total ε of all releases in the ledger, at the owner's `delta`."""
+        """Returns the total ε of all releases in the ledger, at δ = `delta`."""
         return epsilon(self._ledger.releases, self.delta)
 
     def charge(self, plan: ReleasePlan, total_epsilon: float | None = None) -> GaussianSumMechanism:
-        """Charges the ledger for a mechanism, with as little noise as the budget allows.
+        """Charges the ledger for a mechanism with the least noise that the budget allows.
 
         Args:
             plan: the clip, sampling rate, number of steps and dimension of the mechanism.
@@ -188,8 +188,8 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"data owner {self.name!r} has spent ε = {spent:.4g} of the total {target:g} (at "
-                f"δ = {self.delta:g}). Set a larger total",
+                f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
+                f"{self.delta:g}), which leaves too little. Set a larger total",
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
@@ -232,7 +232,7 @@ class DataOwner:
         (only,) = mechanisms
         if only not in self._charged:
             raise UnplannedReleaseError(
-                f"data owner {self.name!r} has not charged the mechanism. Call charge() for it"
+                f"data owner {self.name!r} has not charged the mechanism. Create it with charge()"
             ).with_code("release.uncharged")
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
@@ -342,7 +342,7 @@ class DataOwner:
         self._opaque |= dependence.opaque
 
     def _isolates(self, moved: float) -> bool:
-        """Returns True if each pass must have one record.
+        """Returns True if passes must have one record each.
 
         An additional record moves the records after it. If each of their values u then becomes v by
         rounding, the clipped values differ by at most ‖u − v‖ / min(‖u‖, ‖v‖) clips, as clipping is
@@ -467,14 +467,14 @@ class DataOwner:
         write_output(path, renderers[path.suffix](report).encode())
 
     def _not_compared(self) -> list[str]:
-        """Returns a report line about state that the trials could not compare."""
+        """Returns a report line about any state that the trials could not compare."""
         if not self._opaque:
             return []
         return [f"objects whose state could not be compared: {', '.join(sorted(self._opaque))}"]
 
 
 class _TorchOptimiser:
-    """Makes a torch optimizer usable in `dp_sgd`, which needs the interface `Optimiser`.
+    """Adapts a torch optimizer to the interface `Optimiser`, for `dp_sgd`.
 
     The torch optimizer updates one vector that holds all parameters.
     """

@@ -1,4 +1,4 @@
-"""Samples of privacy units, and the constant-length batches into which samples are split.
+"""Samples of privacy units, split into batches of constant length.
 
 Libraries choose their kernels by the shapes of the tensors, and kernels round differently. If a
 batch were as long as the sample of a step, an additional record could change how *other* records'
@@ -71,7 +71,7 @@ class Sample:
         return [self.select(slice(i, i + size)) for i in range(0, len(self), size)]
 
     def select(self, indices: Tensor | slice) -> Sample:
-        """Returns the part of the sample selected by a boolean mask or a slice."""
+        """Returns the sample's part that a boolean mask or a slice selects."""
         if self.users is None or self.shares is None:
             return Sample(self.records[indices])
         return Sample(self.records[indices], self.users[indices], self.shares[indices])
@@ -176,7 +176,7 @@ def pass_size(
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
-    """Pads `rows` [n, …] at the end with rows of the value `fill`, and returns [length, …]."""
+    """Pads `rows` [n, …] at the end with the value `fill`, to [length, …]."""
     if len(rows) == length:
         return rows
     full = rows.new_full((length, *rows.shape[1:]), fill)
@@ -185,7 +185,7 @@ def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], note: Note) -> Tensor:
-    """Computes the values of records. A record on which `compute` raises gets the value NaN.
+    """Computes the records' values. If `compute` raises an error for a record, its value is NaN.
 
     If `compute` raises, it is called again with some of the records replaced by random images with
     label 0, until the records that cause the exception are found. All calls have N records, so that
@@ -226,7 +226,7 @@ def _bisected(
     missing: Tensor,
     positions: list[int],
 ) -> Tensor:
-    """Computes the values of the records at `positions`.
+    """Computes the values of the records at the indices `positions`.
 
     If `compute` raises, the positions are halved recursively. A single record on which it raises
     gets the value `missing`.
@@ -251,8 +251,8 @@ def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor
     values = compute(*map(torch.clone, records))  # user code may change its inputs in place
     if len(values) != len(records[0]):
         raise ValueError(
-            f"the function must return one value for each of the {len(records[0])} records, got "
-            f"{len(values)} values"
+            f"the function must return one value for each of {len(records[0])} records, got "
+            f"{len(values)}"
         )
     return values
 
@@ -309,7 +309,7 @@ def noisy_sums(
     count: int,
     prepare: Prepare,
 ) -> list[Released]:
-    """Samples each owner's units, and releases noisy sums of their records' values.
+    """Samples each owner's units, and releases noisy sums of the sampled records' values.
 
     All methods, local trainings and `DataOwner`s make their private releases here.
 
@@ -337,7 +337,7 @@ def class_values(
     length: int,
     note: Note,
 ) -> Prepare:
-    """Returns the values whose sums are released for each owner and class (see `noisy_sums`).
+    """Computes the values that `noisy_sums` adds up by owner and class.
 
     Args:
         inputs: returns the records of a pass, padded to `length`, and the labels [n] on the CPU.

@@ -57,7 +57,7 @@ def coefficients(count: int) -> list[float]:
 
 
 def column_norm(periods: int) -> float:
-    """Returns ‖c‖, the longest column's norm in C for this number of periods.
+    """Returns ‖c‖, the norm of the longest column of C, for a number of periods.
 
     >>> round(column_norm(12) ** 2, 3)
     1.851
@@ -66,12 +66,12 @@ def column_norm(periods: int) -> float:
 
 
 def charged_factor(period: int, periods: int) -> float:
-    """Returns ‖c‖/c_{t−1}, which is the ratio between the noise multiplier in period t's row and σ."""
+    """Returns ‖c‖/c_{t−1}, the noise multiplier in period t's ledger row divided by σ."""
     return column_norm(periods) / coefficients(period)[-1]
 
 
 def sum_factor(period: int) -> float:
-    """Returns the noise of the running sum R_t, divided by the noise that period t's row states.
+    """Returns the running sum R_t's noise, divided by the noise in period t's ledger row.
 
     R_t has noise of standard deviation σ𝒞‖c‖·√(Σ_{k<t} c_k²).
     """
@@ -79,12 +79,12 @@ def sum_factor(period: int) -> float:
 
 
 def in_period(quantity: str, period: int, periods: int) -> str:
-    """Returns the name of a quantity that is released in one of several periods."""
+    """Returns the ledger's name for a quantity released in one of several periods."""
     return f"{quantity}, period {period} of {periods}"
 
 
 def period_of(quantity: str) -> tuple[int, int] | None:
-    """Returns the period in the name of a quantity and the number of periods, or None.
+    """Parses a quantity's name, and returns (period, number of periods) or None.
 
     >>> period_of(in_period("sum of features", 3, 12)), period_of("sum of features")
     ((3, 12), None)
@@ -95,7 +95,7 @@ def period_of(quantity: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class PeriodFacts:
-    """The facts of a period, which the client stores before the period's first charge.
+    """A period's facts, stored by the client before the period's first charge.
 
     Attributes:
         noise_multiplier: σ of the run.
@@ -115,7 +115,7 @@ class PeriodFacts:
 
 
 class ReleaseSequence:
-    """The noise and the releases of one client over several periods, in private files.
+    """One client's noise and releases over several periods, in private files.
 
         PERIOD.json         the facts of a period (`PeriodFacts`)
         PERIOD-QUANTITY     the independent noise Z_t of one release, and the released increment
@@ -146,7 +146,7 @@ class ReleaseSequence:
         self._begun = ""
 
     def stored_facts(self, period: int) -> PeriodFacts | None:
-        """Returns the facts of a period, or None if the period has not begun.
+        """Returns a period's facts, or None if the period has not begun.
 
         Raises:
             LedgerError: the file is damaged.
@@ -161,7 +161,7 @@ class ReleaseSequence:
 
     @property
     def has_releases(self) -> bool:
-        """True if a release of the current period is stored, which may have left the client."""
+        """True if a release in the current period is stored, and so may have been sent."""
         return any(self.folder.glob(f"{self.period:03d}-*"))
 
     def is_charged(self, rows: Sequence[Release]) -> bool:
@@ -169,7 +169,7 @@ class ReleaseSequence:
         return any(period_of(row.quantity) == (self.period, self.periods) for row in rows)
 
     def begin(self, records: str) -> None:
-        """Stores the facts of the current period, before its first charge.
+        """Stores the current period's facts before its first charge.
 
         Raises:
             LedgerError: a release of this period was made with other settings or another σ.
@@ -181,14 +181,14 @@ class ReleaseSequence:
             stored = self.stored_facts(self.period)
             if stored is not None and self.has_releases and _json(stored) != _json(facts):
                 raise LedgerError(
-                    f"period {self.period} began with other settings. Repeat it with the settings "
-                    f"in {self.folder}"
+                    f"period {self.period} began with other settings. Repeat the period with the "
+                    f"settings in {self.folder}"
                 ).with_code("sequence.settings")
             self._write(facts)
         self._begun = _json(facts)
 
     def finish(self) -> None:
-        """Notes that the run of the current period has finished."""
+        """Records that the current period's run has finished."""
         stored = self.stored_facts(self.period)
         if stored is not None:
             self._write(replace(stored, finished=True))
@@ -198,7 +198,7 @@ class ReleaseSequence:
         write_whole(path, _json(facts).encode(), secret=True)
 
     def stored(self, period: int, quantity: str) -> dict[str, Tensor] | None:
-        """Returns a release's noise and increment, or None if it was not made.
+        """Returns a release's noise and increment, or None if it has not been made.
 
         Raises:
             LedgerError: the file is damaged.
@@ -211,11 +211,11 @@ class ReleaseSequence:
         except Exception as error:  # safetensors has errors of its own
             raise _damaged(path, error) from error
         if tensors.keys() != {"noise", "increment"}:
-            raise _damaged(path, "it has other tensors")
+            raise _damaged(path, "the file contains unexpected tensors")
         return tensors
 
     def earlier_releases(self, quantity: str) -> list[dict[str, Tensor]]:
-        """Returns the noise and increments from all earlier periods, oldest first.
+        """Returns noise and increment for all earlier periods, oldest first.
 
         Raises:
             LedgerError: a file is missing or damaged.
@@ -224,12 +224,12 @@ class ReleaseSequence:
         for period in range(1, self.period):
             tensors = self.stored(period, quantity)
             if tensors is None:
-                raise _damaged(self._path(period, quantity), "it is missing")
+                raise _damaged(self._path(period, quantity), "the file is missing")
             releases.append(tensors)
         return releases
 
     def store(self, quantity: str, noise: Tensor, increment: Tensor) -> Tensor:
-        """Stores a release of the current period, unless one is stored already.
+        """Stores a release in the current period, unless one is already stored.
 
         Returns:
             The increment that is on the disk now.
@@ -242,8 +242,8 @@ class ReleaseSequence:
             facts = self.stored_facts(self.period)
             if facts is None or _json(replace(facts, finished=False)) != self._begun:
                 raise LedgerError(
-                    f"another process began period {self.period} with other records or settings. "
-                    "Wait for it, then repeat the period with them"
+                    f"another process has begun period {self.period} with other records or "
+                    "settings. Wait for it, then repeat the period with the same ones"
                 ).with_code("sequence.begun")
             create_once(self._path(self.period, quantity), save(tensors))
         stored = self.stored(self.period, quantity) or tensors
@@ -260,14 +260,14 @@ def _json(facts: PeriodFacts) -> str:
 
 def _damaged(path: Path, reason: object) -> LedgerError:
     return LedgerError(
-        f"cannot use {path}, without which the running sums cannot go on: {one_line(str(reason))}. "
-        "Restore it from a backup"
+        f"cannot use {path}, which continuing the running sums requires: "
+        f"{one_line(str(reason))}. Restore it from a backup"
     ).with_code("sequence.missing")
 
 
 @dataclass(frozen=True)
 class PeriodEnforcer(BudgetEnforcer):
-    """Charges the releases of a period once, also if the period is repeated.
+    """Charges a period's releases only once, even if the period is repeated.
 
     Args:
         rows: the number of ledger rows before the period.
@@ -310,7 +310,7 @@ class RunningSumMechanism(GaussianSumMechanism):
         self._fresh = torch.zeros(0)
 
     def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:
-        """Returns the increment's noise: Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
+        """Computes the increment's noise, Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
         c = coefficients(self._sequence.period)
         self._fresh = self._secret.normal(shape, self.noise_std * c[-1])
         noise = self._fresh.clone()

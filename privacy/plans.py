@@ -1,4 +1,4 @@
-"""Plans for a round's releases, and the charged releases that a client's step may make.
+"""Plans for a round's releases, and the charged mechanisms for a client's step.
 
 The releases of one mechanism are planned and charged together.
 A method states its plans once (`Method.release_plans`), before any data are read. In each exchange
@@ -33,7 +33,7 @@ EXCHANGES = (FIRST, MAIN)
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasePlan:
-    """A plan for the noisy sums that a client releases in a round.
+    """A plan for noisy sums released by a client in a round.
 
     Args:
         name: the name by which a step asks for the mechanism, such as "images".
@@ -92,7 +92,7 @@ class ReleasePlan:
         require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)
 
     def signal_to_noise(self, sigma: float, records: float, clients: int, rounds: int = 1) -> float:
-        """Returns the signal-to-noise ratio of the sum over all clients.
+        """Returns the signal-to-noise ratio of the release's sum over all clients.
 
         The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
         (σ·𝒞·√(K/H)·√D). It divides the sum's norm by the root mean square of its noise's norm.
@@ -162,7 +162,7 @@ Plans = tuple[ReleasePlan, ...]
 
 
 def check_plans(plans: Sequence[ReleasePlan]) -> None:
-    """Checks that a round has at least one plan and that plan names are unique.
+    """Checks that a round has at least one plan, and that plan names are unique.
 
     Raises:
         PrivacySettingError: there is no plan, or two plans have the same name.
@@ -174,7 +174,7 @@ def check_plans(plans: Sequence[ReleasePlan]) -> None:
 
 @dataclass(frozen=True)
 class UnaccountedNoise:
-    """The noise of the mechanism "paper", which gives no privacy guarantee.
+    """The noise of the mechanism "paper", without a privacy guarantee.
 
     Attributes:
         release: the row that the ledger records. It states σ and the clip.
@@ -191,7 +191,7 @@ class UnaccountedNoise:
 
 
 class ReleaseBudget(Generic[S]):
-    """The mechanisms for which one client was charged in one exchange of a round.
+    """One client's charged mechanisms for one exchange in a round.
 
     A step of the method takes each mechanism once, by the name of its plan.
 
@@ -223,12 +223,12 @@ class ReleaseBudget(Generic[S]):
 
     @property
     def plans(self) -> list[ReleasePlan]:
-        """The plans of the exchange."""
+        """The exchange's plans."""
         return list(self._plans.values())
 
     @property
     def unused(self) -> bool:
-        """True if no mechanism was taken yet.
+        """True if no mechanism has been taken.
 
         In this case no noise was drawn, so a step that failed may be repeated without another
         charge.
@@ -236,7 +236,7 @@ class ReleaseBudget(Generic[S]):
         return len(self._unused) == len(self._plans)
 
     def check(self, name: str) -> None:
-        """Checks that `take` would return a mechanism, without taking it.
+        """Raises an error if `take` would fail, without taking the mechanism.
 
         Raises:
             UnplannedReleaseError: this exchange has no such plan, or its mechanism was taken
@@ -247,7 +247,7 @@ class ReleaseBudget(Generic[S]):
             raise UnplannedReleaseError(f"release {name!r} is used twice in a round. Use it once")
 
     def take(self, name: str) -> S:
-        """Returns the charged mechanism of a plan, given its name.
+        """Returns a plan's charged mechanism, given the plan's name.
 
         Each mechanism can be taken only once.
 
@@ -269,7 +269,7 @@ def charge_round(
     exchange: str = MAIN,
     make_mechanism: MakeMechanism = GaussianSumMechanism,
 ) -> ReleaseBudget[GaussianSumMechanism]:
-    """Charges a client for all releases of an exchange, before any noise can be drawn.
+    """Charges a client for all releases in an exchange before any noise can be drawn.
 
     Args:
         plans: the plans of the round. Plans for another exchange are not charged.

@@ -1,4 +1,4 @@
-"""Sums of per-example long vectors, each a product of two short vectors.
+"""Sums of long per-example vectors that are products of two short vectors.
 
 The sums are computed from the short vectors, so the long products of the examples are never stored.
 
@@ -45,7 +45,7 @@ from fedsynth.privacy.mechanisms import (
 
 
 class Products(ABC):
-    """Base class for long vectors of N examples, stored as their short factors.
+    """Base class for N examples' long vectors, stored as short factors.
 
     A subclass is a dataclass. Its tensor fields are the factors, each with N rows. Its first field
     must be a tensor.
@@ -59,7 +59,7 @@ class Products(ABC):
     @property
     @abstractmethod
     def width(self) -> int:
-        """The dimension of an example's vector."""
+        """The dimension of one example's vector."""
 
     def __len__(self) -> int:
         """Returns N, the number of examples."""
@@ -75,7 +75,7 @@ class Products(ABC):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """Computes the long vector of each example, [N, width], float64, for tests and audits."""
+        """Computes each example's long vector, [N, width], float64, for tests and audits."""
 
     @abstractmethod
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
@@ -88,7 +88,7 @@ class Products(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Rows(Products):
-    """One vector for each example, stored directly and not as a product.
+    """One vector per example, stored directly instead of as factors.
 
     Args:
         vectors: [N, D], clipped to norm `bound`.
@@ -143,7 +143,7 @@ class Outer(Products):
 
 @dataclass(frozen=True, eq=False)
 class LayerGradients(Products):
-    """For each example, a blockwise gradient, clipped to norm `bound`.
+    """For each example, a gradient in blocks, clipped to norm `bound` in total.
 
     A block is a vector, or the outer product l ⊗ r of two vectors, flattened in row-major order.
 
@@ -177,7 +177,7 @@ class LayerGradients(Products):
         return clip_factors(squares, self.bound)
 
     def gradients(self) -> Tensor:
-        """Computes the gradient of each example without clipping, [N, width]."""
+        """Computes each example's gradient without clipping, [N, width]."""
         blocks = [outer_products(*vectors) for vectors in self._vectors()]
         return torch.cat(blocks, dim=1)
 
@@ -296,7 +296,7 @@ class Grams(Products):
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
-    """Returns the dimension of an example's vector in `Grams`, given the blocks.
+    """Returns the dimension of one example's vector in `Grams`, given the blocks.
 
     >>> grams_width(((3, 2),))
     9
@@ -305,7 +305,7 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Splits each row into the flattened matrices of which it consists.
+    """Splits each row into the matrices that were flattened and joined in it.
 
     Returns one tensor [N, channels, cells] for each block.
     """
@@ -317,7 +317,7 @@ def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows
     if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
-        raise PrivacyError("the weights of a user's records must be in [0, 1]. Rescale them")
+        raise PrivacyError("a user's records have weights outside of [0, 1]. Rescale them")
     return rows * shares_N.to(rows)[:, None]
 
 
@@ -336,7 +336,7 @@ def svec(matrix: Tensor) -> Tensor:
 
 
 def smat(vector_D: Tensor, d: int) -> Tensor:
-    """Converts a vector from `svec` back to its symmetric matrix [d, d].
+    """Converts a vector to a symmetric matrix [d, d], as the inverse of `svec`.
 
     >>> smat(svec(torch.tensor([[1.0, 2.0], [2.0, 3.0]])), 2).round().tolist()
     [[1.0, 2.0], [2.0, 3.0]]

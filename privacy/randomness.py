@@ -1,4 +1,4 @@
-"""A client's secret random generator: ChaCha20 with a 256-bit key from the operating system.
+"""A client's secret random generator, ChaCha20 with a 256-bit key from the operating system.
 
 Noise and sampling masks must be unpredictable to anyone who sees a release. torch's CPU generator
 is seeded with only 32 bits. A class that a client lacks is released as pure noise, so an attacker
@@ -115,7 +115,7 @@ class SecretGenerator:
         return torch.from_numpy(np.flatnonzero(self._generator.random(records) < sample_rate))
 
     def uniform(self) -> float:
-        """Returns a number from [0, 1), for the secret draws of a private selection."""
+        """Draws a number from [0, 1), for a private selection's secret choices."""
         return float(self._generator.random())
 
     def __reduce__(self) -> NoReturn:
@@ -156,13 +156,13 @@ class Grid:
 
     @property
     def spacing(self) -> float:
-        """γ, the distance between two neighbouring values of the grid."""
+        """γ, the distance between neighbouring grid values."""
         return 2.0**-self.bits
 
 
 @dataclass(frozen=True)
 class Addends:
-    """Public upper bounds on the numbers of clients and records in a sum over clients.
+    """Public upper bounds on the number of clients and of records in a sum over clients.
 
     Args:
         clients: the maximum number of clients in the sum.
@@ -174,7 +174,7 @@ class Addends:
 
 
 def finest(bound: float, clients: int) -> Grid:
-    """Returns the finest grid on which a sum over the clients is exact and cannot overflow.
+    """Returns the finest grid for an exact sum over the clients without overflow.
 
     Args:
         bound: the bound on the absolute value of a coordinate of one client's vector.
@@ -213,8 +213,8 @@ def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Gri
     overflows = addends.clients * grid.bound / grid.spacing > 2.0**SUM_DIGITS
     if overflows or grid.spacing < VALUES * math.ulp(grid.bound):
         reason = (
-            f"is too small for a 64-bit sum of {addends.records} records of {addends.clients} "
-            "clients. Increase privacy.noise_multiplier or lower privacy.max_records"
+            f"is too small for an exact 64-bit sum over {addends.records} records and "
+            f"{addends.clients} clients. Increase it, or lower privacy.max_records"
         )
         raise PrivacySettingError("privacy", "noise_multiplier", reason)
     return grid

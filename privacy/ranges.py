@@ -1,4 +1,4 @@
-"""Functions that check the values of privacy settings and of ledger rows."""
+"""Functions that check values in privacy settings and ledger rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedsynth.errors import PrivacySettingError, short_repr
 
 
 def is_real(value: object) -> bool:
-    """Returns True if the value is an int or a float that is finite as a float, but not a bool."""
+    """Returns True for a finite float, or an int that is finite as a float, but not for a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Records all state that a function can reach, to compare two points in time.
+"""Records all state reachable from a function, for a comparison between two points in time.
 
 Code that keeps state between calls can carry one record's values to others, or into a model that is
 returned. The records that a function has seen may be in a buffer, an attribute, a closure, a global
@@ -39,7 +39,7 @@ _LIBRARIES |= {"torchvision", "sklearn", "geomloss", "PIL", "pandas", "skimage",
 
 @dataclass
 class ReachableState:
-    """The state that a function can reach.
+    """All state reachable from a function.
 
     Attributes:
         values: a digest of each value, by its path from the function.
@@ -72,7 +72,7 @@ class ReachableState:
         return state
 
     def change_since(self, snapshot: ReachableState, *, only_tensors: bool = False) -> str:
-        """Returns the end of a changed value's path, or an empty string.
+        """Returns the last part of a changed value's path, or an empty string without changes.
 
         Args:
             snapshot: the earlier state.
@@ -88,7 +88,7 @@ class ReachableState:
         return ""
 
     def _read(self, path: str, value: Any) -> Iterator[tuple[str, object]]:
-        """Records a value, and yields the values that it holds."""
+        """Records a value, and yields the values contained in it."""
         kind = value if isinstance(value, type) else type(value)
         if isinstance(value, _SKIPPED) or kind.__module__.startswith("fedsynth.privacy"):
             return
@@ -172,7 +172,7 @@ class ReachableState:
 
 
 def _digest(value: Any) -> object:
-    """Returns a comparable form of a value without contained values, otherwise None."""
+    """Returns a comparable form of a value that contains no other values, otherwise None."""
     if isinstance(value, _ATOMS):
         return repr(value)
     if isinstance(value, Tensor):
@@ -201,7 +201,7 @@ def _unordered(values: Any) -> Iterator[tuple[str, object]]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Returns the names that code and the functions within it may look up."""
+    """Returns the names that a code object and its nested functions may look up."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -210,7 +210,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _used(path: str, value: object, names: set[str]) -> Iterator[tuple[str, object]]:
-    """Yields a value that code uses. In place of a user's module, yields what the code names of it."""
+    """Yields a value used by code or, for a user's module, the attributes named in the code."""
     if not isinstance(value, types.ModuleType):
         yield path, value
     elif not _is_library(value.__name__):
@@ -219,7 +219,7 @@ def _used(path: str, value: object, names: set[str]) -> Iterator[tuple[str, obje
 
 
 def _slots(value: object) -> dict[str, object]:
-    """Returns the slot attributes, including those with class-private names."""
+    """Returns an object's slot attributes, including those with class-private names."""
     names: dict[str, object] = {}
     for base in type(value).__mro__:
         if "__slots__" in vars(base):

@@ -1,4 +1,4 @@
-"""The rows of a ledger, and functions that check an adjacency and δ.
+"""Ledger rows, and functions that check an adjacency or a δ.
 
 A row describes one release of a client. It states all numbers from which its ε is computed.
 """
@@ -35,7 +35,7 @@ POISSON, FULL = SAMPLERS = ("poisson", "full")
 
 @dataclass(frozen=True)
 class Release:
-    """One row of a ledger, which describes releases from a client's data.
+    """One ledger row, which describes releases from a client's data.
 
     A row counts `steps` uses of one Gaussian mechanism, which may be subsampled. Each use may
     depend on the results of earlier ones (adaptive composition).

@@ -1,4 +1,4 @@
-"""Matrix products in which the bits of each result row depend only on the same input row.
+"""Matrix products in which each result row's bits depend only on the same input row.
 
 Usually this does not hold. A kernel library may sum a row in an order that depends on the row's
 memory alignment. If the width is not a multiple of the register width, each row of a batch has a
@@ -32,7 +32,7 @@ def row_product(rows_Nd: Tensor, weight_Cd: Tensor, bias_C: Tensor | None = None
 
 
 def two_sided(left_ka: Tensor, rows_Nas: Tensor, right_st: Tensor) -> Tensor:
-    """Multiplies each matrix in a batch by one matrix from the left and by another from the right.
+    """Multiplies each matrix in a batch by one matrix from the left and another from the right.
 
     The bits of each product depend only on its own matrix in the batch. The result has the shape
     [N, k, t].

@@ -1,4 +1,4 @@
-"""Lower bounds on ε from the scores of canaries, which assume more than the bound of Steinke et al.
+"""Lower bounds on ε from canary scores, under stronger assumptions than Steinke et al.'s bound.
 
 `audit_bounds` has the bound that holds for any (ε, δ)-DP mechanism. The bounds here refute a
 Gaussian mechanism with the parameter μ (μ-GDP; for one full sum, μ is the sensitivity divided by
@@ -79,7 +79,7 @@ class Bound:
 def count_bounds(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float
 ) -> list[Bound]:
-    """Computes the bounds that need only the number of correct guesses.
+    """Computes the lower bounds on ε that need only the number of correct guesses.
 
     The arguments are those of `epsilon_lower_bound`. The bound by order statistics also needs
     independent scores.
@@ -98,12 +98,12 @@ def count_bounds(
 
 
 def steinke_bound(epsilon: float) -> Bound:
-    """Names the bound of `epsilon_lower_bound`."""
+    """Returns the name of the bound in `epsilon_lower_bound`."""
     return Bound("Steinke et al.", "nothing but (ε, δ)-DP", epsilon)
 
 
 def f_dp_refutes(mu: float, correct: int, guesses: int, canaries: int, significance: float) -> bool:
-    """Returns True if so many correct guesses refute μ-GDP (Mahloujifar et al., Algorithm 3).
+    """Returns True if the correct guesses refute μ-GDP (Mahloujifar et al., Algorithm 3).
 
     The recursion bounds the probabilities h_i and r_i that guess i is wrong or correct and that at
     least i guesses are correct. If both together exceed the share of guesses, the probability of
@@ -147,7 +147,7 @@ def error_tail(mu: float, wrong: int, guesses: int, canaries: int) -> float:
 def shift_lower_bounds(
     present: Scores, absent: Scores, ratios: Scores, significance: float
 ) -> Scores:
-    """Computes lower bounds on the difference of two Gaussian means, in deviations of `absent`.
+    """Computes lower bounds on two Gaussian means' difference, in deviations of `absent`.
 
     If the variance of `present` is ρ times that of `absent`, then both together estimate the
     variance, and the difference of the means divided by its estimated error has a noncentral t
@@ -177,7 +177,7 @@ def shift_lower_bounds(
 
 
 def gaussian_pair(present: Scores, absent: Scores, delta: float, confidence: float) -> float:
-    """Computes the lower bound on ε of the Gaussian pair.
+    """Computes the Gaussian pair's lower bound on ε.
 
     The hockey-stick divergence of two Gaussians depends only on the difference μ of the means, in
     deviations of the absent scores, and on the ratio ρ of the variances. The smallest ε in a
@@ -208,7 +208,7 @@ def gaussian_pair(present: Scores, absent: Scores, delta: float, confidence: flo
 
 
 def pair_epsilon(shift: float, ratio: float, delta: float) -> float:
-    """Computes the ε of N(shift, ratio) and N(0, 1) at δ, for both orders, rounded down."""
+    """Computes the ε at δ between N(shift, ratio) and N(0, 1), in both directions, rounded down."""
     root = math.sqrt(ratio)
 
     def exceeds(ε: float) -> bool:
@@ -244,7 +244,7 @@ def hockey_stick(shift: float, ratio: float, epsilon: float) -> float:
 
 
 def _mass(low: float, high: float) -> float:
-    """Returns P[low < X < high] for X ~ N(0, 1), also where both ends are far above 0."""
+    """Returns P[low < X < high] for X ~ N(0, 1), accurately even far above 0."""
     if low > 0:
         low, high = -high, -low
     return (math.erfc(-high / math.sqrt(2)) - math.erfc(-low / math.sqrt(2))) / 2

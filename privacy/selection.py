@@ -1,4 +1,4 @@
-"""Private selection: the best of a random number of private runs (Papernot and Steinke 2022).
+"""Private selection of the best among a random number of private runs (Papernot and Steinke 2022).
 
 One trial draws a candidate uniformly, runs it, and releases a noisy score. A selection draws the
 number K of trials from a public law, and hands over only the outputs of the trial with the highest
@@ -37,7 +37,7 @@ Steps = tuple[tuple[float, float, int], ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """The public facts about a selection, from which its privacy cost is computed.
+    """A selection's public facts, from which its privacy cost is computed.
 
     Attributes:
         candidates: each candidate's releases in one run, as (σ, q, steps), without the score.
@@ -101,7 +101,7 @@ class Selection:
         return _mean(self.eta, self.gamma)
 
     def number_of_trials(self, uniform: float) -> int:
-        """Returns the number K of trials at which the law's distribution function exceeds `uniform`.
+        """Converts a uniform random number to the random number K of trials.
 
         If `uniform` is secret and uniform in [0, 1), K has the law. With a Poisson law K may be 0.
 

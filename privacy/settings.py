@@ -57,8 +57,7 @@ def ledger_setting(value: Path | str) -> Path | str:
 
 
 def make_floats(settings: Any) -> None:
-    """Replaces whole numbers and NumPy's numbers by floats in the float fields of a dataclass, so
-    that equal settings are recorded alike."""
+    """Converts a dataclass's float fields to floats, so that equal settings are recorded alike."""
     for item in fields(settings):
         value = getattr(settings, item.name)
         is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -69,7 +68,7 @@ def make_floats(settings: Any) -> None:
 
 
 def needs_a_budget() -> PrivacySettingError:
-    """Returns the error for settings without a noise multiplier and a budget."""
+    """Returns the error for settings with neither a noise multiplier nor a budget."""
     return PrivacySettingError(
         "privacy",
         "noise_multiplier",
@@ -82,7 +81,7 @@ _require = partial(require, section="privacy")
 
 @dataclass(frozen=True)
 class PrivacySettings:
-    """The differential privacy settings of one run.
+    """One run's differential privacy settings.
 
     The guarantee protects one example (or one user) of one client.
 
@@ -175,8 +174,8 @@ class PrivacySettings:
         _require(is_unit, "unit", f"must be one of {RECORD}, {USER}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "must come with privacy.nominal_size, a client's approximate number of users, or "
-                "with `users` in the data's declaration. Set one of them"
+                "needs privacy.nominal_size (a client's approximate number of users), or "
+                "`users` in the data's declaration. Set one of them"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
@@ -190,7 +189,7 @@ class PrivacySettings:
                 "mechanism"
             )
         elif self.epsilon is not None:
-            reason = "has no guarantee. Set only privacy.noise_multiplier, not privacy.epsilon"
+            reason = "has no guarantee, so ε has no meaning. Set only privacy.noise_multiplier"
         if reason:
             raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 

@@ -1,4 +1,4 @@
-"""Signing a run folder, and checking its signature.
+"""Signs run folders, and checks their signatures.
 
 With a signature, the holder of a private key states that the files of a run folder belong together.
 `signature.json` contains the SHA-256 of every file in the folder, such as the report, the ledgers,
@@ -71,8 +71,8 @@ def _read_key(path: Path, kind: str, **options: None) -> Any:
         key = None
     if not isinstance(key, getattr(ed25519, f"Ed25519{kind.capitalize()}Key")):
         raise SigningError(
-            f"{path} is not an unencrypted {kind} Ed25519 key in PEM format. Create keys with "
-            "openssl genpkey and openssl pkey"
+            f"{path} is not an unencrypted {kind} Ed25519 key in PEM format. Create one with "
+            "openssl genpkey (private) or openssl pkey (public)"
         ).with_code("signing.format")
     return key
 
@@ -105,7 +105,7 @@ def sign_run(folder: Path, key: Ed25519PrivateKey) -> Path:
 
 
 def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
-    """Checks the signature of a run folder, and returns a list of problems.
+    """Checks a run folder's signature, and returns a list of problems.
 
     The list is empty if signature.json was made with this key and no file was changed, added or
     removed since.
@@ -139,7 +139,7 @@ def signature_problems(folder: Path, key: Ed25519PublicKey) -> list[str]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Computes the SHA-256 of every signed file in a run folder.
+    """Computes each signed file's SHA-256 in a run folder.
 
     Returns:
         A mapping from the path of each file in the folder to its hash, sorted by path.
@@ -152,5 +152,5 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def _message(files: dict[str, str]) -> bytes:
-    """Returns the signed bytes, which depend only on file names and hashes."""
+    """Returns the bytes to sign, computed only from file names and hashes."""
     return _PURPOSE + json.dumps(files, sort_keys=True, separators=(",", ":")).encode()

@@ -29,7 +29,7 @@ UNIT_IS_UNSET = (
 
 
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
-    """Returns the name of the privacy mechanism that a run uses.
+    """Returns the name of a run's privacy mechanism.
 
     It is the mechanism in the privacy settings, or by default the first one that the method
     declares.
@@ -69,13 +69,13 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
     """
     limit = privacy.max_records or spec.train_size
     if limit < spec.train_size:
-        reason = f"must be at least the {spec.train_size} declared records. Raise it"
+        reason = f"is below the {spec.train_size} declared records. Raise it"
         raise PrivacySettingError("privacy", "max_records", reason, value=limit)
     return limit
 
 
 def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses a method or a model that cannot be used with tokens or masks.
+    """Refuses methods and models that do not support the data set's tokens or masks.
 
     Raises:
         SettingError: the data are tokens, and the method needs images; or the data have masks, and
@@ -100,12 +100,12 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
         reason += "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
         raise SettingError("run", "method", reason, value=method.name)
     if names != {UNET} or settings.model.projection:
-        reason = f"must be {UNET!r}, without projection, for masks. Set both"
+        reason = f"must be {UNET!r} for masks, with model.projection=0. Set both"
         raise SettingError("model", "name", reason, value=settings.model.name)
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a networked run whose clients share the noise without secure aggregation.
+    """Refuses a networked run whose clients each add part of the noise, without secure sums.
 
     Each client would add only a part of the noise, and the server would see each client's upload.
 
@@ -116,8 +116,8 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
     shares = max(plan.shares for plan in plans)
     if shares > 1:
         reason = (
-            f"gives each upload only 1/{shares} of the noise, but the deployment uses no secure "
-            "sums. Set it to 'own'"
+            f"would leave each upload with only 1/{shares} of the noise, but the deployment uses "
+            "no secure sums. Set method.aggregation=own"
         )
         raise PrivacySettingError("method", "aggregation", reason, value="secure")
 
@@ -171,7 +171,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses a private run whose public distillation images may be private images of the clients."""
+    """Refuses a private run if its public images may include the clients' private images."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil privately on {method.public_images()}, which may contain "
@@ -181,7 +181,7 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
 
 
 def fewest(method: SummedUploads, taking: int, clients: int, *, private: bool) -> int:
-    """Returns the smallest number of clients whose uploads the server may see as a sum.
+    """Returns the smallest number of uploads that may form a sum shown to the server.
 
     This number is a majority of the clients in a round. If each client adds 1/H of the noise, the
     number is also at least H. In a private run of several clients, the number is at least H + 1,
@@ -210,12 +210,12 @@ def check_quorum(settings: RunSettings) -> None:
     private = settings.privacy is not None
     needed = fewest(settings.method, taking, settings.partition.clients, private=private)
     if needed > taking:
-        reason = f"selects {taking} clients a round, but a secure sum needs {needed}. Increase it"
+        reason = f"selects {taking} clients, but a secure sum needs {needed}. Increase it"
         raise SettingError("run", "participation", reason, value=settings.participation)
     if math.ceil(settings.quorum * taking - 1e-9) < needed:
         enough = math.ceil(1000 * needed / taking) / 1000
         reason = (
-            f"is too small, because a secure sum needs {needed} of a round's {taking} clients. "
-            f"Set it to at least {enough:g}"
+            f"is too low, because a secure sum needs {needed} of a round's {taking} clients. Set "
+            f"it to at least {enough:g}"
         )
         raise SettingError("run", "quorum", reason, value=settings.quorum)

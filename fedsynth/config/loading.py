@@ -21,7 +21,7 @@ from fedsynth.synthesizer.condensation.losses import register_loss_file
 
 
 def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Loads and registers the custom code that settings name as FILE.py:NAME.
+    """Loads and registers a run's custom code, which its settings name as FILE.py:NAME.
 
     In the returned settings, the name under which the code is registered replaces FILE.py:NAME.
 
@@ -39,9 +39,9 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def _registered(section: str, key: str, value: str) -> str:
-    """Registers a file's definition, and returns its name in settings."""
+    """Registers a custom file's class or function, and returns its name for settings."""
     if value.endswith(".py"):
-        raise SettingError(section, key, f"must be FILE.py:NAME, got {value}")
+        raise SettingError(section, key, f"must have the form FILE.py:NAME, got {value}")
     if not names_a_file(value):
         return value
     if key == "method":
@@ -93,7 +93,7 @@ def _place(section: str, key: str, name: str) -> str:
         place = f"{getattr(module, '__file__', None)}:{cls.__qualname__}"
         if names_a_file(place) and cls.__module__ != "__main__":  # a script would run again
             return place
-    reason = "is unknown to other processes than this one. Set it to FILE.py:NAME"
+    reason = "is unknown outside of this process. Set it to FILE.py:NAME"
     raise SettingError(section, key, reason, value=name)
 
 

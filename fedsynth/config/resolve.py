@@ -1,4 +1,4 @@
-"""Builds the settings of a run from the values that the user gives.
+"""Builds a run's settings from the user's values.
 
 A setting without a value gets the default value for the data set, if there is one. Otherwise, it
 gets the default value of the method, which is the value in the method's paper. All values are
@@ -163,7 +163,9 @@ def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) ->
     """Moves `model.features` to a method with its own `features` setting, such as FedStats."""
     if sections["model"].get("features") and "features" in field_types(method):
         if "features" in sections["method"]:
-            raise SettingError("model", "features", "is also set as method.features. Remove one")
+            raise SettingError(
+                "model", "features", "is also set as method.features. Remove one of them"
+            )
         sections["method"]["features"] = sections["model"].pop("features")
 
 
@@ -183,8 +185,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
 
 
 def section_of(key: str) -> str | None:
-    """Returns the name of the section to which a setting belongs, or None if it belongs to no
-    section.
+    """Returns the name of a setting's section, or None if no section has the setting.
 
     If several sections have a setting with this name, the first section is returned. The section of
     the method's settings is not searched.
@@ -204,7 +205,7 @@ def section_of(key: str) -> str | None:
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a run if the custom method's code does not match the settings.
+    """Refuses a run if the custom method's code is not the code named in the settings.
 
     The code is not loaded, or was loaded from a different file.
     """
@@ -217,8 +218,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     label = own_label(name)
     if label and label != stated:
         reason = (
-            f"must be the code {short_repr(stated)}, but the named file has {label}. Name the file "
-            "that the run used"
+            f"must be the run's code {short_repr(stated)}, but the named file contains {label}. "
+            "Name the file that the run used"
         )
         raise SettingError("run", "method", reason)
 
@@ -232,7 +233,7 @@ def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """Returns the name of the data set, and the folder settings if the data are custom images."""
+    """Returns the data set's name and, for custom images, the folder settings."""
     values = dict(data)
     name = values.pop("dataset", None)
     for prefix, scheme in ((HUB, HUB), (MEDMNIST, "")):
@@ -244,7 +245,9 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError("data", next(iter(values)), "requires data.folder. Set it")
+        raise SettingError(
+            "data", next(iter(values)), "has no effect without data.folder. Set data.folder"
+        )
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = f"is {name}, the name of a published data set. Choose another name"
@@ -255,7 +258,8 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 def _privacy(
     values: dict[str, Any], folder: FolderSettings | None, partition: PartitionSettings
 ) -> tuple[PrivacySettings | None, Any]:
-    """Returns a private run's settings, or None and a non-private run's ledger.
+    """Returns a private run's (privacy settings, None), or a non-private run's (None, ledger
+    folder).
 
     A section with only a ledger does not make a run private. If custom images declare their number
     of users, the nominal size is users per client.

@@ -42,7 +42,7 @@ MAX_LENGTHS: Mapping[str, int] = {"responsible": 300, "purpose": 300, "sites": 3
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """Texts that the user provides for the privacy report of a run. The texts are public.
+    """The user's texts for a run's privacy report. The texts are public.
 
     Args:
         responsible: the party that is responsible for the run, for the report's first page.
@@ -66,13 +66,17 @@ class ReportSettings:
     def __post_init__(self) -> None:
         for name, text in asdict(self).items():
             if not isinstance(text, str) or not text.isprintable():
-                reason = f"must be one line of printable text, got {text!r:.80}"
+                reason = f"must be one printable line, got {text!r:.80}. Correct it"
                 raise SettingError("report", name, reason)
             if len(text) > MAX_LENGTHS[name]:
-                reason = f"must have at most {MAX_LENGTHS[name]} characters, got {len(text)}"
+                reason = f"has {len(text)} characters. Shorten it to {MAX_LENGTHS[name]}"
                 raise SettingError("report", name, reason)
         if "" in self._sites:
-            raise SettingError("report", "sites", f"contains an empty name: {self.sites!r:.80}")
+            raise SettingError(
+                "report",
+                "sites",
+                f"contains an empty name: {self.sites!r:.80}. Remove the extra comma",
+            )
 
     @property
     def _sites(self) -> tuple[str, ...]:
@@ -81,7 +85,7 @@ class ReportSettings:
     def check_clients(self, clients: int) -> None:
         """Raises a SettingError if a run with several clients does not name one site per client."""
         if self.sites and clients > 1 and len(self._sites) != clients:
-            reason = f"must name {clients} sites, separated by commas, got {len(self._sites)}"
+            reason = f"names {len(self._sites)} sites for {clients} clients. Name one site for each"
             raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
@@ -263,7 +267,7 @@ class RunSettings:
             reason = "because sampling by size reveals how many examples each client has"
             yield "run", "sampling", f"must be 'uniform' with differential privacy, {reason}"
         if self.sampling == "size" and self.participation == 1:
-            reason = "must be 'uniform' if run.participation is 1, because all clients take part"
+            reason = "must be 'uniform', because all clients take part. Remove it"
             yield "run", "sampling", reason
         method = self.method
         if DISSIMILARITY in self.measure_names and self.privacy is not None:
@@ -279,14 +283,15 @@ class RunSettings:
             yield (
                 "run",
                 "method",
-                f"{method.name} declares dp_mechanisms but no release_plans. Define release_plans",
+                f"method {method.name} declares dp_mechanisms, but no release_plans. Define "
+                "release_plans",
             )
         if self.robust != "none":
             if method.robust_refusal:
                 yield "run", "robust", f"must be 'none' with {method.name}: {method.robust_refusal}"
             active = active_clients(self.partition.clients, self.participation)
             if active < FEWEST:
-                reason = f"needs at least {FEWEST} clients in a round, got {active}"
+                reason = f"needs {FEWEST} clients in a round, got {active}. Add clients"
                 yield "run", "robust", reason
         if self.model.features and method.features_refusal:
             reason = f"cannot be used with {method.name}: {method.features_refusal}. Remove it"
@@ -300,9 +305,7 @@ class RunSettings:
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The partition settings, in which the seed of the run replaces a missing seed of the
-        partition.
-        """
+        """The partition settings. If they contain no seed, the run's seed is used."""
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
@@ -323,7 +326,7 @@ class RunSettings:
 
     @property
     def measure_names(self) -> tuple[str, ...]:
-        """The names in `measures`, as a tuple."""
+        """The names of the optional measures, as a tuple."""
         return tuple(filter(None, map(str.strip, self.measures.split(","))))
 
     @property
@@ -342,7 +345,7 @@ class RunSettings:
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """Names the parts of the user's own code that compute with the clients' examples.
+        """Lists the parts of the user's own code that compute with the clients' examples.
 
         An example is "the model NAME".
         """
@@ -357,7 +360,8 @@ class RunSettings:
 
     @property
     def assumed_code(self) -> tuple[str, ...]:
-        """Names the parts of the run that the report assumes to contain nothing from private data.
+        """Lists the run's parts that are assumed, for the report, to contain no private
+        information.
 
         These are the user's own code, and an encoder that is not built in.
         """
@@ -400,7 +404,7 @@ class RunSettings:
 
 
 def _chosen(settings: Any) -> dict[str, Any]:
-    """Returns the settings that differ from their defaults, which may not be 0 (`slice`)."""
+    """Returns the settings with values other than their defaults."""
     fields = dataclasses.fields(settings)
     values = {field.name: getattr(settings, field.name) for field in fields}
     return {

@@ -1,4 +1,4 @@
-"""Further abilities of methods, in addition to the hooks of all methods (`fedsynth.core.method`).
+"""Optional interfaces of methods, in addition to the hooks of all methods (`fedsynth.core.method`).
 
 A method that has an ability inherits from its class, and the engine asks for it by `isinstance`. A
 method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`. A hook
@@ -38,7 +38,7 @@ from fedsynth.seeding import forked_rng
 
 
 class TwoExchanges(Method):
-    """A method with an exchange with the clients before the main exchange of a round.
+    """A method whose rounds have a first exchange with the clients before the main exchange.
 
     Class attributes:
         first_request: the type of the server's message in the first exchange.
@@ -61,7 +61,7 @@ class TwoExchanges(Method):
     def first_step(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Computes the clients' replies to the server's message of the first exchange.
+        """Computes the clients' replies in the first exchange from the server's message.
 
         Returns each client's reply, and the state that the round's `client_step` receives.
         """
@@ -80,7 +80,7 @@ class TwoExchanges(Method):
 
 
 class Exchange(NamedTuple):
-    """The message types and steps of a method's exchange."""
+    """The message types and the steps of one exchange in a method's round."""
 
     request: type[Message]
     upload: type[Message]
@@ -99,7 +99,7 @@ def exchange_of(method: Method, name: str) -> Exchange:
         steps = method.broadcast, method.client_step, method.server_step
         return Exchange(method.request, method.upload, *steps)
     if not isinstance(method, TwoExchanges):
-        raise MessageError(f"method {method.name} has no {name} exchange")
+        raise MessageError(f"method {method.name} has no {name!r} exchange")
     first_steps = method.first_broadcast, method.first_step, method.first_aggregate
     return Exchange(method.first_request, method.first_upload, *first_steps)
 
@@ -120,7 +120,7 @@ class VaryingReleases(Method):
 
     @abstractmethod
     def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
-        """Selects the plans to release in the given round, in the order of `plans`.
+        """Selects the given round's release plans, in the order of `plans`.
 
         The result must be public and fixed before any data are read.
 
@@ -132,7 +132,7 @@ class VaryingReleases(Method):
 
 
 class SyntheticImages(Method):
-    """A method whose server makes synthetic images, for the run folder and for export."""
+    """A method whose server makes synthetic images, to be saved in the run folder and exported."""
 
     @abstractmethod
     def synthetic(
@@ -176,7 +176,7 @@ class HeterogeneousClients(Method):
 
 
 class PersonalModels(Method):
-    """A method whose clients end with a personal model each."""
+    """A method that ends with a personal model for each client."""
 
     @abstractmethod
     def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
@@ -201,7 +201,7 @@ class OwnNetwork(Method):
 
 
 class ExtendsNetwork(Method):
-    """A method that adds layers to the run's model, which are trained and sent with it."""
+    """A method that adds layers to the run's model. They are trained and sent with the model."""
 
     @abstractmethod
     def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
@@ -213,7 +213,7 @@ class ExtendsNetwork(Method):
 
 
 def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-    """Returns an untrained network of the architecture that the server and the clients share.
+    """Returns an untrained network with the common architecture of server and clients.
 
     Args:
         method: the method.
@@ -231,7 +231,7 @@ def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: in
 
 
 class Measurements(Method):
-    """A method that adds its own metrics to those of a run.
+    """A method that adds its own metrics to a run's metrics.
 
     Class attributes:
         metric_privacy: each round metric's status under differential privacy. A private
@@ -258,18 +258,18 @@ class Measurements(Method):
         return {}
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the metrics of a round that follow only from the settings and the round number.
+        """Returns a round's metrics that depend only on the settings and the round number.
 
         They are the metrics that `metric_privacy` declares public. Verification recomputes them.
         """
         return {}
 
     def variants(self, state: State) -> Mapping[str, Tensors]:
-        """Returns further models by name, which are evaluated in addition to the global model."""
+        """Returns further models by name, to be evaluated in addition to the global model."""
         return {}
 
     def artefacts(self, state: State) -> Tensors:
-        """Returns the server's matrices that are saved in the run folder, by name.
+        """Returns the server's matrices by name, to be saved in the run folder.
 
         Each matrix has the shape [classes, clients].
         """
@@ -281,7 +281,7 @@ class PublicImages(Method):
 
     @abstractmethod
     def public_images(self) -> str:
-        """Returns the name of the public data set whose training images the server uses.
+        """Returns the name of the public data set from which the server takes training images.
 
         Returns "noise" if the server uses random pixels.
         """
@@ -299,9 +299,7 @@ class PublishedEpsilon(Method):
 
 
 def unused_hooks(method: Method) -> Iterator[str]:
-    """Yields the hooks that a method defines without inheriting from their class, which the engine
-    therefore never calls.
-    """
+    """Yields hooks that are never called, because the method does not inherit from their classes."""
     called = {*dir(SummedUploads), *method.to_dict()}
     for capability in CAPABILITIES:
         if isinstance(method, capability):

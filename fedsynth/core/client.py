@@ -1,4 +1,4 @@
-"""The interface through which a method's client step reads the data of the clients.
+"""Client views, through which a method's client step reads the clients' data.
 
 Without differential privacy (DP) a step may read the data and exact statistics. With DP it gets
 only releases that were charged.
@@ -54,7 +54,7 @@ FeatureRows = Callable[[Tensor, Tensor], Products]
 
 
 def chunk(device: torch.device) -> int:
-    """Returns how many real images a step converts to floats at the same time.
+    """Returns the number of real images that a step converts to floats at once.
 
     The number bounds memory. Features are computed for each example separately, so the number
     changes results only by rounding.
@@ -70,7 +70,7 @@ def _inputs(
     *,
     isolated: bool = False,
 ) -> Callable[[Tensor, int], Tensor] | None:
-    """Returns a function that computes the input vectors of a network that works on features.
+    """Returns a function that computes the input vectors of a feature-based network.
 
     The function maps records [N] to the network's input vectors z [length, d]. None is returned if
     the network takes images instead of features. The features of all `parts` are computed once,
@@ -105,8 +105,7 @@ class ClientClassPairs:
 
 
 class _ClientView:
-    """Base class for groups of clients. Each attribute listed in `_per_client` has one entry
-    for each client."""
+    """Base class for groups of clients. Attributes in `_per_client` contain one entry per client."""
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
@@ -129,7 +128,7 @@ class _ClientView:
         return [self.select(position) for position in range(len(self.ids))]
 
     def _take(self, name: str) -> list[Any]:
-        """Returns the charged mechanisms of the plan `name`, one for each client.
+        """Takes each client's charged mechanism for the release plan `name`.
 
         Raises:
             UnplannedReleaseError: a client has no such plan, or its mechanism was taken before. No
@@ -137,7 +136,8 @@ class _ClientView:
         """
         if not self._budgets:
             raise UnplannedReleaseError(
-                f"release {name!r} was not charged to any client in the group {list(self.ids)}"
+                f"release {name!r} was charged to none of the clients {list(self.ids)}. Plan it "
+                "in Method.release_plans"
             ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)
@@ -204,7 +204,7 @@ class ExactClientView(_ClientView):
         return ClientClassPairs(position, label)
 
     def examples(self, position: int, label: int | None = None) -> Tensor:
-        """Returns the positions in `data` of a client's examples.
+        """Returns the indices of a client's examples in `data`.
 
         If `label` is given, only the examples of this class are returned.
         """
@@ -314,7 +314,7 @@ class PrivateClientView(_ClientView):
             self._units = [Units(len(records), users[records]) for records in self._records]
 
     def pairs(self) -> ClientClassPairs:
-        """Returns the pairs of every client with every class.
+        """Returns all (client, class) pairs.
 
         The classes that a client has are private, so no pair is left out.
         """
@@ -361,8 +361,8 @@ class PrivateClientView(_ClientView):
         for mechanism, client in zip(mechanisms, self.ids, strict=True):
             if mechanism.owner not in (None, client):
                 raise UnplannedReleaseError(
-                    f"client {client}'s records were passed to the privacy mechanism charged to "
-                    f"client {mechanism.owner}"
+                    f"client {client}'s records were passed to client {mechanism.owner}'s "
+                    "privacy mechanism. Pass each client's records to its own mechanism"
                 ).with_code("release.foreign_mechanism")
 
     def class_sums(
@@ -467,7 +467,7 @@ class PrivateClientView(_ClientView):
     def _pass_size(
         self, mechanisms: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
     ) -> tuple[int, int]:
-        """Returns the length of a pass and its number of records (see `pass_size`).
+        """Returns the length of a pass and the number of records in it (see `pass_size`).
 
         The number of records that a release is expected to sample from all clients is public. It is
         None if the clients have no public nominal size.

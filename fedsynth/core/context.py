@@ -1,4 +1,4 @@
-"""The context that every step of a round receives, and the base class of a method's server state.
+"""The context that each step of a round receives, and the base class for a method's server state.
 
 Everything in the context is public and can be pickled. A server state is a frozen dataclass that is
 serialised in the same way as a message.
@@ -46,7 +46,7 @@ class ServerState(Packed):
 
 
 def _ignore(*_values: object, **_named: object) -> None:
-    """Ignores progress and notes."""
+    """Discards progress events and notes."""
 
 
 def unmeasured(_model: nn.Module) -> float:
@@ -56,8 +56,7 @@ def unmeasured(_model: nn.Module) -> float:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The public settings of the run and public facts of the round, which every step of a round
-    receives.
+    """The run's public settings and the round's public facts, which each step of a round receives.
 
     Only `round`, `participants`, `report`, `note`, `measure` and `keeper` differ between the rounds of a run.
 
@@ -141,14 +140,14 @@ class RoundContext:
 
     @property
     def loop_keeper(self) -> LoopCheckpointer | None:
-        """The object that saves checkpoints of loops. It is None with differential privacy.
+        """The object that saves loop checkpoints, or None with differential privacy.
 
         A repeated private round draws new noise, so its loops start from the beginning.
         """
         return self.keeper if self.privacy is None else None
 
     def server_loop(self, name: str, steps: int, state: State) -> Iterator[int]:
-        """Yields the steps of a server loop and reports each completed step.
+        """Yields a server loop's step numbers and reports each completed step.
 
         After an interruption the loop resumes after the last checkpoint (`resumable`).
         """

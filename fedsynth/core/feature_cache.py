@@ -41,7 +41,7 @@ Look = Callable[[Tensor], Tensor]
 
 
 class _Table:
-    """The vectors that have been computed so far for the images of a data set.
+    """The feature vectors computed so far for a data set's images.
 
     A table of features φ also has the table of the embedding z that was requested last.
     """
@@ -139,7 +139,7 @@ def _fits(data: ImageData, features: FeatureMap) -> bool:
 def keep_on_disk(
     folder: Path, data: ImageData, features: FeatureMap, records: Tensor, note: Note | None = None
 ) -> None:
-    """Fills the cache of a data set from a folder, or computes the vectors and stores them there.
+    """Loads a data set's vectors from a folder, or computes and stores them in the folder.
 
     Only the user can open the folder. Vectors that do not fit into the cache are not stored.
 
@@ -177,7 +177,7 @@ def _features(
 
 
 def _embedded(features_Nd: Tensor, embedding: Embedding, *, isolated: bool) -> Tensor:
-    """Returns the features' embeddings z."""
+    """Computes the embeddings z of features."""
     length, count = (MIN_LENGTH, 1) if isolated else (EMBEDDING_PASS, EMBEDDING_PASS)
     parts = [features_Nd[:0]]
     for chunk in features_Nd.split(count):

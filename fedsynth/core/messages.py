@@ -95,7 +95,7 @@ class Packed:
 
     @property
     def floats(self) -> int:
-        """The number of floating-point values plus the number of pixels, which are sent as bytes.
+        """The number of sent values: floating-point numbers, and pixels of one byte each.
 
         Papers state communication costs in floats.
         """
@@ -127,8 +127,8 @@ class Packed:
                 values[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(
-                    f"{type(self).__name__}.{f.name} must be a finite number, a tensor, a mapping "
-                    f"or None, got {value!r:.80}"
+                    f"the message field {type(self).__name__}.{f.name} must be a finite number, "
+                    f"a tensor, a mapping or None, got {value!r:.80}"
                 ).with_code("message.value")
         header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
@@ -160,7 +160,7 @@ class Packed:
         unused = sorted([*tensors, *header.values])
         if unused:
             raise MessageError(
-                f"received a {cls.__name__} with the unknown entry {unused[0]!r:.80}"
+                f"the received {cls.__name__} contains the unknown entry {unused[0]!r:.80}"
             )
         return cls(**values)
 
@@ -194,7 +194,7 @@ class Message(Packed):
 
 
 class _Header(BaseModel):
-    """The JSON header in the metadata of a packed dataclass.
+    """The JSON header in a packed dataclass's metadata.
 
     Attributes:
         values: the value of each field that is not a tensor: a number, None, or the list of the
@@ -213,7 +213,7 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
-            raise ValueError(f"the header has {length} bytes, more than {LONGEST_HEADER}")
+            raise ValueError(f"its header has {length} bytes, more than {LONGEST_HEADER}")
         tensors, metadata = unpack_tensors(sent)
         with faults_as(ValueError, "the header"):
             return tensors, _Header.model_validate_json(metadata["header"])
@@ -235,19 +235,21 @@ def _allows(hint: Any, value: object) -> bool:
 
 
 def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Removes a field's value from the received parts of a message and returns the value."""
+    """Removes and returns a field's value from a message's received parts."""
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
-        raise MessageError(f"the received message has no field {what}").with_code("message.missing")
+        raise MessageError(f"the received message is missing the field {what}").with_code(
+            "message.missing"
+        )
     value = values.pop(name)
     if isinstance(value, list):
         mapping = {}
         for key in value:
             if type(key) is not str:
-                raise MessageError(f"the received {what} has a key that is not text")
+                raise MessageError(f"the received {what} contains a key that is not text")
             if f"{name}.{key}" not in tensors:
-                raise MessageError(f"the received {what} has no tensor for key {key!r:.80}")
+                raise MessageError(f"the received {what} is missing the tensor for key {key!r:.80}")
             mapping[key] = tensors.pop(f"{name}.{key}")
         return mapping
     if value is None or (is_real(value) and (type(value) is float or abs(value) <= LARGEST)):
@@ -256,8 +258,7 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """Returns the privacy status that each field of a message type declares, and the declared
-    reason.
+    """Returns each message field's declared privacy status, with the declared reason.
 
     The status is "released", "public", "unprotected" or "undeclared".
     """

@@ -110,7 +110,7 @@ class Method(ABC):
         check_fields(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the settings by name, as they are written to configs, reports and summaries."""
+        """Returns the settings by name, as written to config files, reports and summaries."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def initial_state(self, parameters: Tensors) -> ServerState:
@@ -170,7 +170,7 @@ class Method(ABC):
         return self.request(**message)
 
     def later_request(self, message: Request, context: RoundContext) -> Request:
-        """Returns the request of a later round, for the trial before a private run.
+        """Returns a later round's request, for the trial step before a private run.
 
         The trial computes a client's step of the first round. A method overrides this hook if the
         clients compute further values of each example from fields that are empty in that round.
@@ -200,7 +200,7 @@ class Method(ABC):
         """
 
     def final_parameters(self, state: State) -> Tensors:
-        """Returns the model that a run ends with.
+        """Returns the run's final model.
 
         By default this is the model in the state, from which the clients start each round.
         """
@@ -230,7 +230,7 @@ class Method(ABC):
         return ()
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns a client's release plans in the context's round.
+        """Returns a client's release plans for the round in the context.
 
         By default they are the round's `plans`. A method may reduce a plan's number of steps or
         change its dimension, according to public values. The client is then charged for the changed
@@ -240,7 +240,7 @@ class Method(ABC):
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Creates the method's settings from names and values that were read from TOML or text.
+        """Creates the method's settings from names and values read from TOML or text.
 
         Text is converted to the field's type.
 

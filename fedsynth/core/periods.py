@@ -1,4 +1,4 @@
-"""Methods whose clients release running sums over periods in which records arrive.
+"""Methods whose clients release running sums over several periods, each with new records.
 
 Each period is a run of one round. The clients' mechanisms add the sums of the new records to those
 of earlier periods (`fedsynth.privacy.periods`), so the server computes its results anew from the
@@ -25,7 +25,7 @@ MAX_PERIODS = 999
 
 @dataclass(frozen=True)
 class SumsOverPeriods(SummedUploads):
-    """A method whose private sums may be continued with the records of later periods.
+    """A method whose private sums can be extended by later periods' records.
 
     Args:
         periods: the declared number of periods, whose releases share one budget. With 1, nothing is
@@ -43,8 +43,8 @@ class SumsOverPeriods(SummedUploads):
         super().__post_init__()
         if self.period > self.periods:
             reason = (
-                f"exceeds the declared {self.periods} periods, which share the budget. Start a new "
-                "sequence with new records and another ledger folder"
+                f"exceeds the declared {self.periods} periods, among which the budget is "
+                "divided. Start a new sequence with new records and another ledger folder"
             )
             raise SettingError("method", "period", reason, value=self.period)
         if self.periods > 1 and self.requires_secure_sum:
@@ -52,13 +52,13 @@ class SumsOverPeriods(SummedUploads):
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
     def all_periods(self) -> Self:
-        """Returns the method whose run costs as much as all periods together."""
+        """Returns a method whose single run has the privacy cost of all periods together."""
         return replace(self, periods=1, period=1)
 
     def over_periods(
         self, plans: Plans, continued: tuple[str, ...], context: RoundContext
     ) -> Plans:
-        """Returns the plans of the current period.
+        """Returns the current period's release plans.
 
         Args:
             plans: the plans of a run without periods.
@@ -93,7 +93,7 @@ class SumsOverPeriods(SummedUploads):
         return tuple(result)
 
     def total_records(self, context: RoundContext) -> float:
-        """Returns the public number of a client's records in all periods so far."""
+        """Returns a client's public number of records in all periods so far."""
         return context.nominal_size + self.earlier_records
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:
@@ -105,5 +105,5 @@ class SumsOverPeriods(SummedUploads):
 
 
 def has_periods(method: Method) -> TypeGuard[SumsOverPeriods]:
-    """Returns True if the run is one of several periods."""
+    """Returns True if the run belongs to a sequence of several periods."""
     return isinstance(method, SumsOverPeriods) and method.periods > 1

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Pool:
-    """The sum of one release over several clients, with public facts about the sum.
+    """A release's sum over several clients, with public facts about the sum.
 
     Attributes:
         sums: the sums [D], float64.
@@ -76,7 +76,7 @@ class SummedUploads(Method):
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
-        """Returns the number of clients whose noise is charged together.
+        """Returns the number of clients whose added noise is charged as one release's noise.
 
         This is H, or 1 if every client adds all of the noise.
 
@@ -96,8 +96,7 @@ class SummedUploads(Method):
     def sum_over_clients(
         self, plans: Plans, privacy: PrivacySettings, context: RoundContext
     ) -> Plans:
-        """Returns the plans with what secure aggregation needs: H, and the facts that bound the
-        sums."""
+        """Adds H, and public facts that bound the sums, to the plans for secure aggregation."""
         if not self.requires_secure_sum:
             return plans
         records = privacy.max_records
@@ -145,14 +144,14 @@ class SummedUploads(Method):
         if context.privacy is None or clients >= shares + attackers:
             return self.from_sum(exchange, state, total, clients, context)
         context.note(
-            f"round {context.round} is discarded, because only {clients} clients answered. A sum "
-            f"needs at least {shares + attackers} clients to have enough noise"
+            f"round {context.round} is discarded, because only {clients} clients answered, but "
+            f"enough noise in the sum requires {shares + attackers}"
         )
         return state
 
     @abstractmethod
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
-        """Names the release plan of each upload field that the server sees only as a sum.
+        """Maps each upload field that is only sent as part of a sum to its release plan's name.
 
         The keys are the names of the fields, and the values are the names of the plans.
         """
@@ -161,7 +160,7 @@ class SummedUploads(Method):
     def from_sum(
         self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
-        """Returns the server's state after an exchange in which the server received only a sum.
+        """Computes the server's next state from an exchange's sum of uploads.
 
         Args:
             exchange: the exchange, "first" or "main".
@@ -185,7 +184,7 @@ class SummedUploads(Method):
 
 
 def sums_securely(method: Method) -> TypeGuard[SummedUploads]:
-    """Returns whether the server sees only the sum of the clients' uploads."""
+    """Returns True if the server sees only the sum of the clients' uploads."""
     return isinstance(method, SummedUploads) and method.requires_secure_sum
 
 

@@ -44,11 +44,11 @@ FREE_BYTES = 64 * 2**20
 
 
 class Rule(Protocol):
-    """The interface of a rule for one field of an upload."""
+    """Base class for validation rules, each for one upload field."""
 
     @property
     def nbytes(self) -> int:
-        """The largest size of the field on the wire, in bytes."""
+        """The field's maximum size in a sent message, in bytes."""
 
     def check(self, name: str, value: Any) -> None:
         """Raises UploadRejectedError with the field's name if the value breaks the rule."""
@@ -56,7 +56,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Number:
-    """A rule for a field that holds a plain number.
+    """A validation rule for a number field.
 
     Args:
         low, high: the smallest and the largest allowed value.
@@ -78,7 +78,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Array:
-    """A rule for a field that holds a tensor.
+    """A validation rule for a tensor field.
 
     Args:
         shape: the required shape. If the first size is None, it may be anything up to `rows`.
@@ -98,7 +98,7 @@ class Array:
 
     @classmethod
     def like(cls, tensor: Tensor) -> Array:
-        """Returns the rule for a trained tensor with the same shape and dtype as `tensor`.
+        """Creates the validation rule for an uploaded tensor with the shape and dtype of `tensor`.
 
         Integer tensors are treated as counters.
         """
@@ -129,7 +129,7 @@ class Array:
             if error > TOLERANCE:
                 raise UploadRejectedError(
                     name,
-                    f"must have rows that sum to 1, but a row's sum is off by {error:.3g}",
+                    f"must contain rows that sum to 1, but one row's sum differs by {error:.3g}",
                 )
 
     def _fits(self, value: Tensor) -> bool:
@@ -151,7 +151,7 @@ TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Named:
-    """A rule for a field that holds a mapping of names to tensors.
+    """A validation rule for a field of named tensors.
 
     Args:
         arrays: the rule for each name.
@@ -163,7 +163,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Returns the rule for trained tensors with the same names, shapes and dtypes."""
+        """Creates the validation rule for uploaded tensors with these names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -177,17 +177,17 @@ class Named:
             )
         extra = sorted(map(str, value.keys() - self.arrays.keys()))
         if extra:
-            raise UploadRejectedError(name, f"has the unknown entry {extra[0]!r:.80}")
+            raise UploadRejectedError(name, f"contains the unknown entry {extra[0]!r:.80}")
         missing = sorted(self.arrays.keys() - value.keys())
         if missing and not self.partial:
-            raise UploadRejectedError(name, f"has no entry {missing[0]!r:.80}")
+            raise UploadRejectedError(name, f"is missing the entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
 
 @dataclass(frozen=True)
 class Free:
-    """A rule that allows any finite values.
+    """A validation rule that allows any finite values.
 
     It applies to the fields of a custom method that declares no rule for them.
     """
@@ -209,7 +209,7 @@ class Free:
 
 
 def most_examples(client: int, context: RoundContext) -> float:
-    """Returns the largest number of training examples that a client may report.
+    """Returns the maximum number of training examples that a client may report.
 
     This is the number n_k that the client declared when it joined. With differential privacy it is
     1, because all clients have the same weight.
@@ -293,7 +293,7 @@ Span = tuple[str, int, int, bool, str]
 
 
 def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:
-    """Returns the memory of named tensors. Empty tensors are left out."""
+    """Returns the memory ranges of named tensors, without empty tensors."""
     return [
         (str(t.device), t.data_ptr(), t.data_ptr() + _reach(t), server, name)
         for name, t in tensors
@@ -304,8 +304,7 @@ def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False)
 def overlap(
     tensors: Iterable[tuple[str, Tensor]], server_memory: Iterable[Span] = ()
 ) -> tuple[str, str] | None:
-    """Returns the name of a tensor that shares memory, and the other tensor's name with its owner.
-    Returns None if no tensor shares memory.
+    """Finds two tensors that share memory. Returns their names and the second one's owner, or None.
 
     Adjacent slices of one storage do not share memory.
 
@@ -328,7 +327,7 @@ def overlap(
 
 
 def _reach(tensor: Tensor) -> int:
-    """Returns the number of bytes from the first byte of a tensor to the end of its last byte."""
+    """Returns the bytes of memory that a tensor spans, including gaps between its values."""
     if tensor.is_contiguous():
         return tensor.nbytes
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -346,8 +345,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Refuses a server's message if a number is not finite or if the norm of all numbers is too
-    large.
+    """Refuses a server's message with a non-finite number, or with a too large norm of all numbers.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).
@@ -373,14 +371,15 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
             continue  # masks and counters, whose names and types are checked (`check_tensor`)
         if not bool(torch.isfinite(value).all()):
             raise RequestRefusedError(
-                f"field {name} of the server's message is not finite"
+                f"field {name} of the server's message contains NaN or infinite values"
             ).with_code("request.finite")
         squared += float(value.to(torch.float64).square().sum())
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the server's message has norm {norm:.4g}, above max_request_norm={max_norm:g}. The "
-            "client did not answer and spent no privacy budget"
+            f"the server's message has norm {norm:.4g}, above max_request_norm={max_norm:g}, so "
+            "the client has not answered and spent no budget. Ask the server's operator, or "
+            "raise the limit"
         ).with_code("request.norm")
 
 
@@ -425,8 +424,8 @@ def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Te
     odd = sorted(set(sent) ^ set(expected))
     if odd:
         raise RequestRefusedError(
-            f"field {name} of the server's message does not match the client's network: tensor "
-            f"{odd[0]!r:.80} is missing or unexpected"
+            f"field {name} of the server's message does not match the client's network, because "
+            f"the tensor {odd[0]!r:.80} is missing or unexpected"
         ).with_code("request.names")
     for key, reference in expected.items():
         check_tensor(f"{name} {key}", sent[key], tuple(reference.shape), reference.dtype)

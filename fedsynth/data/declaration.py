@@ -1,5 +1,5 @@
-"""The settings that name a user's image folder (section `data` of a config file), and the folder's
-declaration.
+"""The image-folder settings (section `data` of a config file), and the folder's declaration of
+public facts.
 
 The declaration is a TOML file with the public facts about the images, which a person checks and
 signs. A private run takes divisors, sampling rates, tensor shapes and the facts in its privacy
@@ -42,7 +42,7 @@ MAX_RATIO = 4
 
 def _distinct(names: list[str]) -> list[str]:
     if len(set(names)) < len(names):
-        raise ValueError("contains a name twice. Remove the second one")
+        raise ValueError("contains a name twice. Remove one of them")
     return names
 
 
@@ -164,8 +164,8 @@ def read_declaration(path: Path) -> Declaration:
     upper_bound = declared.sizes.most_images
     if upper_bound < declared.sizes.images:
         raise DataFilesCorruptError(
-            f"sizes.most_images in {path} is {upper_bound}, below sizes.images "
-            f"({declared.sizes.images}). Raise sizes.most_images"
+            f"sizes.most_images={upper_bound} in {path} is below "
+            f"sizes.images={declared.sizes.images}. Raise sizes.most_images"
         ).with_code("declaration.sizes")
     ledger = None
     if declared.privacy.ledger:
@@ -184,7 +184,7 @@ def _for_channels(values: list[float], channels: int) -> tuple[float, ...]:
 
 
 def require_signed(declaration: Declaration) -> None:
-    """Raises an error if the declaration is unsigned.
+    """Raises an error if no person has signed the declaration.
 
     Raises:
         DataError: the declaration is unsigned. The message explains how to sign it.
@@ -233,8 +233,8 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     """
     if len(train) > declaration.most_images:
         raise DataError(
-            f"the data contain more images than sizes.most_images in {declaration.path} allows. "
-            "Correct the bound, and sign the file again"
+            f"the data contain more images than sizes.most_images in {declaration.path}. Raise "
+            "sizes.most_images, and sign the file again"
         ).with_code("declaration.most_images")
     users = declaration.spec.groups
     if train.groups is not None:
@@ -245,8 +245,8 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     ):
         if count * MAX_RATIO < declared:
             raise DataError(
-                f"the data contain {count} {key}, but sizes.{key} in {declaration.path} is "
-                f"{declared}. Correct the number, and sign the file again"
+                f"the data contain {count} {key}, but {declaration.path} declares "
+                f"sizes.{key}={declared}. Correct the number, and sign the file again"
             ).with_code("declaration.sizes")
 
 
@@ -345,7 +345,9 @@ class FolderSettings:
             reason = "has no effect without test images. Set data.test_folder"
             raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
-            raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
+            raise SettingError(
+                "data", "channels", f"must be 1 (grey) or 3 (colour), got {self.channels}"
+            )
         check_number("data", "slice", self.slice, -1, 10**6)
         self.size()
         self.decoding()
@@ -364,13 +366,13 @@ class FolderSettings:
         except ValueError:
             low = high = math.nan
         if not (math.isfinite(high - low) and low < high):
-            reason = f"must be two ascending numbers, such as -8,8, got {self.bounds!r}"
+            reason = f"must be two ascending numbers, got {self.bounds!r}. Write them like -8,8"
             raise SettingError("data", "bounds", reason)
         return low, high
 
     @property
     def columns(self) -> dict[str, str]:
-        """The column names that the user chose, as `read_part` expects them."""
+        """The user's column names, in the form expected by `read_part`."""
         names = {"feature": self.feature_columns, "label": self.label_column}
         return {**names, "user": self.user_column, "site": self.site_column}
 
@@ -384,7 +386,7 @@ class FolderSettings:
             return None
         match = _SIZE.fullmatch(self.image_size.strip())
         if match is None:
-            reason = f"must be a number of pixels, such as 64 or 64x48, got {self.image_size!r}"
+            reason = f"must be a size in pixels, got {self.image_size!r}. Write it like 64 or 64x48"
             raise SettingError("data", "image_size", reason)
         height = int(match[1])
         width = int(match[2] or height)
@@ -432,7 +434,7 @@ def default_declaration(folder: Path) -> Path:
 
 
 def default_name(folder: str) -> str:
-    """Names a data set without a declaration.
+    """Returns a default name for a data set without a declaration.
 
     The result is the name of the folder, manifest or file, preceded by "own" if a published data
     set has the same name.

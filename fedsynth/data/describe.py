@@ -131,7 +131,7 @@ def _numbered(names: Sequence[str]) -> str:
 
 
 def coarse(count: float, *, up: bool = False) -> int:
-    """Rounds a count so coarsely that the exact count stays hidden.
+    """Rounds a count coarsely, to hide the exact count.
 
     The result is 1, 2 or 5 times a power of ten: the nearest, or the next higher one if `up` is
     true.

@@ -72,7 +72,7 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[st
 
 
 def _sorted(content: bytes) -> bytes:
-    """Sorts the metadata, which safetensors writes in random order.
+    """Sorts a safetensors file's metadata, to make the file's bytes reproducible.
 
     A run resumed after its last round therefore writes identical files.
     """
@@ -86,7 +86,7 @@ def _sorted(content: bytes) -> bytes:
 
 
 def expanded(folder: str | Path) -> Path:
-    """Expands `~` in a data folder's name.
+    """Expands `~` in a data folder's path.
 
     Raises:
         DataFilesMissingError: config.toml cannot store the name, or an unknown user follows `~`.
@@ -94,8 +94,8 @@ def expanded(folder: str | Path) -> Path:
     name = str(folder)
     if "\0" in name or name.encode(errors="replace").decode() != name:
         raise DataFilesMissingError(
-            f"the name of the data folder, {name!a:.200}, is not UTF-8 text, or contains a zero "
-            "byte. Rename the folder"
+            f"the data folder's name {name!a:.200} is not UTF-8 text, or contains a zero byte. "
+            "Rename the folder"
         ).with_code("data.folder_name")
     try:
         return expand_home(folder)
@@ -159,7 +159,7 @@ _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
-    """Returns a heading's column, or an empty string for other headings.
+    """Returns the column that a heading denotes, or an empty string for an unknown heading.
 
     Case, spaces and punctuation are ignored. User and site headings may contain a word such as
     "no.".
@@ -194,7 +194,7 @@ def csv_form(text: str) -> tuple[str, int]:
 
 
 def same_name(text: str) -> str:
-    """Normalises a name's spelling for comparisons.
+    """Returns a name in a normalised spelling, for comparisons.
 
     Accents are composed (Unicode NFC), and leading and trailing spaces are removed.
     """
@@ -202,8 +202,8 @@ def same_name(text: str) -> str:
 
 
 def folded_name(text: str) -> str:
-    """Folds the spellings of a name to one text: "T-shirt" and "t_shirt", or "1", "01", "+1" and
-    "1.0", as spreadsheets and programs write them.
+    """Maps a name's spellings to one text, such as "T-shirt" and "t_shirt", or "1", "01", "+1" and
+    "1.0".
 
     >>> [folded_name(name) for name in ("1", "01", "+1", "1.", "1.0", "-01", "−1", "½", "T-shirt")]
     ['1', '1', '1', '1', '1', ' 1', ' 1', '1⁄2', 't shirt']

@@ -59,7 +59,9 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
             and "test").
     """
     if not folder.exists():
-        raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist")
+        raise DataFilesMissingError(
+            f"the folder {one_line(folder)} does not exist. Correct its path"
+        )
     if sites_with_masks(folder):
         raise DataError(
             f"{one_line(folder)} contains images with masks, which private runs cannot use. Use "
@@ -134,14 +136,15 @@ def with_listed_users(files: Records, *, private: bool = False) -> Records:
         path = same_name(row["path"])
         if listed.setdefault(path, row)["user"] != row["user"]:
             raise DataFilesCorruptError(
-                f"{location} names a second user for {one_line(path)}. Remove the wrong line"
+                f"{location} names a second user for the image {one_line(path)}. Remove the "
+                "wrong line"
             ).with_code("data.second_user")
     entries = [listed.get(same_name(path), {}) for path in files.values]
     if not private:
         if {} in entries:
             path = one_line(files.values[entries.index({})])
             raise DataFilesCorruptError(
-                f"{file} is missing the image {path}. Add a line with the image and its user"
+                f"{file} does not list the image {path}. Add a line with the image and its user"
             )
         check_splits((row.get("split", "") for row in entries), f" in {one_line(file)}")
     users = names_array(row.get("user", "") for row in entries)
@@ -182,8 +185,8 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         other = visited.setdefault((status.st_dev, status.st_ino), folder)
         if other != folder:
             raise DataFilesCorruptError(
-                f"{one_line(folder)} and {one_line(other)} are linked to the same folder, so its "
-                "images would count twice. Remove the link"
+                f"{one_line(folder)} and {one_line(other)} are the same folder, because one is a "
+                "link, so its images would count twice. Remove the link"
             ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
@@ -219,7 +222,7 @@ def _kind(file: Path) -> str:
 
 
 def _labelled_files(root: Path, entries: Iterable[Entry]) -> Records:
-    """Labels each image with its folder's name.
+    """Labels each image with its class folder's name.
 
     Other files, and images outside of subfolders, become `excluded`.
     """
@@ -266,7 +269,7 @@ def _depth(root: Path, entries: Sequence[Entry]) -> int:
         ).with_code("data.no_image")
     if len(images) > 1 or not images.keys() <= {2, 3}:
         raise DataFilesCorruptError(
-            f"{one_line(root)} mixes the layouts of "
+            f"{one_line(root)} contains images at different depths, such as "
             f"{one_line(' and '.join(map(str, images.values())))}. {_LAYOUT}"
         ).with_code("data.layout")
     return min(images)
@@ -285,8 +288,8 @@ def _files_in_manifest(file: Path) -> Records:
         path = _existing(root, row["path"], spellings)
         if path in facts:
             raise DataFilesCorruptError(
-                f"{location} repeats the path {one_line(path)} of an earlier line. Remove one of "
-                "the lines"
+                f"{location} repeats an earlier line's path {one_line(path)}. Remove one of the "
+                "lines"
             )
         facts[path] = (row["label"], row.get("site", ""), row.get("user", ""))
     paths = sorted(facts)
@@ -295,7 +298,7 @@ def _files_in_manifest(file: Path) -> Records:
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:
-    """Returns a path in its existing spelling, with composed or decomposed accents."""
+    """Returns a path as spelt on disk, where accents may be composed or decomposed characters."""
     if (root / path).exists():
         return path
     place = PurePosixPath()

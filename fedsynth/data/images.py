@@ -152,7 +152,7 @@ class ImageData:
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
-        """Returns the `domains` and the `groups` as NumPy arrays for `partition`.
+        """Returns `domains` and `groups` as NumPy arrays, for `partition`.
 
         Both arrays are int64 [N]. Missing domains or groups are None.
         """
@@ -161,7 +161,7 @@ class ImageData:
         return domains, groups
 
     def class_counts(self) -> Tensor:
-        """Counts examples (or mask pixels) by class: int64 [classes], on the data's device."""
+        """Counts each class's examples, or mask pixels: int64 [classes], on the data's device."""
         return torch.bincount(self.labels.flatten(), minlength=self.spec.classes)
 
 
@@ -293,7 +293,7 @@ def _texts(values: Any, what: str) -> list[str]:
 
 
 def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str) -> Any:
-    """Returns each name's index in `names`. Integers are already indices."""
+    """Converts names to their indices in `names`. Integers are returned unchanged."""
     is_text = not isinstance(values, Tensor) and np.asarray(values).dtype.kind in "UO"
     if not is_text and (spec.source != DERIVED or np.ndim(values) > 1):
         return values
@@ -309,7 +309,7 @@ def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str
 
 
 def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Returns the example shape (C, H, W) for a given array shape.
+    """Returns the examples' image shape (C, H, W), given their array's shape.
 
     Arrays contain vectors [N, D], images [N, H, W], [N, C, H, W] or [N, H, W, C] with 1 or 3
     channels, or time series [N, C, 1, L].
@@ -400,7 +400,7 @@ def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Te
 
 @functools.lru_cache(maxsize=64)
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Converts one number for each channel to a cached tensor [1, C, 1, 1].
+    """Converts the channels' constants to a cached tensor [1, C, 1, 1].
 
     Without the cache, copying to the GPU in each step would stall the training loop.
     """
@@ -455,7 +455,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
 def _checked_numbers(
     what: str, numbers: Tensor, shape: tuple[int, ...], spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Checks shape and range [0, limit), and converts numbers to int64 and masks to uint8."""
+    """Checks labels' shape and range [0, limit). Converts numbers to int64 and masks to uint8."""
     if numbers.shape != shape:
         raise DataError(
             f"the {what} of {spec.name} must have the shape {list(shape)}, got "

@@ -34,7 +34,7 @@ _INTEGER_TOLERANCE = 1e-6
 
 
 def dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) -> IntArray:
-    """Draws class counts [K, C] by a Dirichlet rule of NIID-Bench.
+    """Draws class counts [K, C] by NIID-Bench's Dirichlet rule.
 
     The rule is `dirichlet` or `quantity`.
 
@@ -199,7 +199,7 @@ def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) 
 
 
 def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
-    """Divides `total` into parts ⌊share·total⌋.
+    """Computes the parts ⌊share·total⌋.
 
     The remainder is added to a random entry, so that the entries sum to `total`.
     """
@@ -255,7 +255,7 @@ def _held_classes(
 
 
 def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
-    """Draws the number of clients for each class.
+    """Draws how many clients have each class.
 
     The numbers differ by at most one. The classes with one client more are random.
     """
@@ -282,7 +282,7 @@ def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDAr
 
 
 def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Floats:
-    """Computes numbers ≥ 0 [K, C] with the given row and column sums.
+    """Computes a matrix [K, C] of numbers ≥ 0 with the given row and column sums.
 
     They are as even as possible, and zero where `allowed` is false.
     """

@@ -154,7 +154,7 @@ def _download(name: str, root: Path) -> None:
 
 
 def _as_data(split: Split, spec: DatasetSpec) -> ImageData:
-    """Converts a split to `ImageData` without copying."""
+    """Wraps a split's arrays as `ImageData`, without copying."""
     try:
         tensors: dict[str, Any] = {}
         for name, array in vars(split).items():
@@ -226,7 +226,7 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
             f"{path} contains {len(content) - header:,} bytes of data, but its header declares "
-            f"{size:,} (at most {max_bytes:,}). Download the file again"
+            f"{size:,} (of at most {max_bytes:,}). Download the file again"
         ).with_code("data.size")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
@@ -421,7 +421,7 @@ def device_sizes() -> IntArray:
 def draw_device(
     alpha: float | None, beta: float | None, device: int, n: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Draws one device's inputs [n, 60], weights W [60, 10] and bias b [10].
+    """Draws the inputs [n, 60], the weights W [60, 10] and the bias b [10] for one device.
 
     If α or β is None, all devices have the same W and b, as in `synthetic(iid)`.
     """

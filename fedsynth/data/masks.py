@@ -28,7 +28,7 @@ from fedsynth.seeding import numpy_generator
 
 
 class Pair(NamedTuple):
-    """The file of an image or volume, and its mask file."""
+    """The file of an image or volume, with its mask's file."""
 
     image: Path
     mask: Path
@@ -51,10 +51,12 @@ def pairs_of(site: Path) -> list[Pair]:
     images, masks = ({_stem(f): f for f in _files(site / name)} for name in (IMAGES, MASKS))
     unpaired = sorted(images.keys() ^ masks.keys())
     if unpaired or not images:
-        name = one_line(unpaired[0]) if unpaired else "any name"
+        fault = (
+            f"only an image or a mask named {one_line(unpaired[0])}" if unpaired else "no images"
+        )
         raise DataFilesCorruptError(
-            f"{one_line(site)} does not contain {name} in both {IMAGES} and {MASKS}. Add the "
-            "missing file, or remove the other"
+            f"{one_line(site)} contains {fault}. Add the image and its mask, in the folders {IMAGES} "
+            f"and {MASKS}"
         ).with_code("data.mask_pairs")
     return [Pair(images[name], masks[name]) for name in sorted(images)]
 
@@ -63,8 +65,8 @@ def _files(folder: Path) -> list[Path]:
     files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".") and is_image(f)]
     if len(set(map(_stem, files))) < len(files):
         raise DataFilesCorruptError(
-            f"{one_line(folder)} contains two files that differ only in the extension. Remove one "
-            "of them"
+            f"{one_line(folder)} contains two files with the same name except for the extension. "
+            "Remove one of them"
         ).with_code("data.mask_pairs")
     return files
 
@@ -74,7 +76,7 @@ def _stem(file: Path) -> str:
 
 
 def examples_in(pair: Pair) -> Iterator[Example]:
-    """Yields the examples in a file pair.
+    """Yields a file pair's examples.
 
     Raises:
         DataFilesCorruptError: a file cannot be read, or image and mask sizes differ.
@@ -94,7 +96,7 @@ def examples_in(pair: Pair) -> Iterator[Example]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Converts errors about a file's content to an error that names the file."""
+    """Converts errors about a file's content to one error with the file's name."""
     try:
         yield
     except (FileNotFoundError, DataFilesCorruptError):
@@ -129,7 +131,7 @@ def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
                 return np.asarray(file)
     if shape != expected:
         raise DataFilesCorruptError(
-            f"the mask {one_line(path)} has the shape {list(shape)}, but its image needs a mask "
+            f"the mask {one_line(path)} has the shape {list(shape)}, but its image requires "
             f"{list(expected)} with one channel. Correct the file"
         ).with_code("data.mask_size")
     return mask
@@ -145,7 +147,7 @@ def classes_in(examples: Iterable[Example]) -> int:
 
 
 def stacked(examples: Sequence[Example], spec: DatasetSpec) -> tuple[Bytes, Bytes]:
-    """Resizes examples to a specification's size: images [N, C, H, W] and masks [N, H, W].
+    """Resizes and stacks examples for a specification: images [N, C, H, W] and masks [N, H, W].
 
     Raises:
         DataFilesCorruptError: a mask value is not a class. The message names file and value.

@@ -58,7 +58,7 @@ _UID_EXTENSION = re.compile(r"(?:\.[0-9]*)?")
 
 
 class UnsupportedImageError(ValueError):
-    """Raised for an image file that is damaged or unsupported. The message quotes no header."""
+    """Raised for a damaged or unsupported image file. Its message quotes nothing from the header."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Decoding:
     slice: int = -1
 
     def position(self, count: int) -> int:
-        """Returns the index of the slice or frame in a file with `count` of them.
+        """Returns the chosen slice's or frame's index, for a file with `count` of them.
 
         Raises:
             UnsupportedImageError: the chosen slice does not exist.
@@ -85,13 +85,13 @@ class Decoding:
             return count // 2
         if self.slice >= count:
             raise UnsupportedImageError(
-                f"slice {self.slice} is missing: the file has slices 0 to {count - 1}"
+                f"slice {self.slice} does not exist, only slices 0 to {count - 1}"
             )
         return self.slice
 
 
 def parsed_window(text: str) -> tuple[float, float] | None:
-    """Parses a window CENTER,WIDTH. An empty text means no window.
+    """Parses a grey-level window CENTER,WIDTH. An empty text means no window.
 
     Raises:
         ValueError: the text is not a window.
@@ -100,12 +100,12 @@ def parsed_window(text: str) -> tuple[float, float] | None:
         return None
     match = _WINDOW.fullmatch(text)
     if match is None or float(match[2]) == 0:
-        raise ValueError(f"must be CENTER,WIDTH, such as 40,400, got {text!r}")
+        raise ValueError(f"must be CENTER,WIDTH, got {text!r}. Write it like 40,400")
     return float(match[1]), float(match[2])
 
 
 def window_text(window: tuple[float, float] | None) -> str:
-    """Formats a window for `parsed_window`."""
+    """Formats a grey-level window as CENTER,WIDTH. `parsed_window` is the inverse."""
     return ",".join(f"{number:.15g}" for number in window or ())
 
 
@@ -148,7 +148,7 @@ def medical_reader(path: Path) -> Callable[[Path, Decoding], Picture] | None:
 
 
 def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
-    """Scales a window of values to [0, 1], and clips values outside.
+    """Scales a window of grey levels to [0, 1], and clips other values.
 
     Without a window, the finite values' range is used. NaN becomes 0 (black). A range of width 0 is
     a threshold.
@@ -167,7 +167,9 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     finite = wide[np.isfinite(wide)]
     low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     if not math.isfinite(high - low):
-        raise UnsupportedImageError("all pixel values are NaN or infinite, or some are too large")
+        raise UnsupportedImageError(
+            "all pixel values are NaN or infinite, or some exceed the range of float32"
+        )
     if window is not None:
         low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
     if low == high:
@@ -178,13 +180,13 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
 
 
 def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
-    """Describes what a decoding lost: bits, slices, or a scale shared with other images."""
+    """Describes the information lost in decoding: bits, slices, or a scale common to all images."""
     return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 
 @contextmanager
 def _plain_errors(kind: str) -> Iterator[None]:
-    """Replaces library errors, which may quote the file, by one sentence.
+    """Replaces library errors, which may quote the file, by a plain error message.
 
     Raises:
         UnsupportedImageError: the block raised an error about the file, or the library is missing.
@@ -200,7 +202,7 @@ def _plain_errors(kind: str) -> Iterator[None]:
         raise UnsupportedImageError(reason) from None
     except Exception:  # its text may quote a header
         raise UnsupportedImageError(
-            f"the {kind} file is damaged, or has an unsupported format"
+            f"the {kind} file is damaged, or its format is not supported"
         ) from None
 
 
@@ -226,7 +228,9 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         tags = [tag for tag in DicomDictionary if tag >> 16 == 0x0028]
         data = _dataset(io.BytesIO(content), [*tags, "PixelData", _SHARED, _PER_FRAME])
         if "PixelData" not in data:
-            raise UnsupportedImageError("the DICOM file contains no integer pixels (PixelData)")
+            raise UnsupportedImageError(
+                "the DICOM file contains no integer pixels (the element PixelData)"
+            )
         frames = int(data.get("NumberOfFrames") or 1)
         position = decoding.position(frames)
         _check_frame(data, position, frames)
@@ -261,7 +265,9 @@ def _dataset(file: BinaryIO, tags: list[Any], *, header_only: bool = False) -> A
     read_preamble(file, False)
     meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
     if meta.get("TransferSyntaxUID") == _DEFLATED:  # pydicom inflates without a limit
-        raise UnsupportedImageError("the DICOM file is deflated. Decompress it")
+        raise UnsupportedImageError(
+            "the DICOM file is compressed as a whole (deflated). Decompress it"
+        )
     file.seek(0)
     return dcmread(file, specific_tags=tags, stop_before_pixels=header_only)
 
@@ -279,7 +285,7 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
     pixels = data.Rows * data.Columns
     if not 0 < pixels <= MAX_FRAME_PIXELS or data.SamplesPerPixel not in (1, 3):
         raise UnsupportedImageError(
-            f"the frame must have at most {MAX_FRAME_PIXELS:,} pixels with 1 or 3 samples"
+            f"the frame has more than {MAX_FRAME_PIXELS:,} pixels, or not 1 or 3 samples per pixel"
         )
     syntax = data.file_meta.TransferSyntaxUID
     if not syntax.is_compressed:
@@ -294,11 +300,11 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
     with suppress(UnidentifiedImageError):
         image = Image.open(io.BytesIO(frame), formats=("JPEG", "JPEG2000"))
         if image.size != (data.Columns, data.Rows):
-            raise UnsupportedImageError("the compressed image does not have the size in the header")
+            raise UnsupportedImageError("the compressed image's size does not match the header")
 
 
 def _stored_values(data: Any, position: int) -> Array:
-    """Decodes a frame's stored values. Old files use the upper bits of a word."""
+    """Decodes a frame's stored values, also from a word's upper bits as in old files."""
     from pydicom.pixels import pixel_array
 
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
@@ -308,12 +314,12 @@ def _stored_values(data: Any, position: int) -> Array:
     data.BitsStored = bits
     if shift < 0 or (stored % 2**shift).any():
         rule = f"must be {bits - 1} (BitsStored minus 1), got {high_bit:g}"
-        raise UnsupportedImageError(f"HighBit of the DICOM file {rule}")
+        raise UnsupportedImageError(f"the DICOM file's HighBit {rule}")
     return stored >> shift
 
 
 def _use_frame_values(data: Any, position: int) -> None:
-    """Copies a frame's rescale and window to the header's top level.
+    """Copies a frame's rescale and window elements to the header's top level.
 
     Enhanced multi-frame files store both in a group, shared or per frame.
     """
@@ -333,7 +339,7 @@ def _number(data: Any, name: str) -> float | None:
     if not abs(number) <= MAX_BOUND:
         hint = SET_WINDOW if name.startswith("Window") else ""
         rule = f"must be a finite number within ±{MAX_BOUND:g}, got {number:g}"
-        raise UnsupportedImageError(f"{name} of the DICOM file {rule}{hint}")
+        raise UnsupportedImageError(f"the DICOM file's {name} {rule}{hint}")
     return number
 
 
@@ -345,7 +351,9 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
     """
     if data.PhotometricInterpretation == "PALETTE COLOR":
         if "SegmentedRedPaletteColorLookupTableData" in data:  # expands without a limit
-            raise UnsupportedImageError("the palette is segmented. Convert it to a plain palette")
+            raise UnsupportedImageError(
+                "the colour palette is segmented. Convert it to a plain palette"
+            )
         names = [f"{colour}PaletteColorLookupTable" for colour in ("Red", "Green", "Blue")]
         tables = [_table(data[f"{n}Descriptor"].value, data[f"{n}Data"].value, data) for n in names]
         surplus = max(_bits_of(entries) for _, entries in tables) - 8
@@ -398,7 +406,7 @@ def _looked_up(values: Array, first: int, entries: Array) -> Array:
 
 
 def _bits_of(entries: Array) -> int:
-    """Returns the bits that table entries actually use, at least 8. Some tables declare more."""
+    """Returns the number of bits that table entries actually use, at least 8."""
     return max(8, int(entries.max()).bit_length())
 
 
@@ -411,14 +419,13 @@ def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
 
 
 def _rescaled(values: Array, data: Any) -> Array:
-    """Applies the modality table, or slope and intercept. Without either, returns the same
-    array."""
+    """Applies the file's modality lookup table, or its slope and intercept, if there are any."""
     table = _table_in(data, "ModalityLUTSequence")
     if table is not None:
         return _looked_up(values, *table)
     slope, intercept = _number(data, "RescaleSlope"), _number(data, "RescaleIntercept")
     if slope == 0:
-        raise UnsupportedImageError("RescaleSlope of the DICOM file is 0. Correct the header")
+        raise UnsupportedImageError("the DICOM file's RescaleSlope is 0. Correct the header")
     if slope in (None, 1) and not intercept:
         return values
     return values * (slope or 1.0) + (intercept or 0.0)
@@ -450,12 +457,12 @@ def _windowed(values: Array, center: float, width: float, function: str) -> Floa
     function = function.strip().upper() or "LINEAR"
     if function not in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
         rule = "must be LINEAR, LINEAR_EXACT or SIGMOID"
-        raise UnsupportedImageError(f"VOILUTFunction of the DICOM file {rule}{SET_WINDOW}")
+        raise UnsupportedImageError(f"the DICOM file's VOILUTFunction {rule}{SET_WINDOW}")
     if function == "LINEAR":
         center, width = center - 0.5, width - 1
     if width < 0 or (width == 0 and function != "LINEAR"):
         rule = "must be at least 1 for the function LINEAR, and otherwise positive"
-        raise UnsupportedImageError(f"WindowWidth of the DICOM file {rule}{SET_WINDOW}")
+        raise UnsupportedImageError(f"the DICOM file's WindowWidth {rule}{SET_WINDOW}")
     if function == "SIGMOID":
         with np.errstate(over="ignore"):
             return scaled(1 / (1 + np.exp(-4 * (values - center) / width)), (0.5, 1.0))
@@ -491,7 +498,7 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         pixels = math.prod(volumes.shape[:3]) // volumes.shape[axis]
         if image.get_data_dtype().kind not in "iuf" or pixels > MAX_FRAME_PIXELS:
             raise UnsupportedImageError(
-                f"the NIfTI slice must be grey, with at most {MAX_FRAME_PIXELS:,} pixels"
+                f"the NIfTI slice is not grey, or has more than {MAX_FRAME_PIXELS:,} pixels"
             )
         plane = np.asarray(volumes[tuple(index)])  # reads only this slice of the file
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
@@ -516,7 +523,9 @@ def read_volume(path: Path) -> Floats:
 
         image = nibabel.as_closest_canonical(nibabel.Nifti1Image.from_stream(file))
         if image.ndim != 3 or image.get_data_dtype().kind not in "iuf":
-            raise UnsupportedImageError("the NIfTI file is not a single grey volume. Split it")
+            raise UnsupportedImageError(
+                "the NIfTI file contains more than one grey volume. Split it"
+            )
         volume = np.asarray(image.dataobj, np.float64)
         if not np.isfinite(volume).all():
             raise UnsupportedImageError("the volume contains NaN or infinite values")
@@ -538,7 +547,7 @@ def _opened_nifti(path: Path) -> BinaryIO:
 
         header = Nifti1Header(file.read(Nifti1Header.sizeof_hdr))
         if math.isinf(header["scl_slope"]):  # which nibabel ignores
-            raise UnsupportedImageError("scl_slope of the NIfTI file is infinite")
+            raise UnsupportedImageError("the NIfTI file's scl_slope is infinite")
         size = math.prod(map(int, header.get_data_shape())) * header.get_data_dtype().itemsize
         size += int(header["vox_offset"])
         if not 0 < size <= MAX_VOLUME_BYTES:

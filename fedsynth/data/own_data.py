@@ -197,7 +197,7 @@ def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | 
 
 
 def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str) -> ImageData:
-    """Reads records with a specification's size, window and slice.
+    """Reads records with the image size, window and slice from a specification.
 
     Some classes may have no records. Class names are never used as paths.
 
@@ -302,8 +302,8 @@ def _split_of(splits: Splits, split: str, place: str) -> str:
         return split
     if len(splits) > 1:
         raise DataError(
-            f"{one_line(place)} contains {' and '.join(sorted(splits))} records, but no {split} "
-            f"records. Save the {split} records in a separate file"
+            f"{one_line(place)} contains only {' and '.join(sorted(splits))} records, but "
+            f"{split} records are needed. Save them in a separate file"
         ).with_code("data.parts")
     return min(splits)
 
@@ -311,7 +311,7 @@ def _split_of(splits: Splits, split: str, place: str) -> str:
 def _images_in(
     folder: Path, settings: FolderSettings, note: Note, decoding: Decoding, ledger: Path | None
 ) -> Records:
-    """Finds a folder's images, and counts other files.
+    """Finds a folder's images, and counts the folder's other files.
 
     With `skip_corrupt`, all files are decoded first, so that skipped files do not affect classes,
     sites and patients.
@@ -344,7 +344,7 @@ def _images_in(
 
 
 def _with_known_patients(files: Records, note: Note) -> Records:
-    """Sets users to the patients in DICOM headers, if all are known and no list names users."""
+    """Uses DICOM patients as users, if all patients are known and no list names users."""
     if files.users.any():
         return files
     by_patient = with_patients(files)
@@ -421,7 +421,7 @@ def declared_spec(settings: FolderSettings, declaration: Declaration) -> Dataset
         if declared != unset:
             numbers = declared if isinstance(declared, tuple) else (declared,)
             text = ("x" if key == "image_size" else ",").join(f"{n:.15g}" for n in numbers)
-            reason = f"must be unset or {text}, the value in {declaration.path}. Remove it"
+            reason = f"must be unset, or {text} as in {declaration.path}. Remove it"
         raise SettingError("data", key, reason)
     return spec
 
@@ -494,9 +494,9 @@ def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = 
         return _images_as_data(records, spec, note, private)
     if records.values.dtype != np.uint8 and spec.bounds is None:
         raise DataError(
-            f"no bounds are set for the values in {one_line(records.root)}, which are not bytes. "
-            "Enter public bounds, not computed from the data, as `bounds` in the declaration or, "
-            "without one, data.bounds (--bounds=-8,8)"
+            f"the values in {one_line(records.root)} are not bytes, so they need public bounds "
+            "that are not computed from the data. Enter `bounds` in the declaration or, without "
+            "one, set data.bounds (--bounds=-8,8)"
         ).with_code("data.bounds")
     values = _slices(records.values, spec.slice)
     records = with_classes(records, spec.class_names)
@@ -515,7 +515,7 @@ def _slices(values: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
     if position < 0 or values.ndim != 4 or {1, 3} & {values.shape[1], values.shape[3]}:
         return values
     if position >= values.shape[1]:
-        reason = f"must be below {values.shape[1]}, the number of slices, got {position}"
+        reason = f"must be below the number of slices, {values.shape[1]}, got {position}"
         raise SettingError("data", "slice", reason)
     return values[:, position]
 
@@ -524,8 +524,8 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
     undefined = sorted(set(files.class_names).difference(spec.class_names))
     if undefined:
         raise DataError(
-            f"the folder {files.root} contains the class {one_line(undefined[0])!r}, which is "
-            f"unknown to the data set {spec.name}. Rename or remove the class"
+            f"the folder {files.root} contains the class {one_line(undefined[0])!r}, which data "
+            f"set {spec.name} does not have. Rename or remove the class"
         ).with_code("data.unknown_class")
     if spec.channels not in (1, 3):
         raise DataError(
@@ -570,7 +570,7 @@ def _note_copies(files: Records, hashes: Bytes, note: Note) -> None:
 
 
 def _without(files: Records, faults: dict[int, str], note: Note) -> Records:
-    """Returns the files without faults. A note lists the skipped files."""
+    """Returns the readable files, and lists the skipped ones in a note."""
     if not faults:
         return files
     note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))

@@ -103,7 +103,7 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Draws the share `settings.subset` of each class, but at least one example.
+    """Draws the share `settings.subset` of each class, with at least one example per class.
 
     Returns the sorted indices of the drawn examples.
     """
@@ -135,7 +135,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
             ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(
-                f"client {client}'s example indices must be in [0, {examples}). Remove the others"
+                f"client {client}'s example indices must be in [0, {examples}). Remove others"
             )
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
@@ -169,7 +169,7 @@ def count_matrix(
 def _of_domains(
     domains: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Gives each client the examples of one domain: client k gets the domain k mod D.
+    """Assigns one domain's examples to each client: domain k mod D to client k.
 
     D is the number of domains. Clients with the same domain share its examples evenly (±1).
     """
@@ -214,7 +214,7 @@ def _of_groups(
 
 
 def _deal(y: IntArray, counts: IntArray, rng: Rng) -> list[IntArray]:
-    """Deals random examples to clients, according to the class counts [K, C]."""
+    """Draws random examples for the clients, according to the class counts [K, C]."""
     pieces = []
     for c, class_counts in enumerate(counts.T):
         positions = rng.permutation(np.flatnonzero(y == c))
@@ -230,9 +230,9 @@ def users_of(data: ImageData) -> IntArray:
     """
     if data.groups is None:
         raise DataError(
-            f"the users of {data.spec.name} are unknown, but the run protects users. Name their "
-            f"column with --user-column, pass groups= to from_arrays, or put a file {USERS_FILE} "
-            "next to the image folders"
+            f"{data.spec.name} does not name the users of its records, but the run protects "
+            "users. Name their column with --user-column, pass groups= to from_arrays, or put a "
+            f"file {USERS_FILE} next to the image folders"
         ).with_code("data.users")
     users: IntArray = data.groups.cpu().numpy()
     return users
@@ -254,15 +254,15 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             other = home.setdefault(user, client)
             if other != client:
                 raise PartitionError(
-                    f"clients {other} and {client} have records of the same user, so the guarantee "
-                    "for users would not hold. Set partition.kind=iid and partition.clients=1, or "
-                    "run `fedsynth synthesize`, or rename the user at each client, so that ε holds "
-                    "at each client separately"
+                    f"clients {other} and {client} have records of the same user, so the "
+                    "guarantee for users would not hold. Use one client (partition.kind=iid, "
+                    "partition.clients=1 or `fedsynth synthesize`), or rename the user at each "
+                    "client, so that ε holds at each client separately"
                 ).with_code("partition.users")
 
 
 def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
-    """Limits each user's records to `limit`. Returns the sorted indices of the chosen records.
+    """Keeps at most `limit` random records of each user, and returns their sorted indices.
 
     The records with the smallest keyed hashes are chosen. The choice for a user depends only on the
     user's own records and on the public seed, so an additional user does not change it. Among equal

@@ -252,7 +252,7 @@ def _is_grey(image: Image.Image) -> bool:
 
 
 def read_picture(path: Path, decoding: Decoding) -> Picture:
-    """Decodes an image file upright, and lists what the decoding lost."""
+    """Decodes an image file upright, and describes what information was lost."""
     reader = medical.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:

@@ -151,7 +151,7 @@ def read_domainnet(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 def read_domainnet_list(
     folder: Path, split: str, domain: int, spec: DatasetSpec
 ) -> list[LabelledFile]:
-    """Reads one domain and split's official list, and returns the files of the ten classes.
+    """Reads the official list for one domain and split, and returns the ten classes' files.
 
     The class is the folder in the path. The listed number is not used, because it counts all 345
     classes of DomainNet.
@@ -305,7 +305,7 @@ def read_users(folder: Path, read: Callable[[Path], Users], pattern: str = "*.js
         if duplicates:
             user = one_line(repr(duplicates[0]), 80)
             raise DataFilesCorruptError(
-                f"{path} contains user {user}, who is also in another file. Create the files again"
+                f"{path} and another file both contain user {user}. Create the files again"
             ).with_code("data.writer")
         users.update(file_users)
     return users
@@ -324,8 +324,8 @@ def _read_file(path: Path, spec: DatasetSpec) -> Users:
         writer = f"writer {one_line(repr(name), 80)} in {path}"
         if set(map(len, data.x)) != {pixels} or len(data.x) != len(data.y):
             raise DataFilesCorruptError(
-                f"{writer} must have images of {pixels} numbers and as many labels. Create the "
-                "files again"
+                f"{writer} must have images of {pixels} numbers and one label per image. Create "
+                "the files again"
             ).with_code("data.writer_images")
         images = np.rint(255 * np.array(data.x)).astype(np.uint8)
         writers[name] = (images.reshape(-1, *spec.image_shape), np.array(data.y, np.int64))

@@ -80,12 +80,12 @@ class Records:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The distinct class names, in the order of `in_order`."""
+        """The distinct class names, sorted by `in_order`."""
         return in_order(self.labels)
 
     @property
     def site_names(self) -> tuple[str, ...]:
-        """The distinct site names, in the order of `in_order`.
+        """The distinct site names, sorted by `in_order`.
 
         The result is empty without sites.
         """
@@ -120,7 +120,7 @@ def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
 
 
 def counted(entries: Iterable[Entry]) -> str:
-    """Counts entries by kind, in one line with an example of each."""
+    """Counts entries by kind, and formats the counts as one line with an example of each kind."""
     paths: dict[str, list[PurePosixPath]] = {}
     for kind, path in sorted(entries):
         paths.setdefault(kind, []).append(path)
@@ -128,7 +128,7 @@ def counted(entries: Iterable[Entry]) -> str:
     for kind, examples in paths.items():
         more = " …" * (len(examples) > 1)
         texts.append(f"{kind}: {len(examples)} ({one_line(examples[0])}{more})")
-    return one_line(", ".join(texts), 600)
+    return one_line(", ".join(texts), 600) if texts else ""
 
 
 def names_array(values: Iterable[str]) -> Names:
@@ -137,8 +137,8 @@ def names_array(values: Iterable[str]) -> Names:
 
 
 def check_names(records: Records) -> None:
-    """Checks that class and site names are neither spellings of one name, such as "T-shirt" and
-    "t_shirt", nor split names.
+    """Checks that no two class or site names are spellings of one name, such as "T-shirt" and
+    "t_shirt", and that none is a split's name.
 
     Raises:
         DataError: two names are spellings of one name, or split names such as "train" and "test".
@@ -200,7 +200,7 @@ def note_shared_users(train: Records, test: Records, note: Note) -> None:
 def by_site(
     records: Records, declared: Sequence[str] | None
 ) -> tuple[tuple[IntArray, ...] | None, tuple[str, ...] | None]:
-    """Groups records by site.
+    """Returns the indices of each site's records.
 
     Returns the record indices and site names. `site_names` makes the names valid as ledger names.
     Without sites, the result is (None, None). `declared` are the declaration's site names, or None

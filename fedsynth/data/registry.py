@@ -191,7 +191,7 @@ class DatasetSpec:
 
     @property
     def examples(self) -> str:
-        """The word for the data: "images", or "examples" for vectors and other arrays."""
+        """The noun for the data in texts: "images", or "examples" for vectors and other arrays."""
         return "images" if self.can_be_drawn else "examples"
 
 
@@ -248,7 +248,7 @@ def spec_from_json(stated: Mapping[str, Any]) -> DatasetSpec:
 
 
 class Download(NamedTuple):
-    """The origin of a published data set's files.
+    """The download source of a published data set.
 
     Attributes:
         instructions: a text on where to get the files, and where to put them.

@@ -23,7 +23,7 @@ STYLES = (
 
 
 def make_shapes(spec: DatasetSpec) -> tuple[Split, Split]:
-    """Generates the training and test splits. The domains are sites of equal size."""
+    """Generates the training and test splits, with equally sized sites as domains."""
     splits = []
     for purpose, size in (("shapes", spec.train_size), ("test shapes", spec.test_size)):
         images, masks = [], []
@@ -39,7 +39,7 @@ def make_shapes(spec: DatasetSpec) -> tuple[Split, Split]:
 
 
 def _ellipses(rng: np.random.Generator, count: int, height: int, width: int) -> Floats:
-    """Draws ellipses: 1 inside and 0 outside, [count, height, width]."""
+    """Draws masks of ellipses, 1 inside and 0 outside, [count, height, width]."""
     rows, columns = np.mgrid[:height, :width]
     y, x = rng.uniform(0.3, 0.7, (2, count, 1, 1)) * [[[[height]]], [[[width]]]]
     a, b = rng.uniform(0.12, 0.28, (2, count, 1, 1)) * min(height, width)
@@ -49,7 +49,7 @@ def _ellipses(rng: np.random.Generator, count: int, height: int, width: int) -> 
 def _scanned(
     is_inside: Floats, style: tuple[float, float, float, float], rng: np.random.Generator
 ) -> Floats:
-    """Simulates a site's scanner. The images also show structures outside of the masks."""
+    """Simulates a site's scanner, with structures that are not part of the masks."""
     brightness, contrast, noise, slope = style
     count, height, width = is_inside.shape
     waves = rng.uniform(0, 2 * np.pi, (count, 1, 1)) + np.arange(width) / rng.uniform(

@@ -143,7 +143,9 @@ def read_set(file: Path) -> SharedSet:
     try:
         return shared_set(*read_tensors(file))
     except (OSError, ValueError) as error:
-        raise DataFilesCorruptError(f"{file} is damaged: {one_line(error)}") from None
+        raise DataFilesCorruptError(
+            f"{file} is damaged: {one_line(error)}. Export the set again"
+        ) from None
 
 
 def write_set(
@@ -273,7 +275,7 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     """
     undefined = sorted(set(tensors) - _TENSORS)
     if undefined:
-        raise ValueError(f"the tensor {one_line(undefined[0], 80)!r} is unknown")
+        raise ValueError(f"the file contains the unknown tensor {one_line(undefined[0], 80)!r}")
     labels = tensors["labels"]
     for name, numbers in (("labels", labels), ("client", tensors.get("client", labels))):
         if numbers.shape != (count,) or numbers.dtype != torch.int64:
@@ -284,7 +286,7 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     if soft is None:
         return
     if soft.shape != (count, classes) or not soft.is_floating_point():
-        raise ValueError("the soft labels must contain a probability for each (image, class) pair")
+        raise ValueError("the soft labels are not one probability for each (image, class) pair")
     shares = soft.float()
     if not (shares >= 0).all() or not ((shares.sum(1) - 1).abs() <= SUM_TOLERANCE).all():
         raise ValueError("some soft labels are negative, or do not sum to 1")
@@ -312,7 +314,8 @@ def check_hashes(root: Path) -> None:
             match = _SUM.fullmatch(line)
             if match is None:
                 raise DataFilesCorruptError(
-                    f"{root / SUMS} contains the invalid line {one_line(line)!r}"
+                    f"{root / SUMS} contains the invalid line {one_line(line)!r}. Export the set "
+                    "again"
                 )
             listed[match[2]] = match[1]
         present = plain_files(root, leave_out=(SUMS,))
@@ -329,6 +332,8 @@ def check_hashes(root: Path) -> None:
                     f"the file {path} is not listed in {SUMS}. Remove the file"
                 )
             if file_hash(root / name) != listed[name]:
-                raise DataFilesCorruptError(f"the file {path} was changed after the export")
+                raise DataFilesCorruptError(
+                    f"the file {path} was changed after the export. Export the set again"
+                )
     except (OSError, UnicodeDecodeError) as error:
         raise DataFilesCorruptError(f"cannot read {root}: {one_line(error)}") from None

@@ -57,7 +57,7 @@ Readers = dict[str, Callable[[], Array]]
 
 HUB = "hf:"
 SUFFIXES = (".npz", ".npy", ".safetensors", ".parquet", ".csv")
-_NO_RECORDS = "it contains no records"
+_NO_RECORDS = "the data contain no records"
 _PLAIN = Decoding()
 # The size limit for an array in memory.
 MAX_ARRAY_BYTES = 2**34
@@ -133,13 +133,13 @@ class Part:
         usual = [name for name in self.readers if column_of(name, _ROLES) == role]
         if len(usual) > 1:
             raise DataError(
-                f"{self.place} contains several possible {role} columns: "
+                f"{self.place} contains several columns that may be the {role} column: "
                 f"{one_line(', '.join(usual))}. Choose one with --{role}-column"
             ).with_code("data.several_columns")
         return "".join(usual)
 
     def _existing(self, name: str, option: str) -> str:
-        """Returns a column's name. Array names may include another split's name."""
+        """Returns a column's name in this part. The given name may contain another split's name."""
         if name not in self.readers and self.numbers is None:
             name = _split_of(name)[1]
         if name not in self.readers:
@@ -167,9 +167,11 @@ class Part:
         with file_errors(f"{one_line(name)!r} in {self.place}"):
             array = self.readers[name]()
             if array.dtype.kind not in "biufUO":
-                raise ValueError(f"its values must be numbers or text, got the type {array.dtype}")
+                raise ValueError(f"the values must be numbers or text, got the type {array.dtype}")
             if not array.ndim:
-                raise ValueError("it must contain a value for each record, got a single value")
+                raise ValueError(
+                    "the array must contain a value for each record, got a single value"
+                )
             if not len(array):
                 raise ValueError(_NO_RECORDS)
             return array
@@ -245,7 +247,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
     roles = {role: part.column(role, columns[role]) for role in ("label", "site", "user")}
     if not roles["label"]:
         raise DataError(
-            f"{part.place} contains no label column with a usual name, only "
+            f"{part.place} contains no column with a usual name for labels, only "
             f"{part.listed('label')}. Name the column with --label-column"
         ).with_code("data.label_column")
     values = _features(part, columns["feature"], roles, note)
@@ -329,8 +331,8 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
         wrong = array[(array < 0) | (array >= len(stated))]
         if len(wrong):
             raise DataError(
-                f"{what} must contain numbers from 0 to {len(stated) - 1}, the indices of the "
-                f"stated names, got {wrong[0]}. Remove rows without a name"
+                f"{what} must be indices of the file's class names, from 0 to {len(stated) - 1}, "
+                f"got {wrong[0]}. Remove rows without a name"
             ).with_code("data.label_numbers")
         return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
@@ -338,13 +340,13 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
     distinct, positions = np.unique(array, return_inverse=True)
     names = np.array([same_name(str(value)) for value in distinct], object)
     if "" in names:
-        raise DataError(f"{what} contains empty cells. Fill them in, or remove their rows")
+        raise DataError(f"{what} contain empty cells. Fill in the cells, or remove their rows")
     return np.asarray(names[positions], object)
 
 
 @contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Converts a damaged file's errors to one-line errors that name the file.
+    """Converts errors from reading a damaged file to one-line errors with the file's name.
 
     Args:
         what: the name of the file or column.
@@ -358,7 +360,7 @@ def file_errors(what: str) -> Iterator[None]:
     except FedsynthError:
         raise
     except FileNotFoundError:
-        raise DataFilesMissingError(f"the file {what} does not exist") from None
+        raise DataFilesMissingError(f"the file {what} does not exist. Check the path") from None
     except Exception as error:
         raise DataFilesCorruptError(f"{what} cannot be read: {one_line(error)}") from None
 
@@ -382,17 +384,23 @@ def _read_npy(file: IO[bytes], length: int) -> Array:
     headers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
     shape, by_columns, dtype = headers[npy_format.read_magic(file)](file)
     if dtype.hasobject:
-        raise ValueError("it contains Python objects, which may execute code. Save numbers or text")
+        raise ValueError(
+            "the array contains Python objects, which may execute code. Save numbers or text"
+        )
     size = math.prod(shape) * dtype.itemsize
     if not 0 <= size == length - file.tell() <= MAX_ARRAY_BYTES:
-        raise ValueError(f"its data must take the {size:,} bytes declared in its header")
+        raise ValueError(
+            f"the data's size does not match the {size:,} bytes declared in the header"
+        )
     return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _check_expanded(size: int, path: Path) -> None:
     limit = max(path.stat().st_size, MAX_EXPANDED_BYTES)
     if size > limit:
-        raise ValueError(f"it expands to more than {limit:,} bytes. Split or decompress the file")
+        raise ValueError(
+            f"the decompressed data exceed {limit:,} bytes. Split or decompress the file"
+        )
 
 
 def _npz_readers(path: Path) -> Readers:
@@ -496,7 +504,7 @@ def _read_csv(path: Path) -> Any:
 
 
 def _fault_of_numbers(column: Any) -> str:
-    """Explains why a column may be a damaged numeric column, or returns an empty string."""
+    """Explains why a text column may be a damaged numeric column, or returns an empty string."""
     if not _optional("pyarrow", "tables").types.is_string(column.type):
         return ""
     cells = column.drop_null().to_pylist()
@@ -507,7 +515,7 @@ def _fault_of_numbers(column: Any) -> str:
 
 
 def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Returns the class names that the package `datasets` stores by column, and the image columns."""
+    """Returns class names by column and the image columns, as stored by the package `datasets`."""
     stated, images = {}, []
     try:
         content = decode_json((schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -518,7 +526,7 @@ def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]
             elif kind == "Image":
                 images.append(name)
     except (AttributeError, LookupError, TypeError, ValueError):
-        raise ValueError("its column types are damaged. Write the file again") from None
+        raise ValueError("the column types are damaged. Write the file again") from None
     return stated, images
 
 
@@ -566,17 +574,17 @@ def _column(read: Callable[[], Any], name: str) -> Array:
         if hasattr(cells.type, "storage_type"):  # a type defined by `datasets`
             cells = cells.cast(cells.type.storage_type)
         if cells.null_count == len(cells) > 0:
-            raise ValueError("all of its cells are empty. Fill in or remove the column")
+            raise ValueError("all cells are empty. Fill in or remove the column")
         if cells.null_count:
             raise ValueError(
-                f"{cells.null_count} of its cells are empty. Fill them in, or remove their rows"
+                f"{cells.null_count} cells are empty. Fill in the cells, or remove their rows"
             )
         if not (pyarrow.types.is_nested(cells.type) and hasattr(cells.type, "value_type")):
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
-            rule = "its lists must have the same length in every row"
-            raise ValueError(f"{rule}, got {lengths[0]} and {lengths[1]} values")
+            rule = "the cells' lists have different lengths"
+            raise ValueError(f"{rule}, {lengths[0]} and {lengths[1]}")
         shape.append(*(lengths or [0]))
         cells = compute.list_flatten(cells)
     if pyarrow.types.is_decimal(cells.type):
@@ -626,7 +634,7 @@ def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
         places.add(place)
     if len(places) > 1:
         raise DataError(
-            f"{one_line(folder)} contains several data sets, in "
+            f"{one_line(folder)} contains several data sets: "
             f"{one_line(', '.join(sorted(places)))}. Name one of them, such as "
             f"{HUB}NAME/{one_line(min(places - {'.'}))}"
         ).with_code("data.several_sets")
@@ -665,7 +673,11 @@ def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
             stored = cell.as_py() or {}
             if stored.get("bytes") is None:
                 place = stored.get("path")
-                has = "no image" if place is None else f"only the path {one_line(place)}, no image"
+                has = (
+                    "no image"
+                    if place is None
+                    else f"only the path {one_line(place)} instead of an image"
+                )
                 raise ValueError(
                     f"row {number + 1} contains {has}. Remove the row, or store the image's bytes"
                 )
@@ -675,7 +687,7 @@ def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
         headers, faults = read_headers(paths)
         sizes = {(header.height, header.width) for header in headers}
         if len(sizes) > 1:
-            raise ValueError(f"its images must all have the same size, got {len(sizes)} sizes")
+            raise ValueError(f"the images have {len(sizes)} different sizes")
         if not faults:
             channels = 1 if all(header.grey for header in headers) else 3
             pixels, faults, _ = read_pixels(paths, channels, *sizes.pop(), decoding)

@@ -1,4 +1,4 @@
-"""Reads LEAF's texts, divided among their authors: Shakespeare's plays and Sent140's tweets.
+"""Reads LEAF's text data sets Shakespeare and Sent140, which are grouped by role or author.
 
 The files are those of LEAF (Caldas et al., 2018, arXiv 1812.01097), with a user for each role of a
 play or each author of tweets: {"users": [user], "num_samples": [n], "user_data": {user: {"x": […],
@@ -131,7 +131,7 @@ def read_sent140_glove(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
 
 
 def read_plays() -> tuple[Split, Split]:
-    """Reads the training and test splits of `plays`. The groups are the roles."""
+    """Reads the package's passages from Shakespeare, with roles as groups."""
     content = leaf_form(PLAYS.read_text(encoding="utf-8"), PLAYS_STEP)
     return splits_of(*_divided(_passages(_PassageFile.model_validate(content).user_data)))
 
@@ -202,7 +202,7 @@ def _positions(text: str) -> Bytes:
 
 
 def _read_tweets(root: Path, number_of: Callable[[str], int]) -> tuple[Split, Split]:
-    """Reads Sent140, with a function that maps words to tokens."""
+    """Reads Sent140's tweets, and converts words to tokens with a given function."""
 
     def read(path: Path) -> Users:
         users: Users = {}

@@ -57,7 +57,7 @@ _HEADER = TypeAdapter(tuple[str, dict[str, Any]], config=ConfigDict(strict=True)
 
 @dataclass(frozen=True)
 class Frame:
-    """One request of the server, or one answer of a node.
+    """A server's request or a node's answer.
 
     Args:
         kind: the kind of request, such as "join" or "step". An answer has the kind "answer",
@@ -123,7 +123,7 @@ class JoinFacts(Facts):
 
 
 class TermsFacts(Facts):
-    """The fields with the settings that the server fixes once all clients have joined.
+    """The fields of the settings that the server fixes after all clients have joined.
 
     The settings are the client sizes and the noise multiplier σ, which `ClientRuntime.start`
     checks.
@@ -145,7 +145,7 @@ class EndFacts(TermsFacts):
 
 
 class RoundFacts(TermsFacts):
-    """The fields of a server's request that belongs to a round.
+    """The fields common to all of a server's requests in a round.
 
     Args:
         round: the number of the round.
@@ -176,7 +176,7 @@ StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializ
 
 
 class Statement(Facts):
-    """The answer fields that state a client's index and ledger history.
+    """The answer fields with a client's index and ledger history.
 
     Args:
         client: the index of the client.
@@ -229,7 +229,10 @@ class JoinedClient(BaseModel):
                 or history.releases[:rows] != previous.releases
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
-                raise MessageError(f"the ledger is missing some of the {rows} entries sent before")
+                raise MessageError(
+                    f"the client's ledger is missing some of the {rows} rows that it sent "
+                    "before. Restore the ledger from a backup"
+                )
         self.history = history
         self.unstated = []
 
@@ -258,7 +261,7 @@ def write_clients(file: Path, clients: Mapping[int, JoinedClient]) -> None:
 
 
 class Transport(Protocol):
-    """Carries the server's messages to the nodes and their answers back.
+    """Transports the server's messages to the nodes, and the nodes' answers to the server.
 
     The transport chooses a number for each node. This number is not the client's index.
 
@@ -270,7 +273,7 @@ class Transport(Protocol):
     run: str
 
     def nodes(self) -> Sequence[int]:
-        """Returns the numbers of the nodes that are connected."""
+        """Returns the connected nodes' ids."""
 
     def ask(self, messages: Mapping[int, bytes], seconds: float) -> Mapping[int, bytes | str]:
         """Sends a message to each node, waits at most `seconds`, and returns the answers by node.
@@ -282,7 +285,7 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """The timeouts of a server, in seconds.
+    """A server's timeouts in seconds.
 
     Args:
         join: how long the server waits for all clients to join.

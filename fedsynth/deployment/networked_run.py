@@ -41,7 +41,7 @@ from fedsynth.validation import to_toml
 
 
 class NetworkedRun(ActiveRun):
-    """The server's side of a run, in which the clients are nodes of data owners.
+    """The server's side of a run whose clients are data owners' nodes.
 
     Args:
         proposal: the proposed run. Its name is replaced by a new name, or by the name of the
@@ -126,13 +126,12 @@ class NetworkedRun(ActiveRun):
             self.folder.release()
 
     def _store(self, checkpoint: Checkpoint) -> None:
-        """Writes the clients and then the checkpoint, which must not be ahead of the clients."""
+        """Writes the joined clients and then the checkpoint, which must not be the newer file."""
         write_clients(self.file, self.backend.clients)
         self.checkpoints.write(checkpoint)
 
     def _charged_histories(self) -> list[History]:
-        """Returns the clients' ledgers, including charges that a client could not report to the
-        server.
+        """Returns the clients' ledgers, including charges that were not reported to the server.
 
         If a client was asked for a step and never answered again, the client may have been charged,
         and its upload may have been seen. The report must include this charge, so the function
@@ -169,7 +168,7 @@ def _test_set(proposal: Proposal) -> ImageData | None:
 
 
 def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Proposal, RunFolder]:
-    """Creates or reopens the run folder, which contains the run's proposal."""
+    """Creates the run folder with the run's proposal, or reopens an existing one."""
     if resume is None:
         folder = RunFolder(output, f"{proposal.settings.method.name}-{proposal.spec.name}")
         folder.write_config(to_toml(proposal.settings.to_mapping()))
@@ -179,12 +178,14 @@ def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Propo
     folder = RunFolder.reopen(resume)
     begun = served_proposal(folder.path)
     if begun.agreement != proposal.agreement:
-        raise CheckpointError(f"the settings of {folder.path} have changed. Restore them")
+        raise CheckpointError(
+            f"the settings in {folder.path} have changed since the run began. Restore them"
+        )
     return begun, folder
 
 
 def _initial_plan(folder: Path, method: type[Method], histories: Sequence[History]) -> PrivacyPlan:
-    """Rebuilds the privacy plan with which a resumed run began.
+    """Rebuilds a resumed run's original privacy plan.
 
     The clients' ledgers were compared with their earlier states when the clients joined.
     """

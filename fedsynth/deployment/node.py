@@ -57,7 +57,7 @@ CANNOT = "this client cannot take part. Only the data owner sees the reason"
 
 @dataclass(frozen=True)
 class ClassFolders:
-    """An owner's images, in the folder layout of `fedsynth.load_records`.
+    """An owner's images, in a folder layout supported by `fedsynth.load_records`.
 
     The folder contains CLASS/files or a manifest. Sites in the manifest are ignored. The images are
     resized to the image size of the run. Folders may be missing for classes without images. Class
@@ -71,7 +71,7 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns the reasons to reject a run whose images the owner has not declared.
+        """Returns the reasons to reject a run if the owner has not declared its images.
 
         If a server could choose classes and sizes freely, it would learn which folders and images
         exist, because only some clients would join.
@@ -111,18 +111,18 @@ class ClassFolders:
         return read_private_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the ledger's name for the owner's records, which is the same in all runs."""
+        """Returns the identifier of the owner's records in the ledger, the same in all runs."""
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
 class DatasetPart:
-    """A part of a published data set, which serves as an owner's records in trials.
+    """A part of a published data set, used as an owner's records in trials.
 
     The data set is partitioned as in a simulation.
     """
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns no objection, because the data set is published."""
+        """Returns an empty list, because a published data set needs no declaration."""
         return []
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
@@ -131,8 +131,8 @@ class DatasetPart:
         spec = train.spec
         if spec != proposal.spec:
             raise DataError(
-                f"the proposal does not match {spec.name}'s published specification. Ask the server's "
-                "operator to correct it"
+                f"the proposed specification of {spec.name} does not match the published one. "
+                "Ask the server's operator to correct it"
             )
         labels = train.labels.cpu().numpy()
         parts = partition(labels, settings.resolved_partition, spec.classes, *train.origins())
@@ -147,12 +147,12 @@ Source = ClassFolders | DatasetPart
 
 
 class RecordsError(FedsynthError, code="records.unusable"):
-    """Raised if the owner's records, or the ledger of these records, cannot be used for a run."""
+    """Raised if an owner's records or their ledger cannot be used for a run."""
 
 
 @dataclass
 class Node(Place):
-    """A data owner's node, which answers the requests of a server. Its first arguments are those of
+    """A data owner's node, which answers a server's requests. The first arguments are those of
     `Place`.
 
     Args:
@@ -178,8 +178,7 @@ class Node(Place):
             LedgerFolder(self.home).check_whole()
 
     def answer(self, run: str, sent: bytes) -> bytes:
-        """Answers a request of the server. If an error occurs, the answer is a frame with this
-        error.
+        """Answers a server's request. If an error occurs, the answer is a frame with the error.
 
         Args:
             run: the name of the run that the message claims to belong to.
@@ -236,10 +235,16 @@ class Node(Place):
             raise MessageError(f"run {run:.16} received the proposal of run {proposal.run}")
         clients = proposal.settings.partition.clients
         if self.number >= clients:
-            raise MessageError(f"client {self.number} is not among the run's {clients} clients")
+            raise MessageError(
+                f"client {self.number} is not one of the run's {clients} clients. Start the node "
+                "with another number"
+            )
         state = read_state(self.folder(run))
         if state is not None and state.proposal.agreement != proposal.agreement:
-            raise MessageError("the run's settings have changed since this client joined")
+            raise MessageError(
+                "the run's settings have changed since this client joined. Ask the server's "
+                "operator to restore them"
+            )
         objections = self._objections(proposal)
         check = StepCheck()
         if state is None and not objections:
@@ -266,8 +271,7 @@ class Node(Place):
         return answer
 
     def _objections(self, proposal: Proposal) -> list[str]:
-        """Returns the reasons why the client does not take part in a run. If it does, the list is
-        empty.
+        """Returns the client's reasons to reject a run, or an empty list if it takes part.
 
         The reasons depend only on public values and on what the owner has written (the policy and
         the declaration).
@@ -286,7 +290,7 @@ class Node(Place):
         return objections
 
     def _approval_used(self, proposal: Proposal) -> list[str]:
-        """Returns an objection if the owner's manual approval was already used for another run.
+        """Returns an objection if the owner's manual approval was already used by another run.
 
         A manual approval is valid for one run only, unless a bound on ε limits what several runs
         can spend together.
@@ -329,14 +333,16 @@ class Node(Place):
             return self._sessions[run]
         state = read_state(self.folder(run)) if RUN_NAME.fullmatch(run) else None
         if state is None:
-            raise MessageError("this client has not joined the run")
+            raise MessageError(
+                "this client has not joined the run. Restart the node and the server"
+            )
         session = self._open(state.proposal, state)
         session.resume()
         self._sessions[run] = session
         return session
 
     def _open(self, proposal: Proposal, state: State | None) -> Session:
-        """Reads the owner's records for a run, and opens the permanent ledger of these records."""
+        """Reads the owner's records for a run, and opens their permanent ledger."""
         try:
             data = self.source.read(proposal, self.number)
             client = Clients(data, [np.arange(len(data))], (self.name,))
@@ -345,7 +351,9 @@ class Node(Place):
             )
             return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise RecordsError(f"cannot use the owner's records or their ledger: {error}") from None
+            raise RecordsError(
+                f"the owner's records or their ledger cannot be used: {error}"
+            ) from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run at the server's request, and writes the owner's privacy report."""
@@ -359,7 +367,7 @@ class Node(Place):
         return Frame(frames.ANSWER, statement)
 
     def write_reports(self) -> None:
-        """Writes the privacy reports of runs that charged the client and did not end.
+        """Writes privacy reports for unfinished runs that have charged the client.
 
         Call this method when the node stops: a client may never learn that a run has ended.
         """

@@ -1,4 +1,4 @@
-"""The server's communication with data owners' nodes. Each request is one message to each node.
+"""The server's communication with data owners' nodes, with one message per node and request.
 
 A node that does not connect, or whose owner declines, does not take part in the run. A client is
 dropped for the current round if it does not answer, sends invalid bytes, or has exhausted its
@@ -37,12 +37,12 @@ REFUSAL_SECONDS = 10.0
 
 
 class TooFewClientsError(FedsynthError, code="clients.few"):
-    """Raised if fewer clients have joined than the quorum requires."""
+    """Raised if fewer clients than the quorum have joined."""
 
 
 @dataclass
 class NodeBackend(protocol.Backend):
-    """The server's communication with the nodes of one run, from the first request to the last.
+    """The server's communication with one run's nodes.
 
     Args:
         proposal: the proposal of the run.
@@ -127,8 +127,8 @@ class NodeBackend(protocol.Backend):
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:
-        """Asks nodes to join the run, admits the nodes that may join, and tells the others the
-        reason.
+        """Asks nodes to join the run. Admits nodes that may join, and sends the others the reason
+        for their rejection.
         """
         self._request += 1
         proposal = self.proposal.to_json()
@@ -152,13 +152,19 @@ class NodeBackend(protocol.Backend):
         number = stated.client
         if number not in self._numbers:
             raise MessageError(
-                f"client {number!s:.20} is not among the run's {len(self._numbers)} clients"
+                f"client {number!s:.20} is not one of the run's {len(self._numbers)} clients. "
+                "Correct its number"
             ).with_code("message.client")
         client_of_node = self.connection.clients
         if client_of_node and client_of_node.get(node) != number:
-            raise MessageError(f"the node's key does not match client {number}'s key")
+            raise MessageError(
+                f"the node's key does not match client {number}'s registered key. Correct the "
+                "node's number or --key"
+            )
         if number in self._present:
-            raise MessageError(f"another node has already joined as client {number}")
+            raise MessageError(
+                f"another node has already joined as client {number}. Correct one node's number"
+            )
         if frame.kind != frames.ANSWER:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
@@ -169,23 +175,29 @@ class NodeBackend(protocol.Backend):
             number, frames.JoinedClient(size=stated.size, history=history)
         )
         if client.size != stated.size:
-            raise MessageError(f"client {number} stated {stated.size} examples after {client.size}")
+            raise MessageError(
+                f"client {number} joined with {client.size} examples, but now has {stated.size}. "
+                "Restore them"
+            )
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
 
     def _check_name(self, number: int, history: History | None) -> None:
-        """Checks that a client of a private run has sent its ledger history, under the client's
-        name.
-        """
+        """Checks that a private run's client has sent its ledger history, under its own name."""
         if history is None and self._settings.privacy is not None:
-            raise MessageError(f"client {number} sent no ledger history, but the run is private")
+            raise MessageError(
+                f"client {number} sent no ledger history, which a private run requires"
+            )
         if history is not None and history.client != self._names[number]:
-            raise MessageError(f"client {number} sent the ledger of {history.client!r:.80}")
+            raise MessageError(
+                f"client {number} sent the ledger of {history.client!r:.80}. Correct its number "
+                "or ledger folder"
+            )
 
     @property
     def never_joined(self) -> dict[int, str]:
-        """Maps each client that never joined the run to the reason.
+        """Maps each client that never joined to the reason.
 
         These clients release nothing.
         """
@@ -194,14 +206,14 @@ class NodeBackend(protocol.Backend):
     # ------------------------------------------------------------------------------ a round
 
     def start(self, terms: protocol.RunTerms) -> None:
-        """Stores the settings that the server fixes once all clients have joined.
+        """Stores the settings that the server fixes after all clients have joined.
 
         Each request to the clients repeats these settings.
         """
         self._terms = terms
 
     def prepare(self, context: RoundContext) -> list[protocol.Refusal]:
-        """Begins a round without a message to the clients.
+        """Begins a round, without sending a message to the clients.
 
         A client that cannot take part declines later, when it receives the request for its step.
         """
@@ -228,7 +240,7 @@ class NodeBackend(protocol.Backend):
         return protocol.Replies(refusals=refusals) if refusals else replies
 
     def _facts(self, context: RoundContext) -> dict[str, Any]:
-        """Returns the header fields that all requests of a round contain."""
+        """Returns the header fields common to all of a round's requests."""
         participants = list(context.active)
         return {"round": context.round, "participants": participants, **asdict(self._terms)}
 
@@ -255,7 +267,7 @@ class NodeBackend(protocol.Backend):
     def _sum(
         self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> protocol.Replies:
-        """Collects the secure sum of the clients' uploads. The server sees no single upload."""
+        """Computes the secure sum of the clients' uploads. The server sees no single upload."""
         facts = {**self._facts(context), "exchange": exchange}
         agreed = self.proposal.agreement
         method = cast(SummedUploads, self._settings.method)
@@ -272,12 +284,12 @@ class NodeBackend(protocol.Backend):
         return protocol.Replies(lost=lost, rejected=rejected, total=total)
 
     def histories(self) -> list[History]:
-        """Returns the latest ledger history of each client that has ever joined."""
+        """Returns the latest ledger history of each client that has joined."""
         stated = (client.history for _, client in sorted(self.clients.items()))
         return [history for history in stated if history is not None]
 
     def note_files(self, sha256: str) -> None:
-        """Writes the hash of the run's files into the server's ledger, which has no other entry."""
+        """Notes the hash of the run's files in the server's ledger, as its only entry."""
         Ledger("server", self.ledger, dataset=data_set_id(self._settings)).note_files(sha256)
 
     def end(self, rounds: int) -> None:
@@ -292,7 +304,7 @@ class NodeBackend(protocol.Backend):
     # ------------------------------------------------------------------------------ messages
 
     def _ask(self, questions: Mapping[int, Frame], max_bytes: int = 0) -> dict[int, Frame]:
-        """Sends a request to each client, and returns the answers that can be used.
+        """Sends a request to each client, and returns the valid answers.
 
         A client that refuses, or whose answer is invalid or missing, is dropped for the rest of the
         round. Before a request for a step is sent, it is written to the file of joined clients,
@@ -335,7 +347,7 @@ class NodeBackend(protocol.Backend):
         return answers
 
     def _read(self, number: int, answer: bytes | str, max_bytes: int) -> Frame:
-        """Reads a client's answer or refusal, and stores the ledger history in it."""
+        """Decodes a client's answer or refusal, and stores its ledger history."""
         frame = _frame(answer, max_bytes)
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (number, self._request):
@@ -355,5 +367,7 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(f"the answer must have at most {max_bytes} bytes, got {len(answer)}")
+        raise MessageError(
+            f"the answer has {len(answer)} bytes, but at most {max_bytes} are allowed"
+        )
     return Frame.from_bytes(answer)

@@ -1,4 +1,4 @@
-"""A guard in front of other people's NVFlare jobs: a filter of a site's tasks (extra `nvflare`).
+"""A privacy guard for NVFlare jobs written by others, as a task filter at a site (extra `nvflare`).
 
 The site names the filter for tasks and for results in its `local/privacy.json`, so that every job
 at the site passes it unchanged:
@@ -42,7 +42,7 @@ HEADERS = (AppConstants.START_ROUND, AppConstants.CURRENT_ROUND, AppConstants.NU
 
 
 class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-checked
-    """Makes a site's results private before they leave, as a filter of tasks and of results.
+    """Makes a site's results private before they are sent, as a filter for tasks and results.
 
     Args:
         folder: the folder with guard.toml.
@@ -53,7 +53,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         self.folder = folder
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
-        """Keeps the data of a task, or makes its result private.
+        """Stores a task's data, or makes a task's result private.
 
         A refused result is replaced by an error code, and the site's log has the reason.
         """
@@ -67,7 +67,8 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
             task = fl_ctx.get_prop(RECEIVED)
             if task is None:
                 raise MessageError(
-                    "the guard has not seen the task. Name the filter in task_data_filters, too"
+                    "the guard received a result before its task. Add the filter to "
+                    "task_data_filters, too"
                 ).with_code("guard.task")
             result = self.process_dxo(_dxo(shareable), task, fl_ctx).to_shareable()
         except FedsynthError as error:
@@ -78,7 +79,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         return result
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        """Returns the data that may leave in place of a result.
+        """Returns the private data to send in place of a result.
 
         Args:
             dxo: the job's result.
@@ -107,7 +108,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
 
 
 def _copy(task: Shareable) -> Shareable:
-    """Copies the parts of a task that the guard needs, as a job may change the task's arrays."""
+    """Copies a task's data for the guard, because a job may change the task's arrays in place."""
     copy = Shareable()
     with suppress(ValueError):  # a task without data
         dxo = from_shareable(task)
@@ -126,6 +127,6 @@ def _dxo(shareable: Shareable) -> DXO:
 
 def _wrong_kind(kind: str) -> MessageError:
     return MessageError(
-        f"a task and its result must be weights, and a result may also be their difference or "
-        f"metrics, got {kind}. Remove the task from the job"
+        "the guard supports tasks with weights, and results with weights, weight differences or "
+        f"metrics, but got {kind}. Remove the task from the job"
     ).with_code("guard.kind")

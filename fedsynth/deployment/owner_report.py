@@ -32,7 +32,7 @@ def note_round(
     warnings: Sequence[str],
     about: Mapping[str, int],
 ) -> None:
-    """Stores what a report needs apart from the ledger, before a private run charges the client.
+    """Stores a report's facts that are not in the ledger, before a private run charges the client.
 
     Building a report takes longer than a small step. An older report is deleted, because it would
     lack the charge. `Node.write_reports` builds the report if the run does not end.
@@ -63,7 +63,7 @@ def note_round(
 
 
 def write_owner_report(budget: ClientBudget | None, folder: Path) -> str:
-    """Writes the privacy report at the end of a run, after `note_round`, if the run was private.
+    """Writes a private run's report at the run's end, from the facts that `note_round` stored.
 
     Returns:
         A summary for the owner.
@@ -83,7 +83,7 @@ def write_owner_report(budget: ClientBudget | None, folder: Path) -> str:
 
 
 def spent_epsilon(budget: ClientBudget | None) -> str | None:
-    """Returns a text with the ε of the client's ledger, or None if the ledger has no ε."""
+    """Formats the ε of the client's ledger, or returns None if the ledger gives no ε."""
     if budget is None or not budget.plan.guaranteed([budget.ledger.history()]):
         return None
     return f"ε = {format_epsilon(budget.plan.epsilon([budget.ledger.history()]))}"

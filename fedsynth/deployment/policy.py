@@ -48,7 +48,7 @@ Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Policy:
-    """The limits within which a data owner's node takes part in runs.
+    """A data owner's limits on the runs in which the owner's node takes part.
 
     Args:
         methods: the names of the allowed methods. None: all methods are allowed.
@@ -85,7 +85,9 @@ class Policy:
     @model_validator(mode="after")
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
-            raise ValueError("delta is missing. Set it to the δ at which epsilon holds")
+            raise ValueError(
+                "delta is missing, although epsilon is set. Set delta to the δ of the bound"
+            )
         return self
 
     @classmethod
@@ -204,9 +206,7 @@ class Owner:
 
     @property
     def cap(self) -> EpsilonCap | None:
-        """The privacy budget of all runs together, which applies in addition to the cap of each
-        run.
-        """
+        """The privacy budget for all runs together, in addition to each run's own cap."""
         policy = self.policy
         if policy is None or policy.epsilon is None or policy.delta is None:
             return None
@@ -226,7 +226,7 @@ class Owner:
 
 
 def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] = ()) -> list[str]:
-    """Describes a proposed run, its releases and their cost in lines of text for the owner.
+    """Describes a proposed run, its releases and their cost in text for the owner.
 
     Args:
         proposal: the server's proposal.

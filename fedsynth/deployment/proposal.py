@@ -1,4 +1,4 @@
-"""A server's proposal of a run to data owners, and the state that a client stores in the run.
+"""A server's proposal for a run, and the client state stored during the run.
 
 The proposal contains the settings of the run and public facts about its data.
 
@@ -60,7 +60,7 @@ class Proposal:
 
     @property
     def agreement(self) -> str:
-        """The hash that identifies what an owner agrees to: the settings and the specification.
+        """A hash of the settings and the specification, which identifies what an owner accepts.
 
         Runs with equal settings have equal hashes.
         """
@@ -69,7 +69,7 @@ class Proposal:
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Converts the proposal to a mapping of JSON values. `from_json` is the inverse."""
+        """Returns the proposal as a JSON-serialisable dict. `from_json` is the inverse."""
         return {
             "run": self.run,
             "settings": shared_sections(self.settings.to_mapping()),
@@ -89,7 +89,10 @@ class Proposal:
             sections = shared_sections(stated["settings"])
             settings = resolve(sections, own_data=_custom_name(spec))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise MessageError(f"the received proposal is damaged: {error!r:.120}") from None
+            raise MessageError(
+                f"the received proposal is damaged: {error!r:.120}. Use one version of fedsynth "
+                "on all machines"
+            ) from None
         except FedsynthError as error:
             raise MessageError(f"the received proposal has invalid settings: {error}") from None
         if not RUN_NAME.fullmatch(run):
@@ -142,14 +145,14 @@ def new_proposal(
     )
     settings = resolve(sections, own_data=_custom_name(dataset))
     if settings.encoder is not None:
-        reason = "is set, but the nodes of a deployment read image files. Remove it"
+        reason = "has no effect in a deployment, whose nodes read image files. Remove it"
         raise SettingError("data", "encoder", reason)
     check_quorum(settings)
     return Proposal(new_run(), settings, dataset)
 
 
 def check_executable(proposal: Proposal, context: RoundContext) -> None:
-    """Refuses a run that no client may take part in. The check uses only public values.
+    """Refuses a run that every client would reject. The check uses only public values.
 
     Args:
         proposal: the proposed run.
@@ -164,7 +167,7 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
         if run.partition.local_test:
             raise SettingError("partition", "local_test", "must be 0 in a deployment. Set it to 0")
         if DISSIMILARITY in run.measure_names:
-            reason = f"contains {DISSIMILARITY}, which a deployment cannot measure. Remove it"
+            reason = f"contains {DISSIMILARITY}, which a deployment cannot compute. Remove it"
             raise SettingError("run", "measures", reason)
         return
     plan = PrivacyPlan.checked(run, context)
@@ -185,7 +188,7 @@ def _custom_name(spec: registry.DatasetSpec) -> str | None:
 
 
 def shared_sections(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the settings without those that each machine chooses itself (`LOCAL_SETTINGS`).
+    """Returns the settings except those that each machine sets for itself (`LOCAL_SETTINGS`).
 
     >>> shared_sections({"run": {"rounds": 2, "device": "cuda"}, "privacy": {"ledger": "/x"}})
     {'run': {'rounds': 2}}
@@ -205,7 +208,7 @@ def _stored_proposal(stated: Any) -> Proposal:
 
 
 class State(BaseModel):
-    """The values that a client's node stores, so that a new process can continue the run.
+    """The values stored by a client's node, from which a new process can continue the run.
 
     The client's state is stored in files of its own.
 
@@ -255,7 +258,7 @@ def read_state(folder: Path) -> State | None:
 
 @contextmanager
 def damage_is_named(folder: Path) -> Iterator[None]:
-    """Converts errors that a damaged folder causes in the `with` block to a CheckpointError."""
+    """Converts errors caused by a damaged folder to a CheckpointError."""
     try:
         yield
     except (OSError, ValueError, MessageError) as error:

@@ -84,7 +84,7 @@ _ROUND_FILE = re.compile(r"(?:main|first|answer)-([0-9]+)(?:-[a-z-]+)?")
 
 @dataclass
 class Place:
-    """The place where the client of a data owner runs.
+    """The environment of a data owner's client: its folder, its owner and its device.
 
     Args:
         number: the client's index in the federation, from 0.
@@ -115,7 +115,7 @@ class Place:
 
 
 class Session:
-    """A client's session in one run, which answers the server's requests.
+    """A client's session in one run, in which it answers the server's requests.
 
     Args:
         place: where the client runs.
@@ -169,12 +169,12 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if no other process has answered for the client since this process did."""
+        """Returns True if this process holds the client's latest stored state."""
         file = self.folder / STATE
         return file.is_file() and read_regular(file) == self._stored
 
     def join(self, last_round: int) -> Frame:
-        """Joins the run, or joins it again after the server was restarted.
+        """Joins the run, or rejoins it after a restart of the server.
 
         `last_round` is 0 for a new run, and the last round in the checkpoint of a restarted server.
         The client continues with the latest client state that it stored up to this round. This
@@ -194,7 +194,9 @@ class Session:
         client_states = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
         last = max((number for number in client_states if number <= last_round), default=0)
         if last_round and not last and len(client_states) >= STORED_ROUNDS:
-            raise MessageError(f"this client's state of round {last_round} is no longer stored")
+            raise MessageError(
+                f"this client's state of round {last_round} is no longer stored. Start a new run"
+            )
         for number in client_states:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -207,13 +209,13 @@ class Session:
         return Frame(frames.ANSWER, {"size": self.runtime.join().size, **self.statement()})
 
     def record_check(self, check: StepCheck) -> None:
-        """Records the result of the trial step that the client made when it joined."""
+        """Records the result of the client's trial step on joining."""
         self.state.warnings = check.warnings
         self.state.isolated = check.isolated
         self.runtime.context = replace(self.runtime.context, isolated=check.isolated)
 
     def resume(self) -> None:
-        """Continues the run from the state that another process has stored.
+        """Continues the run from the state stored by another process.
 
         Raises:
             CheckpointError: if the folder is damaged.
@@ -230,7 +232,7 @@ class Session:
                 self.runtime.client_state = self._read(f"{MAIN}-{state.client_state}")
 
     def statement(self) -> dict[str, Any]:
-        """Returns the history of the client's ledger, as a field for an answer to the server."""
+        """Returns the client's ledger history, as a field for an answer to the server."""
         history = self.runtime.history()
         return {"history": history and history.to_json()}
 
@@ -254,15 +256,19 @@ class Session:
             return
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
-            raise MessageError(f"the server sent {len(terms.sizes)} sizes for {clients} clients")
+            raise MessageError(
+                f"the server sent {len(terms.sizes)} client sizes for {clients} clients"
+            )
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError(f"the server changed the noise multiplier {self.state.sigma:g}")
+            raise MessageError(
+                f"the server changed the run's noise multiplier from {self.state.sigma:g}"
+            )
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
 
     def answer(self, frame: Frame) -> Frame:
-        """Answers a request of the server that belongs to a round.
+        """Answers a server's request in a round.
 
         The answer and the client's state are stored before the method returns.
 
@@ -300,7 +306,7 @@ class Session:
         return replace(answer, facts={**answer.facts, **self.statement()})
 
     def _tell_owner(self, context: RoundContext) -> None:
-        """Tells the owner that the client has answered in a round, and the ε of its ledger."""
+        """Tells the owner that the client has answered in a round, with its ledger's ε."""
         text = f"round {context.round}/{self.runtime.settings.rounds}: answered"
         if spent := spent_epsilon(self.runtime.budget):
             text += f", this client's ledger has spent {spent}"
@@ -314,19 +320,21 @@ class Session:
         rounds = runtime.settings.rounds
         participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(f"the server's participants must be ascending and below {clients}")
+            raise MessageError(
+                f"the server's list of participants is not ascending and below {clients}"
+            )
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
                 f"the server's round must be from 1 to {rounds}, got {question.round!s:.20}"
             ).with_code("request.round")
         if runtime.number not in participants:
-            raise RequestRefusedError(f"round {question.round} does not include this client")
+            raise RequestRefusedError(f"this client does not take part in round {question.round}")
         # a sum's smallest number of clients follows from the participants, with privacy and without
         fixed = runtime.private or runtime.sends_sums
         if fixed and participants != self._schedule.in_round(question.round):
             raise RequestRefusedError(
-                f"the server's participants in round {question.round} are not the participants "
-                "selected by the run's settings"
+                f"the server's list of participants in round {question.round} does not match the "
+                "run's settings"
             ).with_code("request.participants")
         return replace(
             runtime.context, note=self._place.say, round=question.round, participants=participants
@@ -335,7 +343,7 @@ class Session:
     # ----------------------------------------------------------------------------- an exchange
 
     def _new_answer(self, frame: Frame, question: RoundFacts, context: RoundContext) -> Frame:
-        """Computes the answer to a request that the client has not received before."""
+        """Computes the answer to a request received for the first time."""
         begun = any(number == context.round for number, _ in self.state.steps)
         if frame.kind in (frames.KEYS, frames.STEP) and not begun:
             refusal = self.runtime.prepare(context)
@@ -365,7 +373,9 @@ class Session:
         method = self.runtime.method
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
-            raise RequestRefusedError("this client requires a secure sum, not a plain upload")
+            raise RequestRefusedError(
+                "the server requested a plain upload, but this client requires a secure sum"
+            )
         message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
         key = f"{context.round}-{exchange}"
@@ -401,20 +411,23 @@ class Session:
     def _sum_terms(self, question: RoundFacts, context: RoundContext) -> SumTerms:
         method = self.runtime.method
         if not sums_securely(method):
-            raise MessageError(f"method {method.name} does not support secure sums")
+            raise MessageError(
+                f"the server requested a secure sum, which method {method.name} does not support"
+            )
         return sum_terms(method, question.exchange, context, question.sum or "", self._agreement)
 
     @contextmanager
     def _open_sum(self, terms: SumTerms) -> Iterator[SumClient]:
-        """Provides the current secure sum to the `with` block, and stores the sum's state
-        afterwards.
+        """Provides the current secure sum in a `with` block, and then stores the sum's state.
 
         No answer leaves the node before the state is stored. Otherwise two uploads could be sent
         under the same masks.
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise primitives.SecureSumError("this client has not begun the requested secure sum")
+            raise primitives.SecureSumError(
+                "the server requested a secure sum that this client has not begun"
+            )
         client = SumClient.stored(read_regular(file), self.runtime.number, terms)
         try:
             yield client
@@ -437,7 +450,7 @@ class Session:
     # ------------------------------------------------------------------------------- its files
 
     def _restore(self, exchange: str, context: RoundContext) -> None:
-        """Restores the client's state after a step whose answer is stored."""
+        """Restores the client's state after a step with a stored answer."""
         name = f"{exchange}-{context.round}"
         client_state = self._read(name) if (self.folder / name).is_file() else {}
         self.runtime.store_state(exchange, client_state, context)
@@ -445,7 +458,7 @@ class Session:
         self.state.steps.add((context.round, exchange))
 
     def _store_state(self, exchange: str, context: RoundContext) -> None:
-        """Stores the client's state, which are the tensors that it keeps between rounds."""
+        """Stores the client's state, the tensors that it keeps between rounds."""
         client_state = self.runtime.load_state(MAIN, context)
         if client_state or exchange == FIRST:
             self._write(f"{exchange}-{context.round}", StoredClientState(client_state).to_bytes())
@@ -472,7 +485,7 @@ class Session:
                 (self.folder / name).unlink(missing_ok=True)
 
     def _files(self) -> dict[str, int]:
-        """Maps the name of each file that belongs to a round to the number of the round."""
+        """Maps the name of each round's file to the round's number."""
         matches = map(_ROUND_FILE.fullmatch, (path.name for path in self.folder.glob("*")))
         return {match[0]: int(match[1]) for match in matches if match}
 
@@ -487,7 +500,7 @@ class Session:
 
 
 def _digest(question: Frame) -> bytes:
-    """Computes a hash that identifies a repeated request. The request's number is ignored."""
+    """Hashes a request without its number, to recognise repeated requests."""
     facts = {**question.facts, "number": None}
     text = json.dumps([question.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()

@@ -1,4 +1,4 @@
-"""Computes the accuracy of a model, and how fair a model is to the clients.
+"""Measures models' accuracy, and their fairness to the clients.
 
 `local_metrics` computes the three measures of FedKF (Definitions 1 to 3): the average accuracy of a
 model over the clients, its variance and its minimum. a_k is the accuracy on the test split of
@@ -53,7 +53,7 @@ def domain_masks(data: ImageData) -> dict[str, Tensor]:
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns how well each example is predicted, float64 [N] in [0, 1].
+    """Scores the prediction for each example, float64 [N] in [0, 1].
 
     For classes [N], it is 1 if the prediction is correct, and otherwise 0. For masks [N, H, W], it
     is the Dice coefficient.
@@ -66,7 +66,7 @@ def scores(logits: Tensor, labels: Tensor) -> Tensor:
 def predict(
     model: nn.Module, data: ImageData, batch: int = 1000, *, among: Tensor | None = None
 ) -> Tensor:
-    """Returns the logits [N, C], or [N, C, H, W] in segmentation, that `model` computes for examples.
+    """Computes a model's logits for examples: [N, C], or [N, C, H, W] for masks.
 
     The model's training or evaluation mode is restored afterwards.
 
@@ -91,7 +91,7 @@ def predict(
 
 
 def _logits_of(model: nn.Module, data: ImageData, indices: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns a function that computes the logits of examples, given the indices of the examples.
+    """Returns a function that computes the logits of the examples with given indices.
 
     The function accepts only indices that are in `indices`.
     """
@@ -112,7 +112,7 @@ def local_metrics(
     sizes: Sequence[float],
     task: str = CLASSIFICATION,
 ) -> dict[str, Any] | None:
-    """Computes how well and how evenly a model performs on the clients' own test splits.
+    """Computes the mean, variance and minimum of a model's accuracies on the clients' test splits.
 
     The measures are AMP = Σ_k n_k/n · a_k, the weighted mean of the accuracies a_k; FM, their
     population variance around the unweighted mean; and WLP = min_k a_k, the accuracy of the worst

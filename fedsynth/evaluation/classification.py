@@ -1,4 +1,4 @@
-"""Measures of a classifier other than accuracy, computed from its logits.
+"""Classification measures other than accuracy, computed from a classifier's logits.
 
 The values equal torchmetrics' (whose import takes seconds), except that a confidence of 1 is in the
 last bin of the calibration error.
@@ -55,8 +55,8 @@ def classification_measures(logits_NC: Tensor, labels_N: Tensor) -> dict[str, fl
 
 
 def _auroc(scores_N: Tensor, positive_N: Tensor) -> float:
-    """Returns the share of (positive, negative) pairs with the higher score for the positive
-    example (the Mann–Whitney statistic). Equal scores count as half a pair.
+    """Returns the Mann–Whitney statistic: the share of (positive, negative) pairs in which the
+    positive example has the higher score. Ties count one half.
     """
     _, group_N, counts = scores_N.unique(return_inverse=True, return_counts=True)
     mean_ranks = counts.cumsum(0) - (counts - 1) / 2

@@ -1,4 +1,4 @@
-"""Measures how similar synthetic images are to real images, by torchmetrics.
+"""Measures the similarity of synthetic and real images, by torchmetrics.
 
 Both distances compare the features that a fixed network computes for the images. FID (Heusel et al.
 2017, arXiv 1706.08500) is the Fréchet distance of two normal distributions with the means and
@@ -27,7 +27,7 @@ SUBSETS, SUBSET_SIZE = 100, 1000
 
 @dataclass(frozen=True)
 class Fidelity:
-    """The distances between synthetic and real images, with the numbers that they depend on.
+    """Distances between synthetic and real images, with the image counts on which they depend.
 
     Attributes:
         fid: the Fréchet distance of the features, at least 0 up to rounding.
@@ -70,7 +70,7 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     smaller = min(len(synthetic), len(real))
     if smaller < 2:
         raise DataError(
-            f"FID and KID need at least 2 images of each kind, got {smaller}. Add images"
+            f"FID and KID need at least 2 real and 2 synthetic images, got {smaller}. Add images"
         )
     if not (synthetic.isfinite().all() and real.isfinite().all()):
         raise DataError("the network's features are not finite. Use another network")

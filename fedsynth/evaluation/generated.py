@@ -72,8 +72,7 @@ def tally(
 
 @torch.no_grad()
 def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -> Tensor:
-    """Generates a batch of images, and counts for each class how often the teacher predicts this
-    class.
+    """Generates a batch of images, and counts the teacher's predictions by class.
 
     The result is a tally of shape [1, C].
 
@@ -97,8 +96,7 @@ def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
-    """Computes the quality measures of generated images from a tally. The result contains the
-    measures by name.
+    """Computes the generated images' quality measures from a tally, by name.
 
     The result contains "agreement" only if the tally counts requested classes, and "student" only
     if the tally counts the student's predictions.

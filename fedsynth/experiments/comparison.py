@@ -1,4 +1,4 @@
-"""Computes published metrics from runs' results, and compares them with the published numbers.
+"""Computes published metrics from runs' results, and compares the values with the published ones.
 
 A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²). Here s_m and s_p
 are standard deviations over runs, not of the means, for two reasons. The authors and we draw
@@ -42,7 +42,7 @@ HOLDS, FAILS, UNRESOLVED = "holds", "does not hold", "not resolved"
 
 @dataclass(frozen=True)
 class Line:
-    """A published number, with the results of its reproduction runs.
+    """A published number and its reproduction runs' results.
 
     Args:
         cell: a line of text that identifies the table cell.
@@ -111,7 +111,7 @@ class Line:
 
 
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
-    """Compares reproduced values with a published mean, and returns the verdict.
+    """Returns the verdict on reproduced values, compared with a published mean.
 
     The verdict is `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The module's docstring states the rule.
     `ABOVE` means that the reproduced mean is larger, which need not be better.
@@ -143,7 +143,7 @@ def jobs_of(
     changes: Changes | None = None,
     speed: Changes | None = None,
 ) -> list[Job]:
-    """Returns one run for each seed and each runnable cell, sorted by seed.
+    """Returns one run for each pair of a seed and a runnable cell, sorted by seed.
 
     Args:
         table: the table's preset. cells: some of the table's cells. seeds: the runs' seeds.
@@ -177,7 +177,7 @@ def lines(
     rows: Mapping[str, Row],
     changes: Changes | None = None,
 ) -> list[Line]:
-    """Returns one line for each of the cells' published numbers.
+    """Returns the comparison lines for all published numbers in the cells.
 
     Args:
         table: the table's preset. cells: some of the table's cells. seeds: the seeds to include.
@@ -208,7 +208,7 @@ def lines(
 
 @dataclass(frozen=True)
 class Judgement:
-    """The finished runs' evidence for a paper's claim, on one data set and partition.
+    """The evidence from finished runs for a paper's claim, on one data set and partition.
 
     Args:
         claim: the claim.
@@ -223,12 +223,12 @@ class Judgement:
 
     @property
     def closest(self) -> str:
-        """The rival with the smallest mean difference."""
+        """The rival method with the smallest mean difference."""
         return min(self.differences, key=lambda rival: _mean(self.differences[rival]))
 
     @property
     def verdict(self) -> str:
-        """`HOLDS` if the claim holds against every rival, `FAILS` if it is reversed for one.
+        """`HOLDS` if the claim holds against all rivals, `FAILS` if one of them is better.
 
         Otherwise `UNRESOLVED`. A difference counts if its 95 % interval by Student's t over the
         seeds excludes zero.
@@ -244,7 +244,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _resolved_sign(differences: Sequence[float]) -> int:
-    """Returns the paired differences' mean sign, or 0 if the mean's 95 % interval contains zero."""
+    """Returns the sign of the mean paired difference, or 0 if its 95 % interval contains zero."""
     mean, std = Spread.of(differences)
     if mean is None or std is None:
         return 0
@@ -293,7 +293,7 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 def _fedavg_jobs(
     table: presets.Preset, cell: presets.Cell, seeds: Sequence[int], changes: Changes | None
 ) -> list[Job]:
-    """Returns the FedAvg runs needed for a cell's numbers.
+    """Returns FedAvg's runs on a cell's data, if the cell has a number relative to FedAvg.
 
     They are needed if a number counts the rounds until FedAvg's accuracy is reached, and use the
     cell's data set and partition. Otherwise the list is empty.
@@ -356,7 +356,7 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns a metric's values after each round, for the model `variant` if the run has several."""
+    """Returns a metric's value after each round. `variant` selects one of several models."""
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 

@@ -29,7 +29,7 @@ MAX_LABEL = 36
 
 
 def differing(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Returns the settings in which runs differ, with each run's values.
+    """Returns the settings that differ between runs, with each run's values.
 
     Method settings are compared only between runs of the same method, and privacy settings only
     between private runs. All other settings are compared between all runs, except those in `QUIET`.

@@ -1,4 +1,4 @@
-"""Draws learning curves, and makes one self-contained HTML page about several runs.
+"""Draws learning curves, and writes self-contained HTML pages about runs.
 
 The page shows learning curves, class distributions per client, synthetic images, fairness,
 generators, privacy and settings. It contains no script and loads no other file. For private runs,
@@ -49,7 +49,7 @@ from fedsynth.results.run_folder import PARTITION, ROUNDS
 
 
 class Axis(NamedTuple):
-    """A quantity on the x axis of a learning curve.
+    """A learning curve's x axis.
 
     Attributes:
         label: the axis label.
@@ -120,9 +120,7 @@ def curves(
         else:
             note(LEFT_OUT.format(run=run.name, metric=metric, axis=axis))
     if not drawn:
-        raise RunFolderError(
-            f"none of the runs recorded both {metric} and {axis}. Choose another metric"
-        )
+        raise RunFolderError(f"no run recorded both {metric} and {axis}. Choose another metric")
     if not mean:
         named = zip(overview.labels(drawn), drawn, strict=True)
         return [Line(name, curve(run, metric, axis)) for name, run in named]
@@ -138,7 +136,7 @@ def curves(
 
 
 def _mean_line(name: str, lines: Sequence[Points]) -> Line:
-    """Returns the mean of several lines.
+    """Averages several runs' learning curves.
 
     The n-th points of all lines are averaged. The mean ends where the shortest line ends.
     """
@@ -283,7 +281,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
-    """Yields a plot of a metric, with a line for each run that recorded it, or nothing if none did."""
+    """Yields a plot of a metric with a line for each run that recorded the metric, if any did."""
     lines = []
     for number, run in enumerate(runs):
         if points := curve(run, metric, axis):
@@ -310,7 +308,7 @@ def _partitions(simulation_only: bool, runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _images(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields each run's synthetic images from the first round, the last, and some between."""
+    """Yields each run's synthetic images from the first, the last and some other rounds."""
     for run in runs:
         paths = sorted((run.folder / ROUNDS).glob("round-*.png")) or [run.folder / "synthetic.png"]
         positions = np.linspace(0, len(paths) - 1, min(MAX_ROUNDS, len(paths))).round()
@@ -454,7 +452,7 @@ def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
 
 
 def _settings(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields a table with all runs' settings, the differing ones first."""
+    """Yields a table of all runs' settings. Settings that differ between runs come first."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = [[key, *(str(run.settings.get(key, NONE)) for run in runs)] for key in keys]
     rows.sort(key=lambda row: len(set(row[1:])) == 1)
@@ -465,9 +463,7 @@ def _settings(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup:
-    """Returns a table as a part of the page, without empty columns. A row's first cell is its
-    heading.
-    """
+    """Renders a table as HTML, without empty columns. A row's first cell is its heading."""
     columns: list[tuple[str, ...]] = []
     for column in zip(head, *rows, strict=True):
         if not columns or not {NONE, ""}.issuperset(column[1:]):
@@ -478,7 +474,7 @@ def _table(label: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Ma
 
 
 def _image(path: Path, alt: str, caption: str) -> Markup | None:
-    """Returns a PNG file as a part of the page, or None if it is missing or not a PNG file."""
+    """Embeds a PNG file in HTML, or returns None if there is no valid PNG file."""
     with suppress(OSError):
         content = read_regular(path, MAX_IMAGE_BYTES)
         if content.startswith(b"\x89PNG"):

@@ -1,4 +1,4 @@
-"""Presets of published tables: each table's cells, and their runs' settings.
+"""Presets for reproducing published tables, with the settings for each table cell's runs.
 
 A cell contains the rows of published_results.csv that one run reproduces. Rows that differ only in
 their metric or domain are different numbers of the same cell.
@@ -111,7 +111,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Cell:
-    """The published numbers that one run with one seed reproduces.
+    """Published numbers that a single run per seed reproduces.
 
     The other attributes are the columns of published_results.csv.
 
@@ -129,17 +129,17 @@ class Cell:
     numbers: tuple[Number, ...]
 
     def columns(self) -> dict[str, str]:
-        """Returns the columns that identify the cell, by name."""
+        """Returns the cell's identifying columns by name."""
         return {name: getattr(self, name) for name in COLUMNS}
 
     def fits(self, when: When) -> bool:
-        """Returns True if the cell matches `when`: one of the listed values in each column."""
+        """Returns True if the cell's value in each column of `when` is one of the listed values."""
         return all(getattr(self, column) in values for column, values in when.items())
 
 
 @dataclass(frozen=True)
 class Block:
-    """Settings that apply to some cells, with their source.
+    """Settings for some cells of a table, with the settings' source.
 
     Args:
         source: where the paper states the settings, or a statement that we chose them. sections:
@@ -177,7 +177,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Edition:
-    """A smaller edition of a table, with some of its cells and its own sizes.
+    """A smaller, faster edition of a table, with some of its cells and reduced sizes.
 
     Args:
         title: what is smaller.
@@ -247,8 +247,8 @@ class Preset:
         return next((reason for when, reason in self.refusals if cell.fits(when)), "")
 
     def variant(self, cell: Cell) -> str:
-        """Returns the name of the final model behind a cell's numbers, or an empty string if runs
-        have only one.
+        """Returns the name of the final model to which a cell's numbers refer, or an empty string
+        if runs have only one.
         """
         variants = [block.variant for block in self.blocks if cell.fits(block.when)]
         return next(filter(None, reversed(variants)), "")
@@ -321,7 +321,7 @@ class Preset:
 
 
 def _value(cell: Cell, column: str) -> str:
-    """Returns the text in one column of a cell, which may be empty. The column "alpha" is the
+    """Returns a cell's text in one column, which may be empty. The column "alpha" is the
     partition's α.
     """
     if column != "alpha":
@@ -331,15 +331,13 @@ def _value(cell: Cell, column: str) -> str:
 
 
 def dataset_of(word: str) -> str:
-    """Returns fedsynth's name for the data set that a table calls `word`, without a domain after a
-    colon.
-    """
+    """Converts a table's name for a data set to fedsynth's name. A domain after a colon is removed."""
     name = word.partition(":")[0]
     return DATASETS.get(name, name)
 
 
 def partition_of(word: str) -> dict[str, Any]:
-    """Returns the partition's settings for a table's words.
+    """Returns the partition settings for a table's description of a partition.
 
     Raises:
         PresetError: the words are unknown.
@@ -353,12 +351,12 @@ def partition_of(word: str) -> dict[str, Any]:
             settings[name] = float(text) if name == "alpha" else int(text)
         return settings
     raise PresetError(
-        f"the partition {word!r} in published_results.csv is unknown. Correct the spelling"
+        f"published_results.csv contains the unknown partition {word!r}. Correct the spelling"
     )
 
 
 def sections_of_words(cell: Cell) -> Sections:
-    """Returns the settings that follow from a cell's words, in any table."""
+    """Returns the settings that follow from a cell's columns, in any table."""
     sections: Sections = {
         "run": {},
         "data": {"dataset": dataset_of(cell.dataset)},
@@ -396,7 +394,7 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
-    """Returns the cell to use if the filters match several.
+    """Returns the preset's main cell, which is used if filters match several cells.
 
     It is the first runnable cell with the paper's own method, or else the first runnable cell, or
     else the first cell.
@@ -411,7 +409,7 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
-    """Returns a preset's settings with changes, and the cell that the changes select.
+    """Returns a preset's changed settings, and the cell selected by the changes.
 
     The table must have a cell with a changed data set or method. A changed α, number of clients or
     number of rounds selects a cell only if the table has one.
@@ -456,7 +454,7 @@ def published() -> tuple[Mapping[str, str], ...]:
 def load_preset(
     name: str, *, seed: int = 0, changes: Changes | None = None, **filters: str | float | None
 ) -> RunSettings:
-    """Returns the settings of a published table's run, as in `fedsynth train --preset`.
+    """Returns a published table's run settings, as `fedsynth train --preset` uses them.
 
     Args:
         name: the preset's name, such as "feddm:table2". `fedsynth reproduce` prints all names.
@@ -566,7 +564,7 @@ def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:
 
 
 def _cells_without_number(entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Yields the table cells for which the paper reports no values.
+    """Yields table cells without reported values in the paper.
 
     An entry may list several values of a column, and yields one cell for each combination.
     """

@@ -71,7 +71,7 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
 
 
 def changed_setting(run: Path, settings: RunSettings) -> str:
-    """Describes a setting of a run whose value is different today, or returns an empty string.
+    """Describes a setting whose value in a run differs from today's, or returns an empty string.
 
     Settings newer than the run are not compared, nor those that change only the speed.
 
@@ -92,13 +92,13 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
 
 
 def current(run: Path | None, settings: RunSettings) -> Path | None:
-    """Returns the run folder if its settings are the given ones, otherwise None."""
+    """Returns a run folder if it has the given settings, otherwise None."""
     return None if run is None or changed_setting(run, settings) else run
 
 
 @dataclass(eq=False)
 class Rows:
-    """One file's rows, to which missing rows are appended until a deadline.
+    """A file of result rows. Missing rows are computed and appended until a deadline.
 
     Args:
         path: the file.
@@ -144,7 +144,7 @@ class Rows:
     def get(
         self, key: str, work: Callable[[], Row | None], repeats: int = 1
     ) -> dict[str, Any] | None:
-        """Returns the last row with a key, after making missing rows.
+        """Returns the last row with a key. A missing row is computed first.
 
         Args:
             key: the key of the rows.

@@ -1,6 +1,6 @@
-"""Executes runs without a result, and resumes interrupted runs. `Runner` executes published tables'
-runs one after another in its own process, until a deadline, and stores a row for each finished run.
-`run_sweep` executes a sweep's runs in other processes.
+"""Executes runs that have no result yet, and resumes interrupted runs. `Runner` executes published
+tables' runs one after another in its own process, until a deadline, and stores a row for each
+finished run. `run_sweep` executes a sweep's runs in other processes.
 
 An interrupted run leaves a run folder with checkpoints (docs/decisions/resuming.md). The next call
 resumes it, with the same numbers as an uninterrupted run. A run in use by another process is left
@@ -55,7 +55,7 @@ NEEDED = {
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """Raised at the deadline. The run then stops as after Ctrl-C."""
+    """Raised at the deadline, so that the run stops as after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a job.
+    """A job's result.
 
     Args:
         status: "finished", "existing" (an earlier call finished the run), "stopped" (at the
@@ -100,7 +100,7 @@ class Outcome:
 
 @dataclass
 class Deadline(Observer):
-    """Ends a run at a given time (`time.monotonic`), unless its last round has ended."""
+    """Stops a run at a given time (`time.monotonic`), unless its last round has ended."""
 
     time: float
     rounds: int
@@ -141,7 +141,7 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(eq=False)
 class Runner:
-    """Executes published tables' runs in its own process.
+    """Executes published tables' runs in this process.
 
     Args:
         folder: the folder of the results. `TABLE.jsonl` has a row for each finished run of a table,
@@ -170,7 +170,7 @@ class Runner:
             yield outcome
 
     def run_folder(self, job: Job) -> Path:
-        """Returns the run folder's parent, which also depends on the precision."""
+        """Returns the parent of a run's folder, one for each precision."""
         return self._runs_of(job.hash, job.settings.precision)
 
     def _runs_of(self, settings: str, precision: str) -> Path:
@@ -269,7 +269,7 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
         OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
     if sweep.selection is not None:
-        reason = "selects one run. Call select_privately instead of run_sweep"
+        reason = "is set, so only one run is executed. Call select_privately instead of run_sweep"
         raise SettingError("selection", "law", reason)
     with locked(sweep) as lock:
         return _run_waiting(sweep, report, lock)
@@ -277,7 +277,7 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
 
 @contextmanager
 def locked(sweep: Sweep) -> Iterator[FileIO]:
-    """Creates and locks the folder of a sweep, and yields the locked file.
+    """Creates and locks a sweep's folder, and yields the locked file.
 
     Raises:
         OutputError: another sweep is active in the folder, or the folder cannot be written.
@@ -293,13 +293,13 @@ def locked(sweep: Sweep) -> Iterator[FileIO]:
 
 
 def _note_process(lock: FileIO, process_id: int) -> None:
-    """Appends the lock holder's process number to the locked file, for messages."""
+    """Appends this process's number to the lock file, for other processes' error messages."""
     with suppress(OSError):  # the disk is full
         lock.write(f"{process_id}\n".encode())
 
 
 def _busy(place: Path) -> OutputError:
-    """Returns the error for a locked folder, which names the lock's active holders."""
+    """Returns the error for a folder locked by other processes, with their numbers."""
     text = read_regular(place).decode(errors="replace") if place.exists() else ""
     numbers = filter(str.isdecimal, text.split())
     has_list = Path("/proc").exists()  # elsewhere, all processes that have held the lock are named
@@ -358,7 +358,7 @@ def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, obj
 
 
 def _ledger(cell: Cell) -> Path | None:
-    """Returns the folder with a run's ledgers."""
+    """Returns a run's ledger folder."""
     privacy = cell.settings.privacy
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
@@ -389,7 +389,7 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
 
 
 def _separated(lock: FileIO) -> dict[str, Any]:
-    """Returns a run's `Popen` arguments. The run inherits the sweep's lock, but not Ctrl-C.
+    """Returns `Popen` arguments with which a run inherits the sweep's lock, but not Ctrl-C.
 
     The sweep receives Ctrl-C and stops its runs cleanly. On Windows a run inherits no lock.
     """

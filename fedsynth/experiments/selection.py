@@ -80,7 +80,7 @@ class SelectionPlan:
 
     @cached_property
     def held_out(self) -> float:
-        """The clients' public number of held-out records, which divides a score."""
+        """The clients' public number of held-out records, by which a score is divided."""
         partition = self.plans[0].run.partition
         share = partition.local_test / (1 - partition.local_test)
         return partition.clients * self.plans[0].nominal_size * share
@@ -93,7 +93,7 @@ class SelectionPlan:
 
 
 def plan_selection(sweep: Sweep) -> SelectionPlan:
-    """Plans a selection. Finds the least noise with which it stays within the budget.
+    """Plans a selection with the least noise that stays within the privacy budget.
 
     Every trial gets the same ε, from which the σ of each candidate follows. The score has the share
     `score_share` of a trial's μ².
@@ -127,14 +127,14 @@ def plan_selection(sweep: Sweep) -> SelectionPlan:
 
 
 def _trial_epsilon(scale: float, delta: float) -> float:
-    """Returns the ε of each trial's run, that of a Gaussian mechanism with σ = `scale`."""
+    """Returns the ε of a single trial, a Gaussian mechanism with σ = `scale`."""
     return epsilon_of(Merged(1 / scale), delta)
 
 
 def _row(
     plans: Sequence[PrivacyPlan], settings: SelectionSettings, scale: float
 ) -> tuple[Release, Selection]:
-    """Returns the row for which each client is charged, and the selection in the row."""
+    """Returns the ledger row charged to each client, and the selection described in the row."""
     epsilon = _trial_epsilon(scale, plans[0].privacy.delta)
     candidates = [plan.as_trial(epsilon).totals.steps for plan in plans]
     selection = Selection.of_mean(
@@ -152,14 +152,16 @@ def _row(
 
 
 def _check(sweep: Sweep) -> None:
-    """Checks the settings of all runs.
+    """Checks all runs' settings.
 
     Raises:
         SettingError: a run has no private score or no budget, or runs custom code, or the runs have
             different data.
     """
     if sweep.jobs != 1:
-        reason = "must be 1, because trials are executed one after another. Set sweep.jobs=1"
+        reason = (
+            "must be 1, because a selection executes its trials one after another. Set sweep.jobs=1"
+        )
         raise SettingError("sweep", "jobs", reason, value=sweep.jobs)
     for cell in sweep.cells:
         privacy = cell.settings.privacy
@@ -183,8 +185,8 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("method", "periods", reason, value=method.periods)
         if not cell.settings.partition.local_test:
             reason = (
-                "must be above 0, as a selection scores runs on held-out records. Set it to 0.2, or "
-                "remove [selection]"
+                "must be above 0, because a selection scores runs on held-out records. Set it "
+                "to 0.2, or remove [selection]"
             )
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
@@ -198,7 +200,7 @@ def _check(sweep: Sweep) -> None:
 
 
 def _common(settings: RunSettings) -> tuple[object, ...]:
-    """Returns the settings that all runs of a selection must share."""
+    """Returns a selection's settings that must be the same in all runs."""
     privacy = settings.privacy and replace(settings.privacy, **VARIED)
     data = settings.dataset, settings.data_root, settings.folder, settings.encoder
     return (*data, settings.resolved_partition, privacy)
@@ -215,16 +217,19 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
         raise SettingError(
             "data",
             "dataset",
-            "must have classes, because a score counts correct labels. Remove [selection]",
+            "must have class labels, because a selection's score counts correct labels. Remove "
+            "[selection]",
         )
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
-            reason = "has no guarantee, so a selection has none. Use another one"
+            reason = (
+                "has no privacy guarantee, so a selection would have none. Use another mechanism"
+            )
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":
-            reason = "has no accounting of subsampled runs in a selection. Use add-remove"
+            reason = "has no accounting for subsampled runs in a selection. Use add-remove"
             raise PrivacySettingError("privacy", "adjacency", reason, value="replace-one")
 
 
@@ -236,7 +241,9 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
     """
     folder = plan.privacy.ledger_folder
     if folder is None:
-        reason = "must be a folder, whose ledgers count the selection. Set privacy.ledger"
+        reason = (
+            "is not a folder, but a selection must be charged to permanent ledgers. Name a folder"
+        )
         raise PrivacySettingError("privacy", "ledger", reason)
     return folder
 
@@ -275,7 +282,7 @@ def select_privately(
 
 
 def result_folder(sweep: Sweep) -> Path:
-    """Returns the folder of a selection's result. Its name depends on all settings."""
+    """Returns a selection's result folder, whose name depends on all settings."""
     text = f"{[settings_hash(cell.settings) for cell in sweep.cells]} {sweep.selection}"
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return sweep.output / f"best-{digest}"
@@ -319,7 +326,7 @@ class _Trials:
     _began: datetime = field(default_factory=datetime.now)
 
     def best(self) -> _Best | None:
-        """Executes the trials, and moves the run folder of the best one to its place.
+        """Executes the trials, and moves the best trial's run folder to its final place.
 
         Returns:
             The best trial, or None if no trial was drawn or all have diverged.
@@ -339,7 +346,7 @@ class _Trials:
         return replace(best, folder=best.folder.rename(self._home / best.folder.name))
 
     def _charged(self) -> list[Ledger]:
-        """Charges each client's ledger for the selection, and returns the ledgers."""
+        """Charges all clients' ledgers for the selection, and returns the ledgers."""
         settings = self._plan.sweep.cells[0].settings
         loaded = data_of_run(settings, None, None, lambda text: None, download=self._download)
         loaded, clients = among_clients(loaded)
@@ -352,7 +359,7 @@ class _Trials:
         return ledgers
 
     def _executed(self, ledgers: Sequence[Ledger], charged: Sequence[Lines]) -> _Best:
-        """Executes one trial of a candidate that is drawn at random."""
+        """Executes one trial of a random candidate."""
         candidate = int(len(self._plan.plans) * self._secret.uniform())
         plan = self._plan.plans[candidate]
         row = score_row(self._plan.row.noise_multiplier, plan.unit)
@@ -375,7 +382,7 @@ class _Trials:
         return _Best(trial, candidate, next(place.iterdir()))
 
     def _better(self, best: _Best | None, new: _Best) -> _Best | None:
-        """Returns the better one of two trials, and deletes the folder of the other one."""
+        """Returns the better of two trials, and deletes the other one's folder."""
         if new.trial.score > (-math.inf if best is None else best.trial.score):
             best, new = new, best
         if new is not None:

@@ -45,7 +45,7 @@ class SweepError(FedsynthError, code="sweep.invalid"):
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """One run of a sweep. A `Cell` is equal only to itself, whatever its content.
+    """One run of a sweep. Two `Cell` objects are never equal, even with the same content.
 
     Attributes:
         values: the run's grid values, by axis.
@@ -67,7 +67,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """The settings of a private selection, the section `[selection]` of a sweep's file.
+    """A private selection's settings, from a sweep file's section `[selection]`.
 
     Args:
         law: the law of the number of trials, "poisson" or "negative-binomial".
@@ -119,7 +119,7 @@ class Sweep:
         return self.output / cell.key
 
     def finished(self, cell: Cell) -> Path | None:
-        """Returns a finished run's folder, or None if there is none with today's settings."""
+        """Returns the folder of the run finished with today's settings, if there is one."""
         return current(finished.finished_run(self.folder(cell)), cell.settings)
 
 
@@ -136,8 +136,8 @@ def read_sweep(file: Path) -> Sweep:
     """
     if file.name == CONFIG:
         raise SweepError(
-            f"{file} is named like a run's settings, which may come from others. Copy what you "
-            "trust to a new file"
+            f"{file} has the name of a run's settings file, which may come from others. Copy the "
+            "settings that you trust to another file"
         ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
@@ -208,7 +208,7 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
             continue
         first = names.setdefault(setting_of(name), name)
         if first != name:
-            raise SweepError(f"{first!r} and {name!r} are the same setting. Remove {name!r}")
+            raise SweepError(f"{first!r} and {name!r} both name the same setting. Remove {name!r}")
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
 
@@ -234,7 +234,7 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
 
 
 def setting_of(name: str) -> tuple[str, str]:
-    """Returns the section and the key of a grid axis's setting.
+    """Returns the section and the key of a grid axis.
 
     A name without a section belongs to the first section with the key, or else to the method.
 
@@ -284,7 +284,7 @@ FORMATS = ("table", "csv", "markdown")
 
 
 class Column(NamedTuple):
-    """A column of the results table, for one value in summary.json.
+    """A results-table column, for one value in summary.json.
 
     Attributes:
         path: the value's dotted path in summary.json. heading: the column's heading. scale: the
@@ -306,7 +306,7 @@ COLUMNS = {
 
 
 class SweepRow(NamedTuple):
-    """A row of the results table, for runs that differ only in their seeds.
+    """A results-table row, for runs that differ only in their seeds.
 
     Attributes:
         values: the runs' grid values, by axis. finished: the number of finished seeds. planned: the

@@ -116,7 +116,10 @@ def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> Featu
     """
     spec = as_spec(images)
     if spec.vocabulary:
-        raise _refused(f"cannot encode {spec.name}, whose records are tokens. Remove the setting")
+        raise _refused(
+            f"cannot be used with {spec.name}, whose records are tokens instead of images. "
+            "Remove it"
+        )
     if settings.is_pretrained:
         return _pretrained_map(settings, spec.image_shape, Decoding(spec.window, spec.slice))
     try:
@@ -136,7 +139,7 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape, decoding: Decoding)
     with torch.inference_mode(False):  # the cached network may be used outside inference mode
         loaded = pretrained.pretrained_network(name, weights, ("data", "encoder"))
     if fault := _dependence(loaded):
-        raise _refused(f"cannot be used: the network {fault}")
+        raise _refused(f"cannot be used, because the network {fault}. Choose another network")
     label = pretrained.label_of(name, loaded.sha256)
     preparation = f"{loaded.preparation}, weights with SHA-256 {loaded.sha256}"
     images = None
@@ -179,14 +182,14 @@ def _refused(reason: str) -> SettingError:
 
 
 def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
-    """Reads up to 2,000 images, by name, in a folder and its subfolders: uint8 [N, C, H, W].
+    """Reads a folder's first 2,000 images by path, with subfolders: uint8 [N, C, H, W].
 
     Raises:
         DataError: the folder contains fewer than two images, or an unreadable one.
     """
     files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in EXTENSIONS]
     if len(files) < 2:
-        raise DataError(f"{one_line(folder)} contains fewer than two images. Add public images")
+        raise DataError(f"{one_line(folder)} contains fewer than 2 images. Add public images")
     images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, decoding)
     for position, fault in faults.items():
         raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
@@ -217,7 +220,7 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
 
 
 def image_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Returns a specification of the images behind encoded vectors.
+    """Returns the specification of the images from which vectors were encoded.
 
     The images' normalisation constants are unknown, so the constants for images in folders are
     used. For other data, the specification is returned unchanged.
@@ -304,7 +307,7 @@ def _vectors(
 
 
 def _is_moved(features: FeatureMap, device: torch.device) -> bool:
-    """Tries a custom map on full batches of random images.
+    """Tests on full batches of random images whether a custom map mixes images.
 
     Returns True if a vector's last bits change with other images in the batch.
 
@@ -370,7 +373,7 @@ def _key(data: ImageData, features: FeatureMap, max_norm: float) -> str:
 
 
 def _require_private(folder: Path) -> None:
-    """Creates a folder that only the current user can open, or checks an existing folder.
+    """Creates a folder open only to the current user, or checks an existing folder's permissions.
 
     Raises:
         OutputError: other users can open the folder, or it cannot be created.
@@ -403,7 +406,7 @@ def clear_cache(folder: str | Path) -> int:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise OutputError(f"the folder {one_line(path)} does not exist")
+        raise OutputError(f"the cache folder {one_line(path)} does not exist. Check the path")
     files = sorted([*path.glob(CACHED.format("*")), *path.glob(f"vectors-*{PARTIAL}")])
     with writing(path):
         for file in files:

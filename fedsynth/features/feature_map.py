@@ -70,7 +70,7 @@ class FeatureMap:
             if not (math.isfinite(value) and value > 0):
                 raise self._wrong(name, f"must be positive and finite, got {value}")
         if self.blocks and sum(a * b for a, b in self.blocks) != self.dimension:
-            reason = f"must have {self.dimension} coordinates in total, got {self.blocks}"
+            reason = f"must have a total of {self.dimension} coordinates, got {self.blocks}"
             raise self._wrong("blocks", reason)
 
     def _wrong(self, key: str, reason: str) -> SettingError:
@@ -89,7 +89,7 @@ class FeatureMap:
         shape = tuple(pixels_NCHW.shape[1:])
         if shape != self.image_shape:
             raise self._wrong(
-                "image_shape", f"is {self.image_shape}, but the images have the shape {shape}"
+                "image_shape", f"is {self.image_shape}, but the images' shape is {shape}"
             )
         x = pixels_NCHW.float()
         if pixels_NCHW.dtype == torch.uint8:
@@ -101,7 +101,7 @@ class FeatureMap:
             if features.shape == expected:
                 return features.float()
             returned = f"shape {tuple(features.shape)}"
-        reason = f"must return a tensor of shape {expected}, but returned {returned}"
+        reason = f"must return a tensor of shape {expected}, got {returned}"
         raise self._wrong("function", reason)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FeatureMap:

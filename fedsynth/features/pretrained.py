@@ -106,9 +106,7 @@ def pretrained_network(name: str, weights: str, place: tuple[str | None, str]) -
     """
     library, _, model = name.partition(":")
     if not _NAME.fullmatch(model):
-        raise _refused(
-            place, name, f"must be {library}: followed by a network's name. Name a network"
-        )
+        raise _refused(place, name, f"contains no network's name after {library}:. Add a name")
     load = {"timm": _timm, "torchvision": _torchvision}[library]
     try:
         network, expected = load(name, model, weights == PRETRAINED, place)
@@ -147,7 +145,9 @@ def _timm(
     try:
         import timm
     except ImportError:
-        raise _refused(place, name, "requires timm. Run pip install 'fedsynth[encoders]'") from None
+        raise _refused(
+            place, name, "requires the package timm. Run pip install 'fedsynth[encoders]'"
+        ) from None
     if not timm.is_model(model.partition(".")[0]):
         raise _refused(place, name, "is unknown to timm. Choose a network from timm.list_models()")
     network = timm.create_model(model, pretrained=download, num_classes=0)
@@ -222,7 +222,7 @@ def read_weights(file: str) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise _wrong_weights(f"{file} cannot be read: {one_line(error)}") from None
     except Exception as error:  # of damaged files, torch raises errors of many classes
-        reason = f"{file} is damaged, or contains other objects than tensors: {one_line(error)}"
+        reason = f"{file} is damaged, or contains objects other than tensors: {one_line(error)}"
         raise _wrong_weights(reason) from None
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise _wrong_weights(f"{file} is not a state_dict of tensors. Save network.state_dict()")

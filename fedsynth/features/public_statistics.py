@@ -141,7 +141,7 @@ def normalised_map(
     function: Callable[[Tensor], Tensor],
     images: Tensor | None = None,
 ) -> FeatureMap:
-    """Makes a feature map with vectors of norm 1, which clipping to 1 never changes.
+    """Makes a feature map with vectors of norm 1, which clipping to norm 1 leaves unchanged.
 
     Given public images, their mean vector is subtracted first. Each vector is then divided by its
     norm, so the bound is exact for any public images. The arguments and errors are those of
@@ -171,7 +171,7 @@ def normalised_map(
 def checked_vectors(
     name: str, shape: Shape, function: Callable[[Tensor], Tensor], images: Tensor | None
 ) -> Tensor:
-    """Computes the public images' vectors [N, d], and checks that they suit a map.
+    """Computes the public images' vectors [N, d], and checks that they are valid for a feature map.
 
     The arguments and errors are those of `measured_map`.
     """
@@ -254,7 +254,7 @@ class Whitening:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The numbers of channel directions and cells."""
+        """The block's shape: the numbers of channel directions and of cells."""
         return len(self.channels), len(self.cells)
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ def _mixed_colours(fields: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _levels(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Gives each image a random brightness and contrast, and clips the pixels to [0, 1]."""
+    """Applies random brightness and contrast to each image, and clips the pixels to [0, 1]."""
     draws = torch.rand(len(values), 2, generator=generator, device=values.device)
     contrast = (0.10 + 0.20 * draws[:, 0]).view(-1, 1, 1, 1)
     brightness = (0.3 + 0.4 * draws[:, 1]).view(-1, 1, 1, 1)
@@ -161,7 +161,7 @@ def dead_leaves(count: int, height: int, width: int, generator: torch.Generator)
 
 
 def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
-    """Transforms uniform random numbers into radii r with a density proportional to r⁻³.
+    """Transforms uniform random numbers to radii r with density proportional to r⁻³.
 
     The radii are between `smallest` and `largest`.
     """
@@ -170,7 +170,7 @@ def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates coordinates by the angle π·turn.
+    """Rotates coordinates by π·turn.
 
     Returns the coordinates along the rotated axis and perpendicular to this axis.
     """

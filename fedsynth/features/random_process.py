@@ -49,7 +49,7 @@ MIN_SIDE = 12
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """The vectors with which image patches are compared.
+    """The dictionary of vectors with which image patches are compared.
 
     Args:
         mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.
@@ -99,7 +99,7 @@ def window_sums(side: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def cell_means(height: int, width: int) -> Tensor:
-    """Returns the matrix [9, height·width] that averages a map in 3×3 cells, which overlap.
+    """Returns the matrix [9, height·width] that averages a map in 3×3 overlapping cells.
 
     Each cell is half as wide as the map, and overlaps the next cell by half.
     """
@@ -129,8 +129,8 @@ def random_process(shape: Shape) -> FeatureMap:
     """
     if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         reason = (
-            f"cannot use random processes for images of shape {shape}, but only for grey or "
-            "colour images with at least 12×12 pixels. Choose other features"
+            f"does not support images of shape {shape}, only grey or colour images of at least "
+            "12×12 pixels. Choose other features"
         )
         raise SettingError("method", "features", reason)
     dictionary = shipped()

@@ -143,7 +143,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 @cache
 def _build(name: str, shape: Shape) -> FeatureMap:
-    """Builds a map once per (name, shape) pair, because vectors are cached by map object."""
+    """Builds one map object per (name, shape) pair, by which vectors are cached."""
     if name in _CUSTOM:
         return _build_custom(name, shape)
     if name not in _BUILT_IN:
@@ -154,7 +154,7 @@ def _build(name: str, shape: Shape) -> FeatureMap:
 def refuse_unknown_map(
     name: str, section: str, *other_names: str, key: str = "features"
 ) -> NoReturn:
-    """Raises the error for an unknown feature map.
+    """Raises the error for an unknown feature map's name.
 
     For custom code, the error states how to load it.
 
@@ -276,8 +276,7 @@ def register_features(name: str, build: Builder) -> None:
     """
     if name in _BUILT_IN:
         reason = (
-            f"of a custom feature map cannot be {name!r}, which is a built-in map. Choose another "
-            "name"
+            f"of a custom feature map is {name!r}, the name of a built-in map. Choose another name"
         )
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = build

@@ -233,13 +233,13 @@ def _filtered(spectrum: Tensor, wave: Tensor) -> Tensor:
 
 
 def _quarters(spectrum: Tensor, dim: int) -> list[Tensor]:
-    """Returns the matrices' quarters. Rows are dimension `dim`."""
+    """Splits matrices into quarters. `dim` is the dimension of the rows."""
     upper, lower = spectrum.chunk(2, dim=dim)
     return [*upper.chunk(2, dim=dim + 1), *lower.chunk(2, dim=dim + 1)]
 
 
 def _waves(size: tuple[int, int], scale: int) -> Tensor:
-    """Returns ψ for all orientations in Fourier space, [L, H', W', 2], with each value twice."""
+    """Returns the oriented wavelets ψ in Fourier space, [L, H', W', 2], with each value twice."""
     waves = [np.fft.fft2(morlet(size, scale, turn)).real for turn in range(L)]
     return torch.from_numpy(np.stack(waves)).float()[..., None].repeat(1, 1, 1, 2)
 
@@ -327,6 +327,6 @@ def whitened_scattering(shape: Shape) -> FeatureMap:
 
 
 def sizes(shape: Shape) -> tuple[int, int]:
-    """Returns the numbers of channels and cells per channel in the scattering features."""
+    """Returns the scattering features' shape: (number of channels, cells per channel)."""
     rows, columns = _padded(shape[1]) // 2**J - 2, _padded(shape[2]) // 2**J - 2
     return shape[0] * (1 + J * L + L**2 * J * (J - 1) // 2), min(GRID, rows) * min(GRID, columns)

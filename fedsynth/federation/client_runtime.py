@@ -51,7 +51,7 @@ from fedsynth.privacy.releases import Release
 
 @dataclass(eq=False, repr=False)
 class ClientBudget:
-    """The privacy budget of one client, which charges the client's releases to its ledger.
+    """One client's privacy budget, which charges the client's releases to its ledger.
 
     Args:
         client: the index of the client, which selects the client's part of the plan.
@@ -174,13 +174,13 @@ class ClientData:
 
     @property
     def size(self) -> int:
-        """The number of the client's training and test records together."""
+        """The client's total number of training and test records."""
         return len(self.records) + len(self.held_out)
 
 
 @dataclass(eq=False, repr=False)
 class ClientRuntime:
-    """One client of a run, which answers the requests of the server.
+    """One client of a run, which answers the server's requests.
 
     The client uses its own copy of the run's settings. If these settings demand differential
     privacy, the client is private, whatever the server sends. Before the client has received the
@@ -243,7 +243,7 @@ class ClientRuntime:
         self.stored = False
 
     def store(self, load: Callable[[], ClientState]) -> None:
-        """Frees the client's state. The next access loads it from a file.
+        """Removes the client's state from RAM. The next access loads the state from a file.
 
         Args:
             load: a function that reads the client state from the file.
@@ -271,7 +271,7 @@ class ClientRuntime:
         return ClientInfo(self.number, len(self.data.records), self.history())
 
     def start(self, terms: RunTerms) -> RoundContext:
-        """Accepts the run terms from the server, which a client does only once.
+        """Accepts the run terms from the server, at most once.
 
         The client's charges follow from its own settings and the noise multiplier σ in the terms.
 
@@ -284,13 +284,15 @@ class ClientRuntime:
             LedgerError: the ledger holds releases that protect another unit than this run.
         """
         if self._has_terms:
-            raise RequestRefusedError(f"client {self.number} has already received the run's terms")
+            raise RequestRefusedError(f"client {self.number} has already received the run terms")
         if self.private:
             plan = self._plan(terms)
             self.budget = self._new_budget(plan)
             self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError("the server sent a noise multiplier for a non-private run")
+            raise RequestRefusedError(
+                "the server sent a noise multiplier, but the run is not private"
+            )
         else:
             self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True
@@ -319,14 +321,14 @@ class ClientRuntime:
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
-            raise LedgerError(f"client {self.number} has no ledger, but the run is private")
+            raise LedgerError(f"client {self.number} has no ledger, which a private run requires")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         return ClientBudget(
             self.number, self.ledger, plan, self.secret, self.cap, sequence=self.sequence
         )
 
     def move_ledger(self, ledger: Ledger) -> None:
-        """Gives the client a new ledger in place of its ledger, which is still empty."""
+        """Replaces the client's empty ledger by another one."""
         self.ledger = ledger
         if self.budget is not None:
             self.budget = self._new_budget(self.budget.plan)
@@ -348,7 +350,7 @@ class ClientRuntime:
             RequestRefusedError: the client has not received the terms yet.
         """
         if not self._has_terms:
-            raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
+            raise RequestRefusedError(f"client {self.number} has not received the run terms")
 
     def prepare(self, context: RoundContext) -> Refusal | None:
         """Returns a refusal if the client cannot take part in the round, otherwise None.
@@ -381,7 +383,7 @@ class ClientRuntime:
         self.recorded = context.round
 
     def charge(self, exchange: str, context: RoundContext) -> ReleaseBudget[Any]:
-        """Charges the client for an exchange, and returns the release budget for the client's step.
+        """Charges the client for an exchange, and returns the charged mechanisms for its step.
 
         If the step failed before it drew any noise, the step can be repeated without another
         charge.
@@ -391,7 +393,7 @@ class ClientRuntime:
             RequestRefusedError: the client has not received the run terms.
         """
         if self.budget is None:
-            raise RequestRefusedError(f"client {self.number} has not received the terms of the run")
+            raise RequestRefusedError(f"client {self.number} has not received the run terms")
         if self._granted is None or not self.may_try_again(exchange, context):
             self._granted = (context.round, exchange, self.budget.charge(context, exchange))
         return self._granted[2]
@@ -419,7 +421,7 @@ class ClientRuntime:
         return self.client_state
 
     def store_state(self, exchange: str, client_state: ClientState, context: RoundContext) -> None:
-        """Stores the client state that a step returned.
+        """Stores the client state returned by a step.
 
         The client state of a first exchange is used only in the main exchange of the same round.
         """
@@ -430,7 +432,7 @@ class ClientRuntime:
             self.client_state = client_state
 
     def rollback(self, client_state: ClientState) -> None:
-        """Restores the state that the client had before the round, as if its step had failed.
+        """Restores the client's state from before the round, as after a failed step.
 
         A simulation uses this for a client that timed out.
         """
@@ -438,7 +440,7 @@ class ClientRuntime:
         self.client_state = client_state
 
     def personal(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Returns the client's personal model, given the `parameters` of the server's model."""
+        """Returns the client's personal model, given the server model's `parameters`."""
         if isinstance(self.method, PersonalModels):
             return self.method.personal_parameters(parameters, self.client_state)
         return parameters

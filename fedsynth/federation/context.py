@@ -1,4 +1,4 @@
-"""The public context of a run, from which the rounds, the privacy plan and its costs are computed.
+"""A run's public context, from which its rounds, its privacy plan and its costs are computed.
 
 The context is built only from public settings and from the specification of the data set. No data
 are read.
@@ -99,7 +99,7 @@ LONG = 1000
 
 
 def choose_speed(settings: RunSettings, device: torch.device) -> RunSettings:
-    """Replaces the value "auto" of `precision` and `compile` with the choice for the local machine.
+    """Replaces the value "auto" of `precision` and `compile` by the faster choice on this machine.
 
     The choices other than "fp32" and "off" are those that were measured (docs/speed.md): for
     condensation without differential privacy, with a ConvNet of at least `WIDE` channels.
@@ -127,7 +127,7 @@ def _has_bfloat16(device: torch.device) -> bool:
 
 
 def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.device) -> RoundContext:
-    """Returns the public context of round 1.
+    """Returns the context of round 1, computed from public values only.
 
     The value "auto" of `precision` and `compile` means "fp32" and "off" here (`choose_speed`). For
     another round, use `replace(context, round=...)`.
@@ -168,7 +168,7 @@ def public_context(settings: RunSettings, spec: DatasetSpec, device: torch.devic
 def with_proxy(
     context: RoundContext, settings: RunSettings, *, download: bool = False
 ) -> RoundContext:
-    """Returns the context with the public images that the method uses.
+    """Adds the method's public images to the context.
 
     If the method uses no public images, the context is returned unchanged.
 
@@ -188,7 +188,7 @@ def with_proxy(
 
 
 def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:
-    """Returns a mapping for each kind of release in a round of a planned run.
+    """Describes each kind of release in a planned run's round, as a list of dicts.
 
     A mapping has the `quantity`, σ, clip, q, number of releases in a round and signal-to-noise
     ratio, at most (`PrivacyPlan.signal_to_noise`).
@@ -208,7 +208,7 @@ def release_costs(plan: PrivacyPlan) -> list[dict[str, Any]]:
 
 
 def costs_of(plan: PrivacyPlan) -> dict[str, Any]:
-    """Returns the privacy costs of a planned run as a mapping that JSON can encode.
+    """Returns a planned run's privacy costs as a JSON-serialisable dict.
 
     It has the mechanism, the run's σ, clip and q of the most important kind of release, the number
     of a client's releases per round, ε after each of the `shown_rounds`, δ, the requested budget
@@ -230,7 +230,7 @@ def costs_of(plan: PrivacyPlan) -> dict[str, Any]:
 
 
 def plan_of(settings: RunSettings) -> PrivacyPlan:
-    """Returns the privacy plan of the run that `settings` describe.
+    """Returns the privacy plan for a run with the given settings.
 
     Only the clients' ledgers are read, and no data.
 
@@ -252,7 +252,7 @@ def plan_of(settings: RunSettings) -> PrivacyPlan:
 
 
 def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[PrivacyPlan]:
-    """Returns the privacy plan of a run for each mechanism that the method supports.
+    """Returns a run's privacy plan for each mechanism that the method supports.
 
     If the settings name a mechanism, only the plan with this mechanism is returned.
 

@@ -37,7 +37,7 @@ GRADIENT_PASS = 128  # the number of records in a pass that computes a gradient
 
 
 def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext) -> Group:
-    """Returns the object through which a method's step reads the clients' data.
+    """Returns the client view through which a method's step reads the clients' data.
 
     In a private run, each client is charged for the exchange.
 
@@ -53,7 +53,7 @@ def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext)
     for client in clients:
         client.require_terms()
         if client.data.resident is not resident:
-            raise ValueError(f"client {client.number} does not share its group's data set")
+            raise ValueError(f"client {client.number} does not use the data set of its group")
         ids.append(client.number)
         records.append(client.data.records)
     if not clients[0].private:
@@ -83,7 +83,7 @@ def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext)
 def step_together(
     clients: Sequence[ClientRuntime], exchange: str, message: Message, context: RoundContext
 ) -> protocol.Replies:
-    """Computes one step for all clients of a group together, and returns the clients' replies.
+    """Computes one step for all clients in a group at once, and returns their replies.
 
     Raises:
         TypeError: the message has another type than the method declares.
@@ -117,7 +117,7 @@ def step_together(
 def evaluate_together(
     clients: Sequence[ClientRuntime], models: Mapping[str, Tensors], context: RoundContext
 ) -> list[protocol.ClientEvaluation]:
-    """Sums the `scores` of models on the test split of each client.
+    """Sums the models' `scores` on each client's test split.
 
     The splits of all clients are classified together, unless each client has a personal model.
     """
@@ -164,7 +164,7 @@ def mean_gradient(client: ClientRuntime, parameters: Tensors, context: RoundCont
 def _report_group(
     context: RoundContext, finished: int, size: int, clients: int, stage: str, step: int, total: int
 ) -> None:
-    """Reports a client group's progress as a part of the round's progress.
+    """Converts a client group's progress to the round's progress, and reports it.
 
     Args:
         finished: the number of clients in the groups that have finished.
@@ -289,7 +289,7 @@ class InProcess:
     def _failing(
         self, exchange: str, numbers: Sequence[int], context: RoundContext
     ) -> dict[int, str]:
-        """Returns how each failing client fails in the current exchange.
+        """Returns the simulated failures in the current exchange, by client.
 
         If a round has no first exchange, a client that would fail in the first exchange fails in
         the main exchange.

@@ -1,4 +1,4 @@
-"""Checks before a private run that the contribution of an example depends only on that example.
+"""Checks before a private run that an example's contribution depends only on that example.
 
 User code that violates the rule is refused. If only the last bits of a contribution change, each
 pass of the run has one record, and the check is repeated. Bits that change nevertheless are refused
@@ -83,11 +83,11 @@ ADDS = "adds vectors to a mechanism without a function of its client view"
 
 
 class _LastReleaseError(Exception):
-    """Raised during a trial to end the step after the last release that the trial needs."""
+    """Raised to end a trial step after its last needed release."""
 
 
 class _TriedMechanism(GaussianSumMechanism):
-    """A mechanism of a trial, which finds a step that adds vectors without its client view."""
+    """A trial's mechanism, which detects a step that adds vectors without its client view."""
 
     trial: StepTrial
 
@@ -97,7 +97,7 @@ class _TriedMechanism(GaussianSumMechanism):
 
 
 class TrialClientView(PrivateClientView):
-    """Clients of public random images, whose releases try the values that a step computes.
+    """Clients with public random images, whose releases test the values computed by a step.
 
     All clients have the same images. In a pass with two clients' records, the first pixel of each
     image decides whose record it is. A client whose records are computed alone is tried only if it
@@ -149,7 +149,7 @@ class TrialClientView(PrivateClientView):
         count: int,
         prepare: Prepare,
     ) -> list[Released]:
-        """Lets the trial compare values, and releases noise that is the same in each run.
+        """Compares values in the trial, and returns the same noise in each run of the step.
 
         Raises:
             _LastReleaseError: this was the last release of the main exchange. A trial omits the
@@ -160,7 +160,7 @@ class TrialClientView(PrivateClientView):
         grad_mode = torch.is_grad_enabled()
 
         def values(x: Tensor, labels: Tensor, *, by_client: bool = False) -> Tensor:
-            """Computes the values of records, of all clients together or of each client apart."""
+            """Computes the records' values, for all clients together or for each one separately."""
             self._show(x, labels)
             owners = (1000 * x.flatten(1)[:, 0]).long().cpu() % len(mechanisms)
             vectors: list[Tensor] = []
@@ -192,7 +192,7 @@ class TrialClientView(PrivateClientView):
 
 
 def _vectors(values: Values) -> Tensor:
-    """Returns the vectors of records, or the factors of which the vectors are products."""
+    """Returns the records' vectors, or the factors of product vectors."""
     if isinstance(values, Products):
         factors = [value for value in vars(values).values() if isinstance(value, Tensor)]
         return torch.cat(factors, dim=1)
@@ -200,7 +200,7 @@ def _vectors(values: Values) -> Tensor:
 
 
 class StepTrial:
-    """Runs one client's step, and compares the values of each record.
+    """Runs one client's step repeatedly, and compares each record's values.
 
     Args:
         plan: the privacy plan of the run, which may be without σ.
@@ -278,11 +278,11 @@ class StepTrial:
 
     @property
     def inputs_of_run(self) -> StepInputs:
-        """The random records for the step."""
+        """The step's random records."""
         return replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
 
     def _take_step(self, states: Sequence[ClientState]) -> Sequence[ClientState]:
-        """Runs the step once, and returns the states of the clients after it."""
+        """Runs the step once, and returns the clients' resulting states."""
         context = self.context
         server = Server.begun(self._method, context)
         for exchange in EXCHANGES:
@@ -327,7 +327,7 @@ class StepTrial:
         return mechanism
 
     def compare(self, values: Callable[..., Tensor], clients: int) -> None:
-        """Compares the values of records in one release, or with those of the first run.
+        """Compares records' values within one release, or with the first run's values.
 
         Args:
             values: computes the values of records. With `by_client`, it computes those of each client
@@ -374,7 +374,7 @@ def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
 
 
 def _disturbed(message: Message) -> Message:
-    """Adds random noise to the weights in a request, so that rounding errors can be seen."""
+    """Adds random noise to a request's weights, which makes rounding errors visible."""
     if not isinstance(message, ModelParameters):
         return message
     draws = torch_generator(0, "weights of a trial")
@@ -465,7 +465,7 @@ def check_private_steps(
 
 
 def _refuse_dependent_model(settings: RunSettings, context: RoundContext, *, trains: bool) -> None:
-    """Refuses a custom model whose outputs, or gradients if DP-SGD trains it, mix examples."""
+    """Refuses a custom model if its outputs or its DP-SGD gradients mix examples."""
     tokens = context.spec.vocabulary
     inputs = StepInputs(
         context.spec.image_shape,
@@ -497,7 +497,7 @@ def _refused_model(settings: RunSettings, reason: str) -> SettingError:
 def _isolated(
     settings: RunSettings, context: RoundContext, trials: list[StepTrial], warnings: list[str]
 ) -> StepCheck:
-    """Decides about a run whose passes must have one record each.
+    """Returns the check's result for a run that needs one record per pass, or refuses the run.
 
     Raises:
         SettingError: bits depend on positions even then, on a CPU.
@@ -552,7 +552,7 @@ def _trials(
 
 
 def _with_partner(plan: PrivacyPlan, context: RoundContext, client: int) -> list[int]:
-    """Returns a client, and another whose step a simulation may compute in the same passes.
+    """Returns a client, with another one whose step may share its passes in a simulation.
 
     Only a user's method can treat the clients in a pass differently.
     """

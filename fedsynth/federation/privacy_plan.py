@@ -1,4 +1,4 @@
-"""The plan of a private run, which states all releases of the run and their privacy cost.
+"""A private run's plan, with all releases and their privacy cost.
 
 The server makes the plan before the first round. It needs only public values: the settings, the
 public context, and the earlier releases that each client states when it joins. The plan is then
@@ -36,7 +36,7 @@ from fedsynth.privacy.settings import PrivacySettings
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The releases and the privacy cost of a private run, which are planned before the first round.
+    """A private run's releases and privacy cost, planned before the first round.
 
     Create a plan with `make`, or with `checked` before the clients have joined.
 
@@ -100,7 +100,7 @@ class PrivacyPlan:
     def make(
         cls, settings: RunSettings, context: RoundContext, histories: Sequence[History]
     ) -> PrivacyPlan:
-        """Returns the plan of a run whose clients have joined. If only a budget is set, chooses σ.
+        """Returns the plan for a run whose clients have joined. If only a budget is set, chooses σ.
 
         Args:
             settings: the run's settings, with `privacy` set.
@@ -137,7 +137,7 @@ class PrivacyPlan:
 
     @property
     def chief(self) -> ReleasePlan:
-        """The most important kind of release in a round, which summaries describe."""
+        """The most important release in a round, as described in summaries."""
         return self.plans[0]
 
     @property
@@ -161,12 +161,12 @@ class PrivacyPlan:
             raise SettingError(
                 "privacy",
                 "noise_multiplier",
-                "is unknown until all clients join. Wait until they have joined",
+                "is unknown until all clients have joined. Wait for them",
             )
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, release: ReleasePlan) -> float:
-        """Returns the signal-to-noise ratio of a release, summed over all clients, at most."""
+        """Returns the maximum signal-to-noise ratio of a release's sum over all clients."""
         clients = self.run.partition.clients
         rounds = sum(release in self.round_plans(n + 1) for n in range(self.run.rounds))
         return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients, rounds)
@@ -181,14 +181,14 @@ class PrivacyPlan:
 
     @property
     def all_releases(self) -> int:
-        """The number of noisy releases in the whole run of a client that is in every round."""
+        """The number of noisy releases from a client that takes part in every round."""
         if self.varies:
             return sum(row.steps for row in self.planned())
         return self.run.rounds * self.releases
 
     @property
     def varies(self) -> bool:
-        """True if the releases of a client differ between rounds."""
+        """True if a client's releases differ between rounds."""
         return isinstance(self.run.method, VaryingReleases)
 
     def round_plans(self, number: int) -> Plans:
@@ -203,14 +203,14 @@ class PrivacyPlan:
         planned = tuple(method.round_plans(self.plans, number, self.run.rounds))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
-                f"method {method.name} changes a planned release in round {number}. "
-                "Let VaryingReleases.round_plans only omit releases"
+                f"method {method.name} changes a planned release in round {number}. Change "
+                "VaryingReleases.round_plans to only omit releases"
             ).with_code("release.changed_plan")
         return planned
 
     @property
     def noise(self) -> dict[str, float]:
-        """A mapping from each plan's name to the standard deviation of the noise per coordinate."""
+        """The noise's standard deviation per coordinate, by plan name."""
         noise = {}
         for plan in self.plans:
             row = self._row(plan, 1, self.sigma)
@@ -219,7 +219,7 @@ class PrivacyPlan:
 
     @property
     def grids(self) -> dict[str, Grid]:
-        """A mapping from plan names to the grids to which clients round their noisy releases.
+        """The grids to which clients round their noisy releases, by plan name.
 
         It contains only the releases that secure aggregation sums.
 
@@ -234,7 +234,7 @@ class PrivacyPlan:
         return grids
 
     def in_context(self, context: RoundContext) -> RoundContext:
-        """Returns the context with the plan's public values, which the run's steps need."""
+        """Adds the plan's public values to the context, for the run's steps."""
         return replace(context, privacy=self.privacy, noise=self.noise, grids=self.grids)
 
     def planned(
@@ -269,7 +269,7 @@ class PrivacyPlan:
         return totals(self.planned([1], sigma)).times(rounds)
 
     def client_plans(self, client: int, context: RoundContext) -> Plans:
-        """Returns the plans of the releases that one client makes in the round of the context.
+        """Returns one client's release plans for the context's round.
 
         They include the exceptions that the method makes for this client.
 
@@ -282,7 +282,7 @@ class PrivacyPlan:
         if len(plans) != len(planned):
             raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name} plans {len(plans)} releases for client {client}, "
-                f"not {len(planned)} as for the round"
+                f"but {len(planned)} for the round. Plan the same releases in client_plans"
             ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)
@@ -296,7 +296,7 @@ class PrivacyPlan:
     def client_rows(
         self, client: int, context: RoundContext, exchanges: Sequence[str] = EXCHANGES
     ) -> list[Release]:
-        """Returns one client's ledger rows for the given exchanges of the context's round."""
+        """Returns one client's ledger rows for the given exchanges in the context's round."""
         rows = []
         for plan in self.client_plans(client, context):
             if plan.exchange in exchanges:
@@ -364,7 +364,7 @@ class PrivacyPlan:
         return BudgetEnforcer(ledger, caps, privacy.adjacency, self.unit)
 
     def check_cap(self) -> None:
-        """Checks that the cap allows at least one round with empty ledgers.
+        """Checks that the cap allows at least one round if the ledgers are empty.
 
         Raises:
             BudgetExceededError: the cap is too small. The settings contain a mistake.
@@ -373,7 +373,7 @@ class PrivacyPlan:
             self.guard(Ledger("any")).check(self.planned([1]))
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
-        """Checks that every client of a round can be charged for the round.
+        """Checks that all clients of a round can be charged for it.
 
         Each client also checks its own budget (`ClientBudget.check`).
 
@@ -393,7 +393,7 @@ class PrivacyPlan:
 
     @property
     def totals(self) -> Totals:
-        """The totals of all releases of a client that takes part most often."""
+        """The totals of all releases from a client that takes part most often."""
         return self._totals(self.most_rounds())
 
     def as_trial(self, epsilon: float) -> PrivacyPlan:
@@ -415,7 +415,7 @@ class PrivacyPlan:
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
-        """Pairs of earlier releases and numbers of rounds, from which the clients' ε is computed.
+        """Pairs (earlier releases, number of rounds), from which the clients' ε is computed.
 
         Each pair has the totals of the releases that a ledger contained when its client joined.
         With it comes, for each n in `shown_rounds`, the number of the first n rounds in which the
@@ -429,14 +429,14 @@ class PrivacyPlan:
         return accounting.epsilon(rows, self.privacy.delta, self.privacy.adjacency)
 
     def _calibrated(self) -> float:
-        """Returns the smallest σ with which every client stays within the budget.
+        """Returns the smallest σ that keeps every client within the budget.
 
         It counts the releases that were in the ledgers when the clients joined.
         """
         return max(self._needed_sigma(spent, rounds[-1]) for spent, rounds in self._attendance)
 
     def _needed_sigma(self, spent: Totals, rounds: int) -> float:
-        """Returns the σ with which a client reaches the budget after `rounds` more rounds.
+        """Returns the σ that spends a client's budget in `rounds` more rounds.
 
         Args:
             spent: the totals of the client's earlier releases.
@@ -458,7 +458,7 @@ class PrivacyPlan:
 
 
 def _distinct(histories: Sequence[History]) -> tuple[list[Totals], tuple[int, ...]]:
-    """Returns the different totals of the histories, and the index of each history's totals."""
+    """Returns the histories' distinct totals, and each history's index among them."""
     positions: dict[Totals, int] = {}
     groups = []
     for history in histories:

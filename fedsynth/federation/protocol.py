@@ -1,4 +1,4 @@
-"""The protocol between a server and its clients, independent of how messages are transported.
+"""The protocol between a server and its clients, for any transport of messages.
 
 A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
 it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
@@ -70,7 +70,7 @@ class RunTerms:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The answer of a client that refuses a request.
+    """A client's answer that refuses a request.
 
     Args:
         reason: a sentence that explains the refusal to a person.
@@ -86,7 +86,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class SecureSum:
-    """The sum of several clients' uploads. No party sees the single uploads.
+    """The sum of several clients' uploads. No party sees a single upload.
 
     Args:
         message: a message whose fields are the sums, float64. It has the size of a masked upload.
@@ -99,7 +99,7 @@ class SecureSum:
 
 @dataclass(frozen=True)
 class Replies:
-    """The answers of several clients to one request of the server.
+    """Several clients' answers to one request from the server.
 
     Args:
         messages: a mapping from each client's index to its upload.
@@ -120,7 +120,7 @@ class Replies:
 
 @dataclass(frozen=True)
 class ClientEvaluation:
-    """The results of testing models on one client's test split.
+    """The test results of models on one client's test split.
 
     They are computed from private data without noise.
 
@@ -139,7 +139,7 @@ class ClientEvaluation:
 
 
 def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int, ...]:
-    """Returns the indices of the clients whose data influence the outputs of a round.
+    """Returns the indices of the clients whose data influence a round's outputs.
 
     Usually these are the clients that take part. In a run without differential privacy, they are
     all clients if test splits or gradients are evaluated, or if clients are sampled by their sizes.
@@ -151,7 +151,7 @@ def affected_clients(settings: RunSettings, context: RoundContext) -> tuple[int,
 
 
 class Backend(Protocol):
-    """Carries the server's requests to the clients, and the clients' answers to the server."""
+    """Transports the server's requests to the clients, and the clients' answers to the server."""
 
     def join(self) -> Sequence[ClientInfo]:
         """Asks all clients to join, and returns their messages in the order of their indices."""
@@ -160,13 +160,13 @@ class Backend(Protocol):
         """Sends the run terms to every client."""
 
     def prepare(self, context: RoundContext) -> Sequence[Refusal]:
-        """Asks the clients of a round whether they can take part, and returns their refusals.
+        """Asks a round's clients whether they can take part, and returns the refusals.
 
         This happens before any client is charged.
         """
 
     def begin(self, context: RoundContext) -> None:
-        """Tells all clients whose data influence the round that the round begins.
+        """Notifies all clients whose data influence a round that the round begins.
 
         `affected_clients` states which clients these are. No client has refused to take part. In a
         deployment, a client learns this from the first request of the round.
@@ -176,7 +176,7 @@ class Backend(Protocol):
     def step(
         self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> Replies:
-        """Asks clients for a step of the method, and returns the clients' replies.
+        """Asks clients to compute a step of the method, and returns their replies.
 
         Args:
             exchange: the exchange of the round, "first" or "main".
@@ -192,7 +192,7 @@ class Backend(Protocol):
         """
 
     def note_files(self, sha256: str) -> None:
-        """Writes the hash of a finished run's files into the ledgers in the run's folder."""
+        """Notes the hash of a finished run's files in the ledgers in the run's folder."""
         return
 
     def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:
@@ -202,14 +202,13 @@ class Backend(Protocol):
     def evaluate(
         self, models: Mapping[str, Mapping[str, Tensor]], context: RoundContext
     ) -> Sequence[ClientEvaluation]:
-        """Tests models on the test splits of all clients. Only simulations support this."""
+        """Tests models on all clients' test splits. Only simulations support this method."""
         return ()
 
     def gradients(
         self, parameters: Mapping[str, Tensor], context: RoundContext
     ) -> Iterable[tuple[int, Tensor]]:
-        """Yields n_k and the exact gradient of a model's loss at each client that has training
-        records. Only simulations support this."""
+        """Yields n_k and a model's exact loss gradient for each client with training records."""
         return ()
 
 
@@ -228,13 +227,13 @@ def check_declared(method: Method, message: Message | None, declared: type[Messa
     """
     if type(message) is not declared:
         raise TypeError(
-            f"method {method.name} sent a {type(message).__name__}, but declares messages of type "
-            f"{declared.__name__}"
+            f"method {method.name} returned a {type(message).__name__}, but declares messages of "
+            f"type {declared.__name__}. Correct the declaration"
         )
 
 
 def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> None:
-    """Checks that all numbers in some tensors are finite, because a NaN would spread unnoticed.
+    """Checks that tensors contain only finite numbers, because a NaN would spread unnoticed.
 
     Args:
         tensors: the tensors by name.
@@ -250,7 +249,7 @@ def check_finite(tensors: Mapping[str, Tensor], source: str, number: int) -> Non
 
 
 def diverged_error(what: str, number: int, problem: str = "is not finite") -> DivergedError:
-    """Returns the error that is raised if training has diverged.
+    """Returns the error for diverged training.
 
     Args:
         what: the tensor and its owner, such as "weight of client 3".
@@ -264,7 +263,7 @@ def diverged_error(what: str, number: int, problem: str = "is not finite") -> Di
 
 
 def check_model_request(message: Message, context: RoundContext) -> None:
-    """Checks that a model that the server sent has the run's architecture.
+    """Checks that a model sent by the server has the run's architecture.
 
     A client makes this check before it is charged. Messages without a model pass the check.
 
@@ -275,12 +274,12 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server's request contains no model")
+        raise RequestRefusedError("the server's request is missing the model")
     check_named("model", message.parameters, context.architecture.state_dict())
 
 
 class Observer:
-    """Receives the events of a run.
+    """Receives a run's events.
 
     Every method of this class does nothing. Override the methods that you need.
 
@@ -304,7 +303,7 @@ class Observer:
         """
 
     def note(self, text: str) -> None:
-        """Called with a line for the user, such as a warning or the reason why the run ended."""
+        """Called with a line for the user, such as a warning or the reason for the run's end."""
 
     def step(self, round: int, stage: str, completed: int, total: int) -> None:
         """Called during a round, after `completed` of `total` steps of a stage.

@@ -1,4 +1,4 @@
-"""Loads, validates and divides the data of a run, and opens the clients' ledgers."""
+"""Loads, validates and divides a run's data, and opens the clients' ledgers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PUBLIC, PRIVATE, NO_TEST = "public", "private", "none"
 
 
 def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:
-    """Checks custom training and test data, and returns both.
+    """Checks and returns custom training and test data.
 
     Args:
         data: (train, test), training data, arrays (x, y), or one or two data sets of pairs.
@@ -89,7 +89,7 @@ def checked_data(data: Any) -> tuple[ImageData, ImageData | None]:
 
 
 def note_shared_records(train: ImageData, test: ImageData, note: Note) -> None:
-    """Warns the user if some test images are also training images.
+    """Warns if some test images are also training images.
 
     Images are compared by a hash of their pixels. Published data sets are not checked.
     """
@@ -108,7 +108,7 @@ def _pixel_hashes(data: ImageData) -> Iterator[bytes]:
 
 
 def note_unprotected_users(settings: RunSettings, train: ImageData, note: Note) -> None:
-    """Warns if custom data name the user of each record, but no privacy unit is set.
+    """Warns if custom data name each record's user, but no privacy unit is set.
 
     The users are not counted, because a private run prints nothing about the data. If the
     declaration has users, the run is refused instead (`check_unit`).
@@ -130,21 +130,21 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
-            f"is missing. Set it to the permanent ledger folder of data set {spec.name!r}, or "
-            f"{NO_LEDGER!r}"
+            "is not set, but private runs need a permanent ledger. Name the ledger folder of "
+            f"data set {spec.name!r}, or set {NO_LEDGER!r}"
         )
         raise PrivacySettingError("privacy", "ledger", reason)
 
 
 def protects_users(settings: RunSettings) -> bool:
-    """Returns True if the run protects users with all their records, and not single records."""
+    """Returns True if the run protects users with all their records, not single records."""
     return settings.privacy is not None and settings.privacy.unit == USER
 
 
 def divided(
     settings: RunSettings, parts: Sequence[Tensor], data: ImageData
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Divides the records of each client into training records and a test split.
+    """Divides each client's records into a training and a test split.
 
     The test splits are empty if `local_test` is 0. If the run protects users, all records of a user
     are in the same split, and at most `user_records` records of each user are used for training.
@@ -172,7 +172,7 @@ def divided(
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """The images of a run, and what is known about the clients to which they belong.
+    """A run's images, and the known facts about the clients that hold them.
 
     Attributes:
         settings: the run's settings, completed with the values of the owner's declaration.
@@ -197,7 +197,7 @@ class RunData:
 def data_of_run(
     settings: RunSettings, data: CustomData | None, test: str | None, note: Note, *, download: bool
 ) -> RunData:
-    """Loads the images of a run, and adds the declared facts about them to the settings.
+    """Loads a run's images, and adds the declared facts about them to the settings.
 
     Args:
         settings: the run's settings.
@@ -245,7 +245,7 @@ def encoded(
     device: torch.device,
     progress: Callable[[int, str, int, int], None],
 ) -> RunData:
-    """Replaces the images of a run by the vectors of its encoder, if it has one.
+    """Replaces a run's images by its encoder's vectors, if the run has an encoder.
 
     Args:
         run_data: the images of the run.
@@ -283,12 +283,12 @@ def _check_public_images(public: Path, settings: FolderSettings) -> None:
     for name in filter(None, (settings.folder, settings.test_folder)):
         folder = Path(name).resolve()
         if folder.is_relative_to(public) or public.is_relative_to(folder):
-            reason = f"overlaps the run's images in {name}. Choose another folder"
+            reason = f"contains, or lies in, the run's image folder {name}. Choose another folder"
             raise SettingError("data", "public_images", reason)
 
 
 def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunData:
-    """Returns custom or published data that do not come from a folder or file.
+    """Returns a run's data if they do not come from a folder or file.
 
     Raises:
         DataError: the run is private, and no person stated the specification of the data.
@@ -306,7 +306,7 @@ def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunDa
 
 
 def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunData:
-    """Returns the data of a folder or file, with the declared facts in the settings.
+    """Loads a folder's or file's data, and adds the declared facts to the settings.
 
     Raises:
         DataError: the run is private, and the folder has no signed declaration.
@@ -328,7 +328,7 @@ def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunDat
 
 
 def _note_missing(train: ImageData, note: Note) -> None:
-    """Warns if the local copy of a data set has fewer images than the published one."""
+    """Warns if the local copy of a data set contains fewer images than the published one."""
     spec = train.spec
     if len(train) < spec.train_size and spec.name not in LEAF:  # which draws some users
         note(
@@ -356,7 +356,7 @@ def _image_specification(settings: RunSettings) -> DatasetSpec:
 
 
 def declared(settings: RunSettings) -> Declaration:
-    """Returns the signed declaration in which the owner of custom images states public facts.
+    """Returns the signed declaration of the owner of custom images.
 
     Raises:
         DataError: there is no declaration, or it is not signed. The message states what to do.
@@ -376,7 +376,9 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
         if settings.folder is not None:
             folder = settings.folder.folder
             if not folder.startswith(HUB) and not Path(folder).exists():
-                raise DataFilesMissingError(f"the folder or file {one_line(folder)} does not exist")
+                raise DataFilesMissingError(
+                    f"the folder or file {one_line(folder)} does not exist. Correct data.folder"
+                )
         raise DataError(
             "the images have no declaration, as a private run requires. Run fedsynth data describe "
             f"{folder}, then check and sign the file"
@@ -386,7 +388,7 @@ def _required(declaration: Declaration | None, settings: RunSettings) -> Declara
 
 
 def with_declared(settings: RunSettings, declaration: Declaration) -> RunSettings:
-    """Returns the settings with the values of the declaration for settings that are not set.
+    """Fills unset settings with the declaration's values.
 
     Raises:
         SettingError: `privacy.ledger` is another folder than the declaration states.
@@ -438,7 +440,7 @@ class Clients:
     names: tuple[str, ...] | None = None
 
     def digests(self, key: bytes) -> list[Digests]:
-        """Computes the keyed hash of each client's images, by which ledgers identify records.
+        """Computes the keyed hashes of each client's records, by which ledgers identify them.
 
         The hashes of a client have the shape [N, 16], uint8. They do not include labels, because an
         image with another label is still the same record.
@@ -460,7 +462,7 @@ class Clients:
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run), sequences)
 
     def sequences(self, folder: Path, run: RunSettings) -> dict[str, ReleaseSequence]:
-        """Returns the clients' releases of earlier periods, by name.
+        """Returns the clients' release sequences over periods, by client name.
 
         The result is empty unless the run is one of several periods.
         """
@@ -476,7 +478,7 @@ class Clients:
 
     @property
     def ledger_names(self) -> tuple[str, ...]:
-        """The names of the clients' ledgers, which are default names if no names were given."""
+        """The clients' ledger names: the given names or, without any, default names."""
         return self.names or default_names(len(self.parts))
 
 

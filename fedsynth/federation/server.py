@@ -1,4 +1,4 @@
-"""The server of a federation, which sees the clients' messages but not their data.
+"""A federation's server, which sees the clients' messages but not their data.
 
 In each exchange of a round, the server sends one request to all clients of the round. It computes
 its next state from the clients' replies.
@@ -30,7 +30,7 @@ from fedsynth.privacy.plans import EXCHANGES, FIRST
 
 
 class Server:
-    """The server of one federation, which holds the state of the method.
+    """One federation's server, with the method's state.
 
     Args:
         method: the method, which defines the steps of the server.
@@ -52,7 +52,7 @@ class Server:
         return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
     def request(self, exchange: str, context: RoundContext) -> Message | None:
-        """Returns the server's request to the clients of a round in one exchange.
+        """Returns the server's request to a round's clients in one exchange.
 
         Returns None if the round does not have this exchange.
 
@@ -72,7 +72,7 @@ class Server:
     def check(
         self, exchange: str, replies: Mapping[int, Message], context: RoundContext
     ) -> tuple[dict[int, Message], dict[int, UploadRejectedError]]:
-        """Checks the clients' replies against the method's rules, before they are used.
+        """Checks the clients' replies against the method's upload rules.
 
         The rules are `Method.upload_rules` and `Method.check_upload`. A reply that shares memory
         with the server's state is rejected, too, because a client in the same process could change
@@ -89,7 +89,7 @@ class Server:
         for client, reply in sorted(replies.items()):
             try:
                 if type(reply) is not expected:
-                    reason = f"is a {type(reply).__name__}, but must be a {expected.__name__}"
+                    reason = f"has the type {type(reply).__name__} instead of {expected.__name__}"
                     raise UploadRejectedError("the message", reason)
                 check_fields(
                     reply, self.method.upload_rules(exchange, client, context), server_memory
@@ -108,7 +108,7 @@ class Server:
         replies: Mapping[int, Message] | protocol.SecureSum,
         context: RoundContext,
     ) -> None:
-        """Computes the next state of the server from the clients' replies, which were checked.
+        """Computes the server's next state from validated replies.
 
         With secure aggregation, the server sees only the sum of the replies and no single reply.
 
@@ -128,8 +128,8 @@ class Server:
             state = declared.server_step(self._next, dict(sorted(replies.items())), context)
         if type(state) is not method.state:  # a checkpoint is read as this type
             raise TypeError(
-                f"the server's steps of method {method.name} must return the type `state` that it "
-                f"declares, {method.state.__name__}, got {type(state).__name__}"
+                f"method {method.name}'s server step must return its declared `state` type "
+                f"{method.state.__name__}, got {type(state).__name__}"
             )
         if exchange != FIRST:
             protocol.check_finite(state.parameters, "the server's model", context.round)
@@ -137,7 +137,7 @@ class Server:
         self._next = state
 
     def end(self, context: RoundContext) -> None:
-        """Lets the method complete the state of the server after the last round.
+        """Completes the server's state after the last round, by the method's last step.
 
         Args:
             context: the context of the last completed round.
@@ -146,12 +146,12 @@ class Server:
             self.state = self._next = self.method.at_end(self.state, context)
 
     def final_parameters(self) -> Mapping[str, Tensor]:
-        """Returns the parameters of the final model."""
+        """Returns the final model's parameters."""
         return self.method.final_parameters(self.state)
 
 
 def _check_device(reply: Message, device_type: str) -> None:
-    """Raises UploadRejectedError if a tensor of an upload is not on the server's type of device."""
+    """Raises UploadRejectedError for a tensor on another type of device than the server's."""
     for name, tensor in reply.arrays():
         if tensor.device.type != device_type:
             reason = f"must be on a {device_type!r} device like the server, got "
@@ -164,7 +164,7 @@ FIRST_EXCHANGE = "first exchange: "
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """The facts about a round that does not count, because too few clients sent usable uploads.
+    """Facts about a round that is skipped, because too few clients sent valid uploads.
 
     Args:
         exchange: the exchange with too few usable uploads.
@@ -207,7 +207,7 @@ def negotiate_terms(
     backend: protocol.Backend,
     planned: Callable[[Sequence[History]], PrivacyPlan] | None = None,
 ) -> tuple[PrivacyPlan | None, RoundContext]:
-    """Lets the clients join, computes the run terms, and sends the terms to every client.
+    """Asks the clients to join, computes the run terms, and sends them to every client.
 
     With differential privacy, the terms contain the noise multiplier σ. Otherwise they contain the
     numbers of the clients' training records.
@@ -250,7 +250,7 @@ def negotiate_terms(
 def run_round(
     server: Server, backend: protocol.Backend, context: RoundContext, quorum: float = QUORUM
 ) -> RoundResult:
-    """Runs one round, after which the server has its next state.
+    """Runs one round, and updates the server's state.
 
     If a client refuses to take part, the round is not completed. If a client does not answer or its
     upload is rejected, the round continues without this client. If too few clients are left, the
@@ -307,7 +307,7 @@ def run_round(
 
 
 def needed_uploads(quorum: float, clients: int) -> int:
-    """Returns the smallest number of usable uploads with which a round counts.
+    """Returns the minimum number of valid uploads in a round.
 
     >>> needed_uploads(0.5, 5), needed_uploads(0.0, 5), needed_uploads(0.6, 5)
     (3, 1, 3)
@@ -316,7 +316,7 @@ def needed_uploads(quorum: float, clients: int) -> int:
 
 
 def _refuse_divergence(rejected: Mapping[int, UploadRejectedError], context: RoundContext) -> None:
-    """Checks that not all clients of a round sent numbers that are not finite.
+    """Raises an error if all of a round's clients sent non-finite numbers.
 
     Raises:
         DivergedError: the numbers of all clients are not finite. The training has diverged then,

@@ -1,4 +1,4 @@
-"""Finds a method's class by its name.
+"""Finds and registers methods by name.
 
 The list of methods is in `registry.py`. Listing the methods imports neither torch nor any method.
 """
@@ -101,7 +101,7 @@ def own_label(name: str) -> str:
 
 
 def is_own_method(method: Method) -> bool:
-    """Returns whether a method's class was defined outside the package."""
+    """Returns True if a method's class is defined outside the package."""
     return not type(method).__module__.startswith(f"{__name__}.")
 
 

@@ -70,7 +70,7 @@ class ModelOrMoments(ModelParameters):
 
 
 def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
-    """Returns u of each example.
+    """Returns each example's vector u, whose class sums are the moments.
 
     Args:
         f_Nd: the features f.
@@ -88,7 +88,7 @@ def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class CCVR(TrainsLocally, VaryingReleases):
-    """CCVR: FedAvg, whose classifier learns from virtual features in the last round.
+    """CCVR: FedAvg, with a last round in which the classifier learns from virtual features.
 
     All clients must take part in every round. The following settings come in addition to those of
     `TrainsLocally`.
@@ -144,7 +144,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         check_embedding(self.name, model)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Returns whether clients send statistics in the context's round, the last of `rounds`."""
+        """Returns True in the last round, in which clients send class moments."""
         return self.virtual > 0 and round == rounds
 
     @property
@@ -153,7 +153,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         return self.covariance == DIAGONAL
 
     def width(self, context: RoundContext) -> int:
-        """Returns D, the number of moments per class."""
+        """Returns the number D of moments per class."""
         d = feature_width(context, logits=False)
         return 2 * d + 1 if self.diagonal else (d + 1) * (d + 2) // 2
 
@@ -293,7 +293,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         return {**rules, "parameters": Named({}), "moments": Array(shape, low=-bound, high=bound)}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for DP-SGD and the class moments."""
+        """Returns the release plans for DP-SGD and the class moments."""
         plans = super().release_plans(privacy, context)
         if not self.virtual:
             return plans

@@ -85,7 +85,7 @@ class CondensedSet(sets.SyntheticSet):
     present: Tensor = released()
 
     def soft_labels(self) -> Tensor | None:
-        """Returns the images' soft labels [N, C], or None if the upload contains no R_k.
+        """Returns the images' soft labels [N, C], or None if the client sent none (R_k).
 
         An image's soft label is the row of R_k for its class, or the one-hot label if R_k is not
         defined for the class.
@@ -231,8 +231,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     def _class_logits(
         self, w_r: nn.Module, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[dict[str, Tensor]]:
-        """Returns each client's V_k [C, C] as "logits" (Eq. 5), and a mask [C] of its classes as
-        "present"."""
+        """Returns each client's "logits" V_k [C, C] (Eq. 5) and its "present" classes [C]."""
         if all("logits" in state for state in states):  # released in the first exchange
             return [{name: state[name] for name in ("logits", "present")} for state in states]
         C = context.spec.classes

@@ -1,5 +1,4 @@
-"""FedAvg and three variants of it. FedAvgM changes the server's step, FedProx changes the clients'
-loss, and SOLO sends no models."""
+"""FedAvg and its variants FedAvgM (server momentum), FedProx (client loss) and SOLO (alone)."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ def local_names(model: nn.Module) -> set[str]:
 
 
 def shared_values(values: Tensors, model: nn.Module) -> dict[str, Tensor]:
-    """Returns a state dict's entries outside batch-norm layers."""
+    """Returns a state dict without the entries of batch-norm layers."""
     local = local_names(model)
     return {name: value for name, value in values.items() if name not in local}
 
 
 @dataclass(frozen=True)
 class FedBN(TrainsLocally, PersonalModels):
-    """FedBN: FedAvg in which each client keeps its own batch-norm layers.
+    """FedBN: FedAvg in which each client has its own batch-norm layers.
 
     `TrainsLocally` documents the settings. The method needs a network with batch norm
     (`model.norm=batch`). It refuses other networks, with which it would be FedAvg with equal

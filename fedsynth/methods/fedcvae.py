@@ -51,7 +51,7 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class Start(Message):
-    """FedCVAE's request to the clients, which is empty, as clients need no model."""
+    """FedCVAE's empty request to the clients, which need no model from the server."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         samples: int,
         draws: torch.Generator,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draws images from all decoders: z with labels [N, L + C], pixels and labels.
+        """Draws images from all decoders. Returns decoder inputs [N, L + C], pixels and labels.
 
         Each client has ⌊samples · n_k/n⌋ images, and the last client the rest.
         """
@@ -317,7 +317,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         return None
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for the autoencoder's DP-SGD and the class counts."""
+        """Returns the release plans for the autoencoder's DP-SGD and the class counts."""
         if self.norm == "batch":
             reason = "is 'batch', which mixes a batch's examples. Set method.norm=auto or group"
             raise SettingError("method", "norm", reason)
@@ -331,12 +331,12 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         return super().client_plans(plans, client, self._of_autoencoder(context))
 
     def _of_autoencoder(self, context: RoundContext) -> RoundContext:
-        """Returns a context whose network is the clients' autoencoder."""
+        """Returns the context with the clients' autoencoder as the network."""
         return replace(context, architecture=self.autoencoder(context))
 
 
 def _labels(weights_C: Tensor, number: int, draws: torch.Generator) -> Tensor:
-    """Draws labels with probabilities proportional to the weights, [number]."""
+    """Draws `number` labels with probabilities proportional to `weights`."""
     return torch.multinomial(weights_C, number, replacement=True, generator=draws)
 
 

@@ -156,7 +156,7 @@ class FedFAPlus(TrainsLocally):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.stages and not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", self.stages):
-            rule = "must be numbers of stages from 1, separated by commas, such as '1,2'"
+            rule = "must be stage numbers, separated by commas, such as '1,2'"
             raise SettingError("method", "stages", f"{rule}, got {short_repr(self.stages)}")
         if self.with_fedfa and self.augmentation in RESAMPLING:
             reason = f"has no effect with method.augmentation={self.augmentation}. Set it to false"
@@ -169,14 +169,14 @@ class FedFAPlus(TrainsLocally):
         stages = len(getattr(model, "stage_names", ()))
         if not stages:
             reason = (
-                "must be a network with the attribute `stage_names`, the names of the stages to "
-                "augment. Set method.parts=alignment for a network without it"
+                "has no attribute `stage_names`, the names of the stages to augment. Add it, or "
+                "set method.parts=alignment"
             )
             raise SettingError("model", "name", reason)
         if max(self._stage_numbers, default=0) > stages:
             reason = (
-                f"contains a number above {stages}, the network's number of stages. Use numbers from "
-                f"1 to {stages}"
+                f"contains a number above {stages}, the number of the network's stages. Use "
+                f"numbers from 1 to {stages}"
             )
             raise SettingError("method", "stages", reason, value=self.stages)
 
@@ -240,7 +240,7 @@ class FedFAPlus(TrainsLocally):
         return LocalObjective(loss=loss, state=shared, make_upload=make_upload)
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Adds the rules for the statistics. A client without examples sends none."""
+        """Adds the validation rules for the statistics. A client without examples sends none."""
         statistics = Named(self._statistics_rules(context), partial=True)
         return {**super().upload_rules(exchange, client, context), "statistics": statistics}
 
@@ -251,7 +251,7 @@ class FedFAPlus(TrainsLocally):
             Named(self._statistics_rules(context)).check("statistics", upload.statistics)
 
     def _statistics_rules(self, context: RoundContext) -> dict[str, Array]:
-        """Returns the rules for the arrays from a client with at least one example."""
+        """Returns the validation rules for statistics from a client with examples."""
         model = context.architecture
         rules: dict[str, Array] = {}
         widths = feature_statistics.channels(
@@ -288,7 +288,7 @@ class FedFAPlus(TrainsLocally):
         return tuple(names[number - 1] for number in numbers)
 
     def _sent_stages(self, context: RoundContext) -> tuple[str, ...]:
-        """Returns the stages whose statistics are sent: all augmented stages, or none."""
+        """Returns the stages with uploaded statistics: all augmented stages, or none."""
         return self._stages(context) if self._variance == "fedfa" else ()
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:

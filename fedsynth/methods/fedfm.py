@@ -213,12 +213,12 @@ class TrainsToAnchors(TrainsLocally):
         return LocalObjective(loss=loss)
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for DP-SGD, the feature sums and the class counts."""
+        """Returns the release plans for DP-SGD, the feature sums and the class counts."""
         if self.start_round > 1 or self.weight == 0:
             reason = (
-                "must be 1 and method.weight above 0 with differential privacy, because every "
-                f"round is charged for anchors, got {self.start_round} and {self.weight:g}. Set "
-                "method.start_round=1 and a positive method.weight"
+                f"is {self.start_round} and method.weight is {self.weight:g}, but a private run "
+                "is charged for anchors in each round. Set method.start_round=1 and a positive "
+                "method.weight"
             )
             raise SettingError("method", "start_round", reason)
         return *super().release_plans(privacy, context), *sums_plans(
@@ -289,7 +289,7 @@ class FedFM(TrainsToAnchors, TwoExchanges):
 
 @dataclass(frozen=True)
 class FedFMLite(TrainsToAnchors):
-    """FedFM with a single exchange in each round.
+    """FedFM-Lite: FedFM with a single exchange in each round.
 
     The settings are documented in `TrainsToAnchors`. The first round has no anchors, so q is used
     from round 2 on, or from `start_round` on if that is later.

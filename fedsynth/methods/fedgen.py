@@ -172,11 +172,11 @@ class FedGen(TrainsLocally):
         total = float(upload.counts.double().sum())
         size = most_examples(client, context)
         if context.privacy is None and total > size:
-            reason = f"must sum to at most {size:g}, the client's number of examples, got {total:g}"
+            reason = f"sum to {total:g}, more than the client's {size:g} examples"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
             reason = (
-                f"are all 0, but the upload has the weight {upload.weight:g}. Send a count above 0"
+                f"are all 0, but the upload's weight is {upload.weight:g}. Send a count above 0"
             )
             raise UploadRejectedError("counts", reason)
 
@@ -233,7 +233,7 @@ class FedGen(TrainsLocally):
         return replace(state, parameters=average(uploads), learner=learner, seen_classes=seen)
 
     def facts(self, state: GeneratorState, context: RoundContext) -> Mapping[str, Any]:
-        """Measures how the new model classifies embeddings from the generator.
+        """Measures the new model's accuracy on the generator's embeddings.
 
         The same number of embeddings is generated for each class seen so far. Both networks come
         from the uploaded models, so the measures are post-processing.
@@ -265,7 +265,7 @@ class FedGen(TrainsLocally):
         return torch.randn(len(labels_N), self.noise, generator=generator, device=labels_N.device)
 
     def _labels(self, classes_C: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws a batch of labels uniformly from the masked classes."""
+        """Draws a batch of labels uniformly from the classes in a mask."""
         weights = classes_C.to(torch.float32)
         return torch.multinomial(
             weights, self.generator_batch, replacement=True, generator=generator

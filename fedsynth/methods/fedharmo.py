@@ -1,4 +1,4 @@
-"""FedHarmo (HarmoFL in its paper): images with a common amplitude spectrum, and local models in
+"""FedHarmo (in its paper, HarmoFL): images get a common amplitude spectrum, and clients train to
 flat optima (Jiang, Wang and Dou, AAAI 2022, arXiv 2112.10775).
 
 1. Amplitude normalisation. An image is F⁻¹(A·e^{iP}) with the amplitudes A and the phases P of its
@@ -145,7 +145,7 @@ class FedHarmo(TrainsLocally, ExtendsNetwork):
         self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            """Returns the losses at w + δ, whose gradient is taken with respect to w."""
+            """Returns the losses at the shifted weights w + δ, for a gradient with respect to w."""
             parameters = dict(network.named_parameters())
             at_w = example_losses(network(x), y).mean()
             gradients = torch.autograd.grad(at_w, list(parameters.values()))

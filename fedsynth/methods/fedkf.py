@@ -59,8 +59,7 @@ TALLY = "tally"
 
 @dataclass(frozen=True)
 class TwoModels(ModelParameters):
-    """FedKF's request to the clients: the model ACA to start from, and the model OCA as the
-    teacher.
+    """FedKF's request to the clients: the start model ACA, and the teacher model OCA.
 
     ACA and OCA are two averages of the clients' models. The teacher is empty in FedKF⁻, where ACA
     is the teacher.
@@ -71,7 +70,7 @@ class TwoModels(ModelParameters):
 
 @dataclass(frozen=True)
 class FedKF(TrainsLocally):
-    """FedKF: clients also distil the average of all clients' last models, on generated images.
+    """FedKF: clients also distil the average of all clients' latest models on generated images.
 
     The defaults are the paper's, unless stated otherwise below. `TrainsLocally` documents the
     remaining settings. The paper uses lr=0.01 for LeNet-5, which is the default, and lr=0.1 for
@@ -145,8 +144,8 @@ class FedKF(TrainsLocally):
         check_embedding(self.name, model)
 
     def keeps_cache(self) -> bool:
-        """Returns True, so that `server_step` computes ACA, w^t, and OCA, ŵ^t (technique T1, Steps
-        0 and 5).
+        """Returns True, so that `server_step` also averages all clients' latest models (technique
+        T1, Steps 0 and 5).
 
         `TrainsLocally.server_step` averages the active clients' models, and then the last models
         ŵ_k of all clients (`update_cache`).

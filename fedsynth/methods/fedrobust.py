@@ -94,7 +94,7 @@ class FedRobust(TrainsLocally):
         return LocalObjective(loss=loss, state=shifts, make_upload=make_upload)
 
     def _ascend(self, shift: Tensor, weight: float) -> None:
-        """Lets every backward pass end with a step of ascent in Λ_k − I or δ_k."""
+        """Adds a gradient-ascent step in Λ_k − I or δ_k to the end of every backward pass."""
         rate = self.ascent_lr
 
         def step(leaf: Tensor) -> None:

@@ -87,7 +87,7 @@ class FedSR(TrainsLocally, ExtendsNetwork):
     sample: bool = True
 
     def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
-        """Adds the layer of σ(x), and the table [C, 2D] of the means and deviations of r(z|y)."""
+        """Adds the layer for σ(x), and r(z|y)'s table [C, 2D] of means and deviations."""
         check_learned_embedding(self.name, network)
         classifier: nn.Linear = network.classifier  # type: ignore[assignment]
         width = classifier.in_features

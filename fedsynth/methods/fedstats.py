@@ -305,7 +305,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self._momentum_step(state, moments.gradient_at_zero(pool, len(weight)), context)
 
     def _closed_form(self, state: FedStatsState, pool: Pool) -> FedStatsState:
-        """Returns the state with the ridge classifier of the released moments."""
+        """Returns the state with the ridge classifier computed from the released moments."""
         classes, d = state.parameters["classifier.weight"].shape
         second, crossed, noise = moments.second_and_crossed(pool, d, classes)
         spectrum = moments.Spectrum.of(second, noise, self.ridge)
@@ -381,7 +381,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return model
 
     def has_whitening_matrices(self, spec: DatasetSpec) -> bool:
-        """Returns whether the model has a matrix T. With T, a private run whitens z.
+        """Returns True if the model has a whitening matrix T for z.
 
         In a run without differential privacy, T stays the identity.
 
@@ -394,20 +394,20 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return bool(features.blocks) and grey
         if self.whitening == YES and not features.blocks:
             reason = (
-                "needs a feature map with channels and spatial cells (FeatureMap.blocks), but "
-                f"the feature map {features.name!r} has none. Set method.whitening=no"
+                f"needs a feature map with channels and spatial cells, but {features.name!r} "
+                "defines none (FeatureMap.blocks). Set method.whitening=no"
             )
             raise SettingError("method", "whitening", reason, value=self.whitening)
         return self.whitening == YES
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Returns whether second moments are released, which depends only on public settings."""
+        """Returns True if second moments are released, depending only on public settings."""
         if self.second_moments == AUTO:
             return privacy is None
         return self.second_moments == YES
 
     def has_covariances(self, privacy: PrivacySettings | None, spec: DatasetSpec) -> bool:
-        """Returns whether covariances are released.
+        """Returns True if covariances are released.
 
         They are released in runs with differential privacy that whiten z.
         """
@@ -431,7 +431,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         if total >= 1:
             reason = (
                 "is too large: centre_share, pixel_share, covariance_share and moment_share sum "
-                f"to {total:g}, but must leave a part of the budget for steps. Lower one of them"
+                f"to {total:g}, and leave no budget for steps. Lower one of them"
             )
             largest = max(shares, key=lambda name: shares[name])
             key = f"{largest.removesuffix('s')}_share"
@@ -456,12 +456,12 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     def check_images(self) -> None:
         if not self.images_each:
-            reason = "makes no images, because method.drawn_ipc is 0 too. Set method.ipc=400"
+            reason = "and method.drawn_ipc are both 0, so no images are made. Set method.ipc=400"
             raise SettingError("method", "ipc", reason, value=self.ipc)
         if self.requires_secure_sum:
             reason = (
-                "cannot make images, because a 'secure' sum of round 1 with too little noise is "
-                "discarded. Set method.aggregation=own"
+                "must be 'own' for images, because a 'secure' sum of round 1 may have too "
+                "little noise and be discarded. Set method.aggregation=own"
             )
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
@@ -486,7 +486,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return facts
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for round 1's releases and the later steps.
+        """Returns the release plans for round 1 and for the later steps.
 
         Raises:
             SettingError: a clipping bound or a sampling rate is set, although the method fixes
@@ -499,7 +499,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
-        """Returns the plans of all releases, before `sum_over_clients`.
+        """Returns all release plans, before `sum_over_clients`.
 
         The expected signals assume a best case. The C classes are equally frequent, all examples of
         a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
@@ -548,7 +548,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:
-        """Returns the step size that is used if no second moments are released.
+        """Returns the step size for runs without released second moments.
 
         The size depends only on public numbers. It is computed for all K clients, so it is the same
         in all rounds, whereas `pooled` describes the sum over the clients that answered. All
@@ -582,7 +582,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
-            reason = f"cannot be used with {self.name}, which trains a linear model on features. Remove it"
+            reason = (
+                f"cannot be used with {self.name}, which trains a linear model on features. "
+                "Remove it"
+            )
             raise SettingError("model", "name", reason)
         if self.ipc > 0:
             images.check_differentiable(model)
@@ -601,7 +604,7 @@ def _planned(
     signal: float,
     clip: float = 1.0,
 ) -> Plans:
-    """Returns a release's plan, or nothing if its share of the budget is 0."""
+    """Returns a list with a release's plan, or an empty list if its budget share is 0."""
     if not shares[name]:
         return ()
     plan = ReleasePlan(

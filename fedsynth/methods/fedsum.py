@@ -231,7 +231,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return S.images, S.labels, None
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """Returns the smallest number of examples, over all clients, with which a class is used."""
+        """Returns the minimum number of examples, over all clients, for a class to be used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = context.privacy.sample_rate if context.privacy is not None else None
         return max(1.0, self.min_examples * (rate or 1.0), noise)
@@ -239,8 +239,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     def _feature_maps(
         self, w_r: nn.Module, context: RoundContext
     ) -> Iterator[matching.NetworkFeatures]:
-        """Yields the features u_1, …, u_M under the round's networks, and then starts again with
-        u_1.
+        """Yields the features u_1, …, u_M under the round's networks, in an endless cycle.
 
         All parties use the same networks. The function yields the same object each time, with a
         different network.
@@ -312,7 +311,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return {"sums": IMAGES, "counts": COUNTS}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for each round's M sum releases and one count release."""
+        """Returns the release plans for each round: M for sums, and one for counts."""
         refuse_batch_norm(context.architecture)
         plans = class_sums.feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise

@@ -198,7 +198,7 @@ class FPL(TrainsLocally):
         check_tensor("classes", message.classes, (count,), torch.int64)
         if not ((message.classes >= 0) & (message.classes < context.spec.classes)).all():
             raise RequestRefusedError(
-                "the field classes of the server's message must hold classes in 0 … "
+                "the server's message must contain classes from 0 to "
                 f"{context.spec.classes - 1}, got {message.classes.tolist()}"
             ).with_code("request.classes")
 
@@ -231,7 +231,7 @@ class FPL(TrainsLocally):
         return LocalObjective(loss=loss, make_upload=make_upload)
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for DP-SGD, the embedding sums and the class counts."""
+        """Returns the release plans for DP-SGD, the embedding sums and the class counts."""
         return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
             "embeddings (prototypes)",

@@ -108,9 +108,7 @@ class QFFL(TrainsLocally):
 
 
 def mean_loss(model: nn.Module, client: ExactClientView) -> float:
-    """Computes a model's mean cross-entropy on the examples of a one-client group, or 0 if it has
-    none.
-    """
+    """Computes a model's mean cross-entropy on a single client's examples, or 0 without examples."""
     examples = client.examples(0)
     total = 0.0
     with torch.no_grad():

@@ -1,5 +1,5 @@
-"""REAL: clients send random real images, the control experiment in FedDM's Sec. 4.5. The control
-shows how much condensation improves on real images. It protects nothing.
+"""REAL: clients send random real images, as in the control experiment of FedDM's Sec. 4.5. The
+control shows how much condensation improves on real images. It protects nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stores a network's parameters as one vector, and checks weights before use.
+"""Networks with all parameters in one vector, and checks of weights before use.
 
 Perturbing, projecting and averaging a network are then single operations. The checks refuse
 untrusted weights that do not fit or are not finite.
@@ -53,7 +53,7 @@ class FlatNetwork:
                 parameter.grad = part
 
     def use(self, flat: Tensor) -> None:
-        """Makes the parameters views of another vector [P]. Earlier views keep their values."""
+        """Replaces the parameters by views of a vector [P]. Earlier views keep their values."""
         self.flat = flat
         for parameter, part in self._parts(flat):
             parameter.data = part
@@ -73,7 +73,9 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, current in network.state_dict().items():
         value = weights.get(name, current)
         if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
-            raise ValueError(f"the tensor {name} must be {current.dtype}, got {value.dtype}")
+            raise ValueError(
+                f"the tensor {name} must have the type {current.dtype}, got {value.dtype}"
+            )
         if not torch.isfinite(value.to(current.dtype)).all():
             raise ValueError(f"the tensor {name} contains NaN or infinite values")
     try:

@@ -71,7 +71,7 @@ def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _keep_inputs(network: nn.Module) -> None:
-    """Makes all ReLUs keep their inputs, to which DP-SGD's hooks refer."""
+    """Makes all ReLUs out-of-place, because DP-SGD's hooks need their inputs."""
     for layer in network.modules():
         if isinstance(layer, nn.ReLU):
             layer.inplace = False

@@ -61,7 +61,10 @@ def require_size(name: str, image_shape: tuple[int, int, int], min_side: int) ->
     """
     _, height, width = image_shape
     if min(height, width) < min_side:
-        reason = f"requires images of at least {min_side}×{min_side}, got {height}×{width}"
+        reason = (
+            f"requires at least {min_side}×{min_side} pixels, got {height}×{width}. Choose "
+            "another model"
+        )
         raise SettingError("model", "name", reason, value=name)
 
 
@@ -98,7 +101,7 @@ class Projected(EmbeddingNetwork):
 
 
 class SharedStatistics(nn.Module):
-    """Assigns images to groups for a network's batch norms in the next forward pass.
+    """The images' groups in the next forward pass, shared by a network's batch norms.
 
     Each `GroupedBatchNorm` normalises a group's images by the group's own statistics. All batch
     norms in a network share one object.
@@ -229,8 +232,8 @@ def check_embedding(
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), last)):
         reason = (
-            f"must be a network with `embed` and a linear `classifier` for {method}. Define "
-            "embed(x), which returns [N, embedding_size], and classifier = "
-            "nn.Linear(embedding_size, classes)"
+            f"has no `embed` or no linear `classifier`, which {method} needs. Define embed(x), "
+            "which returns [N, embedding_size], and classifier = nn.Linear(embedding_size, "
+            "classes)"
         )
         raise SettingError("model", "name", reason)

@@ -156,7 +156,7 @@ def embedded(
 
 
 def _turned(rows_Nd: Tensor, roots: Sequence[Root]) -> Tensor:
-    """Applies the whitening matrices to each feature row.
+    """Multiplies each feature row by the whitening matrices.
 
     A row's result does not depend on other rows, to the last bit.
     """
@@ -247,7 +247,7 @@ def check_learned_embedding(method: str, model: nn.Module) -> None:
     check_embedding(method, model)
     if isinstance(model, OnFeatures) and model.linear:
         reason = (
-            f"has no trainable embedding, which {method} learns. Set model.name=mlp, or unset "
+            f"has no trainable embedding, which {method} needs. Set model.name=mlp, or unset "
             "model.features"
         )
         raise SettingError("model", "name", reason)

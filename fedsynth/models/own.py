@@ -1,4 +1,4 @@
-"""Builds users' models, and checks that runs can use them."""
+"""Builds users' models, and checks them before a run."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
 
 
 def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
-    """Tests copying, saving, loading and training a network before a run.
+    """Tests before a run that a network can be copied, saved, loaded and trained.
 
     Otherwise, an error could end the run in a later round, after privacy budget was spent.
 
@@ -125,8 +125,8 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
         raise _refused(
             name,
-            "changes names or shapes in its state_dict during training. Create all tensors in "
-            "__init__",
+            "changes tensor names or shapes in its state_dict during training. Create all "
+            "tensors in __init__",
         )
 
 
@@ -143,7 +143,7 @@ def check_state(name: str, state: Mapping[str, Any]) -> None:
         if value.numel():
             owner = owners.setdefault(value.untyped_storage().data_ptr(), key)
             if owner != key:
-                reason = f"has tied weights. Make {key} and {owner} separate tensors"
+                reason = f"has tied weights: {key} is {owner}. Make them separate tensors"
                 raise _refused(name, reason)
 
 
@@ -164,7 +164,7 @@ def _fault(value: Any) -> str:
 
 @contextmanager
 def _refusing(name: str, reason: str) -> Iterator[None]:
-    """Converts the user's model's errors in the `with` block to a SettingError."""
+    """Converts errors from a user's model to a SettingError."""
     try:
         yield
     except FedsynthError:

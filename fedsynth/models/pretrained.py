@@ -41,7 +41,7 @@ class LibraryNetwork(EmbeddingNetwork):
         super().__init__()
         channels, height, width = image_shape
         if channels not in (1, 3):
-            reason = f"requires images with 1 or 3 channels, got {channels}"
+            reason = f"requires images with 1 or 3 channels, got {channels}. Choose another model"
             raise SettingError("model", "name", reason, value=name)
         loaded = pretrained_network(name, weights, ("model", "name"))
         self.body = loaded.network
@@ -49,8 +49,8 @@ class LibraryNetwork(EmbeddingNetwork):
             self.body = ModuleValidator.fix(loaded.network)
             if has_batch_norm(self.body):
                 reason = (
-                    f"is 'group', but {name} contains batch norms that cannot be replaced. Use a "
-                    "network with layer norm"
+                    f"is 'group', but {name}'s batch norms cannot be replaced. Use a network "
+                    "with layer norm"
                 )
                 raise SettingError("model", "norm", reason)
         self._prepare: Callable[[Tensor], Tensor] = _in_colour

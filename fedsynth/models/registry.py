@@ -179,13 +179,13 @@ class ModelSettings:
             refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
             reason = (
-                f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set. Choose one "
-                "of them"
+                f"is not {' or '.join(map(repr, ON_FEATURES))}, but model.features is set. "
+                "Choose one of them"
             )
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
             raise SettingError(
-                "model", "projection", "must be 0 if model.features is set. Set it to 0"
+                "model", "projection", "is above 0, but model.features is set. Set it to 0"
             )
 
     @property
@@ -260,12 +260,11 @@ def register_model(
     650
     """
     if not name or (name in _MODELS and not _MODELS[name].custom):
-        reason = f"{name!r} is a built-in architecture. Choose a new name"
+        reason = f"{name!r} is a built-in architecture's name. Choose another name"
         raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
         reason = (
-            "must be a torch.nn.Module or a function that returns one, got a "
-            f"{type(model).__name__}"
+            f"must be a torch.nn.Module, or a function that returns one, got {type(model).__name__}"
         )
         raise SettingError("model", "name", reason, value=name)
     _MODELS[name] = _Architecture(builder(name, model), norms, True, isinstance(model, nn.Module))
@@ -321,8 +320,7 @@ def build_model(
         if count > MAX_PARAMETERS:
             key = "width" if settings.width > _COUNTED else "projection"
             reason = (
-                f"results in {count:,} parameters, more than the maximum of {MAX_PARAMETERS:,}. "
-                "Lower it"
+                f"gives {count:,} parameters, more than the maximum of {MAX_PARAMETERS:,}. Lower it"
             )
             raise SettingError("model", key, reason, value=getattr(settings, key))
     with forked_rng(seed, "model initialisation"):
@@ -359,7 +357,7 @@ def build_network(settings: ModelSettings, spec: DatasetSpec, seed: int) -> nn.M
 
 
 def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
-    """Returns the feature map named by `model.features`."""
+    """Returns the feature map selected by `model.features`."""
     try:
         return feature_map(settings.features, spec.image_shape)
     except SettingError as error:
@@ -382,7 +380,7 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _refuse_tokens(settings: ModelSettings, spec: DatasetSpec) -> None:
-    """Raises an error if a built-in network would compute with token numbers."""
+    """Raises an error if a built-in network would use token numbers as pixels."""
     if spec.vocabulary and settings.name != "lstm" and not is_own_model(settings):
         reason = f"cannot use {spec.name}, whose records are tokens. Set model.name=lstm"
         raise SettingError("model", "name", reason, value=settings.name)
@@ -396,7 +394,7 @@ def _build(settings: ModelSettings, images: DatasetSpec | Shape, classes: int) -
         image_shape[:2] == (1, 1) and not (settings.name in ON_FEATURES or is_own_model(settings))
     ):
         names = " or ".join(ON_FEATURES)
-        reason = f"requires images, but the data are vectors. Set model.name to {names}"
+        reason = f"requires images, but the records are vectors. Set model.name to {names}"
         raise SettingError("model", "name", reason, value=settings.name)
     build = _MODELS[settings.name].build
     arguments = optional_arguments(build, vars(settings))
@@ -425,7 +423,7 @@ def build_client_models(
     *,
     private: bool = False,
 ) -> tuple[nn.Module, ...] | None:
-    """Builds an untrained network for each client, if `settings.clients` names architectures.
+    """Builds an untrained network for each client from the architectures in `settings.clients`.
 
     Returns None if all clients have the server's architecture.
 

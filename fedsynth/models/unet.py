@@ -35,7 +35,10 @@ class UNet(nn.Module):
         super().__init__()
         channels, height, side = image_shape
         if height % 2**LEVELS or side % 2**LEVELS:
-            rule = f"requires image sides that are multiples of {2**LEVELS}, got {height}×{side}"
+            rule = (
+                f"requires sides that are multiples of {2**LEVELS}, got {height}×{side}. Set "
+                "data.image_size"
+            )
             raise SettingError("model", "name", rule, value="unet")
         widths = [width * 2**level for level in range(LEVELS + 1)]
         for level, (inputs, outputs) in enumerate(pairwise([channels, *widths[:-1]]), 1):

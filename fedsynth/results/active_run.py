@@ -1,4 +1,4 @@
-"""A run in progress: the rounds shared by simulations and runs over a network."""
+"""Runs in progress, with the code common to simulations and runs over a network."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ActiveRun:
         self.context = replace(self.context, isolated=check.isolated)
 
     def _join(self, planned: Callable[[Sequence[History]], PrivacyPlan] | None) -> None:
-        """Lets the clients join, and creates the server.
+        """Asks the clients to join, and creates the server.
 
         Args:
             planned: computes the plan with which a resumed run began (see `negotiate_terms`).
@@ -85,7 +85,7 @@ class ActiveRun:
         self.played = RoundResult()
 
     def _begin_record(self, test: ImageData | None, kind: str, *, simulated: bool) -> None:
-        """Creates the record of the run, given the test images and their kind."""
+        """Creates the run's record, given the test images and their kind."""
         hidden = self.plan is not None and kind == PRIVATE
         local = simulated and self.settings.partition.local_test > 0
         self.record = RunRecord(
@@ -108,7 +108,7 @@ class ActiveRun:
         )
 
     def _restore(self, folder: RunFolder, checkpoint: Checkpoint | None) -> None:
-        """Restores the server and the metrics of a resumed run from its checkpoint."""
+        """Restores a resumed run's server and metrics from its checkpoint."""
         if checkpoint is not None:
             device = self.context.device
             self.server.state = checkpoint.state.to(device)
@@ -116,7 +116,7 @@ class ActiveRun:
         self.record.go_on(folder, () if checkpoint is None else checkpoint.rows)
 
     def plain_context(self, number: int) -> RoundContext:
-        """Returns the context of a round, without checkpoints of the loops in the round."""
+        """Returns a round's context, without loop checkpoints."""
         return replace(
             self.context,
             round=number,
@@ -126,7 +126,7 @@ class ActiveRun:
         )
 
     def round_context(self, number: int) -> RoundContext:
-        """Returns the context for computing a round's steps."""
+        """Returns a round's context, with loop checkpoints."""
         return self.plain_context(number)
 
     def play(self, context: RoundContext) -> Refusal | None:
@@ -161,15 +161,15 @@ class ActiveRun:
             self.record.tell(row)
 
     def _store(self, checkpoint: Checkpoint) -> None:
-        """Writes the checkpoint of a round, and other files of the round."""
+        """Writes a round's checkpoint and its other files."""
         raise NotImplementedError  # abstract
 
     def _end_early(self, refusal: Refusal) -> None:
-        """Records that a client refused the next round, and tells the observer."""
+        """Records that a client refused the next round, and notifies the observer."""
         self.observer.note(self.record.ended_early(refusal))
 
     def _finish(self, histories: Histories, *, secret: bool = True) -> RunResult:
-        """Writes the results of the run, given the clients' ledgers (see `RunRecord.end`)."""
+        """Writes the run's results, given the clients' ledgers (see `RunRecord.end`)."""
         completed = len(self.record.rows)
         if completed:
             self.server.end(self.plain_context(completed))

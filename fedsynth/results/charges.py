@@ -1,4 +1,4 @@
-"""Recomputes what a private run had to charge, and compares the plan with the clients' ledgers.
+"""Recomputes a private run's planned charges, and compares them with the clients' ledgers.
 
 The comparison states which ledger rows belong to the plan, which rows do not, and which rows are
 missing. The plan is made in the same way as the run made it (`PrivacyPlan`): from the contents of
@@ -41,8 +41,7 @@ Rows = Mapping[str, Sequence[Release]]
 
 
 def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
-    """Computes the privacy plan with which a run began, from the run's settings and the clients'
-    ledgers.
+    """Computes a run's original privacy plan from its settings and the clients' ledgers.
 
     Only the rows that were in the ledgers before the run are used.
 
@@ -67,7 +66,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
 def plan_when_it_began(
     folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
 ) -> PrivacyPlan:
-    """Returns the initial privacy plan of a run that is to be resumed.
+    """Returns the original privacy plan of a run to be resumed.
 
     Args:
         folder: the run folder.
@@ -90,15 +89,15 @@ def plan_when_it_began(
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"{client}'s ledger is not the one with which the run began")
+            raise PrivacyError(f"{client}'s ledger is not the ledger with which the run began")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"{client}'s ledger is missing {_text(row)}, charged by the run")
+        raise PrivacyError(f"{client}'s ledger is missing the charged {_text(row)}")
     return charges.plan
 
 
 class Charges:
-    """Compares a run's plan with the rows added to the clients' ledgers since its start.
+    """Compares a run's plan with the ledger rows added since its start.
 
     Args:
         run: the content of the run folder.
@@ -143,7 +142,7 @@ class Charges:
             self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates this run's ledger rows from those charged by other runs.
+        """Separates this run's ledger rows from other runs' rows.
 
         The method examines only the rows that were added to a client's ledger since the run began.
 
@@ -173,7 +172,7 @@ class Charges:
         self.foreign += [(client, row) for row in remaining]
 
     def _sort_selection(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the row of the run's private selection from those charged by other runs.
+        """Separates the row of the run's private selection from other runs' rows.
 
         The row must cover all releases that the run plans.
         """
@@ -195,13 +194,13 @@ class Charges:
         return replace(self.run.context, round=number, participants=active)
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Returns the metrics of a round, or an empty mapping if the round has not finished."""
+        """Returns a round's metrics, or an empty mapping if the round has not finished."""
         if not 1 <= number <= self.rounds_done:
             return {}
         return self.run.rows[number - 1]
 
     def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
-        """Returns the rows that a round may add to a client's ledger, and whether each row is
+        """Returns the ledger rows that a client may be charged in a round, and whether each is
         required.
 
         A client whose first upload was rejected receives no second request. If the first exchange
@@ -233,14 +232,14 @@ class Charges:
         return any(release.exchange == FIRST for release in self.plan.round_plans(number))
 
     def problems(self) -> list[Problem]:
-        """Returns the differences between the ledgers and the plan.
+        """Lists the differences between the ledgers and the plan.
 
         Missing rows are always reported. Unplanned rows are reported only if the ledger belongs to
         no other run.
         """
         problems = []
         for client, row in self.missing:
-            text = f"{client}'s ledger is missing {_text(row)}, required by config.toml"
+            text = f"{client}'s ledger is missing {_text(row)}, which config.toml requires"
             problems.append(Problem("ledger.missing", text))
         only_this_run = not self.run.networked and self.run.privacy.ledger_folder is None
         for client, start in self.run.start.ledgers.items():
@@ -259,12 +258,12 @@ class Charges:
                 problems.append(Problem("ledger.data_set", text))
         if only_this_run:
             for client, row in self.foreign:
-                text = f"{client}'s ledger contains {_text(row)}, not planned by "
+                text = f"{client}'s ledger contains {_text(row)}, which is not planned by "
                 problems.append(Problem("ledger.foreign", f"{text}config.toml"))
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the event that ends the run when the limit on ε allows no further round.
+        """Returns the report event for a run that the limit on ε has ended, or None.
 
         Returns None if the limit allows another round.
         """
@@ -291,8 +290,7 @@ class Charges:
         return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns what the metrics of a round must state about the clients whose uploads were not
-        used.
+        """Returns a round's expected metrics about unused uploads.
 
         In a simulation, the entries follow from the run's seed. In a run over a network, and for
         rejected uploads, the reasons are copied from the round's metrics.

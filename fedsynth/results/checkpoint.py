@@ -1,4 +1,4 @@
-"""Checkpoints of a simulation, from which a killed run resumes after its last complete round.
+"""Simulation checkpoints, from which a killed run resumes after its last complete round.
 
     simulation_only/checkpoint/
         checkpoint.json              the metrics of the finished rounds, and a list of the files
@@ -90,7 +90,7 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The folder with the checkpoint of one run.
+    """A run's checkpoint folder.
 
     Args:
         path: the folder. It is created when the first checkpoint is written.
@@ -106,7 +106,7 @@ class CheckpointFolder:
         self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
 
     def write(self, checkpoint: Checkpoint, stored: Iterable[int] = ()) -> None:
-        """Writes a round's checkpoint in place of the folder's previous one.
+        """Replaces the folder's checkpoint by a round's checkpoint.
 
         Args:
             checkpoint: the state after a round.
@@ -178,9 +178,11 @@ class CheckpointFolder:
         stored = files.read_regular(self.path / POINTER, MAX_POINTER_BYTES)
         pointer: dict[str, Any] = files.decode_json(files.without_hash(stored))
         if pointer["format"] != FORMAT:
-            raise self._damaged(f"{POINTER} is not in format {FORMAT}")
+            raise self._damaged(f"{POINTER} has another format than {FORMAT}")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"{self.path} belongs to a run with other settings or data")
+            raise CheckpointError(
+                f"{self.path} belongs to a run with other settings or data. Restore them"
+            )
         return pointer
 
     def _content(self, name: str) -> bytes:
@@ -191,11 +193,11 @@ class CheckpointFolder:
 
     @property
     def clients(self) -> list[int]:
-        """The indices of the clients with a stored client state."""
+        """The indices of clients with a stored state."""
         return sorted(self._client_states())
 
     def client_state(self, client: int) -> ClientState:
-        """Reads the client state of one client from the checkpoint.
+        """Reads one client's state from the checkpoint.
 
         Raises:
             CheckpointError: the file with the client state is damaged or missing.
@@ -207,11 +209,11 @@ class CheckpointFolder:
             raise self._damaged(str(error)) from None
 
     def _client_states(self) -> dict[int, str]:
-        """Returns the name of each client's state file."""
+        """Returns the clients' state-file names."""
         return {_client(name): name for name in self._files if name.startswith("client_state-")}
 
     def resume(self, run: RunFolder, settings: RunSettings) -> Checkpoint | None:
-        """Returns the checkpoint from which a run resumes, or None if the run starts from the
+        """Returns the checkpoint from which a run resumes, or None for a run that starts from the
         beginning.
 
         Raises:
@@ -219,7 +221,9 @@ class CheckpointFolder:
                 or data.
         """
         if without_place(read_sections(run.path / CONFIG)) != without_place(settings.to_mapping()):
-            raise CheckpointError(f"{run.path / CONFIG} does not match this run's settings")
+            raise CheckpointError(
+                f"{run.path / CONFIG} does not match this run's settings. Restore the settings"
+            )
         checkpoint = self.read(settings.method)
         if checkpoint is None and run.has_rounds:
             reason = "Restore it from a backup, as a restart would charge the ledgers twice"
@@ -241,7 +245,7 @@ class CheckpointFolder:
     def keep(
         self, checkpoint: Checkpoint, clients: Sequence[ClientRuntime], device: torch.device
     ) -> None:
-        """Writes a checkpoint after a round, and removes the clients' states from RAM.
+        """Writes a round's checkpoint, and removes the clients' states from RAM.
 
         A client state stays in its file until the client needs it again.
 
@@ -265,9 +269,7 @@ class CheckpointFolder:
         return LoopCheckpoints(self, number, STEP_SECONDS)
 
     def _prune(self) -> None:
-        """Removes files that the current checkpoint does not list. Files that cannot be removed
-        stay, as they do no harm.
-        """
+        """Removes files that the current checkpoint does not list, as far as possible."""
         for path in self.path.iterdir():
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
                 with suppress(OSError):
@@ -286,7 +288,7 @@ PLACE = {
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a run's settings without those listed in `PLACE`.
+    """Returns a run's settings without those listed in `PLACE`.
 
     The settings are grouped by section, as in config.toml.
     """
@@ -318,7 +320,7 @@ def run_identity(
 
 
 def _client(name: str) -> int:
-    """Returns the client's index from the given file name."""
+    """Returns the client index in a file name."""
     return int(name.split("-")[1].split(".")[0])
 
 
@@ -328,7 +330,7 @@ STEP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LoopState(Packed):
-    """The state for resuming a long loop within a round, such as a training.
+    """The state from which a long loop in a round, such as a training, is resumed.
 
     Args:
         tensors: the tensors from which the loop can resume, by name.
@@ -342,7 +344,7 @@ class LoopState(Packed):
 
 
 class LoopCheckpoints(LoopCheckpointer):
-    """Reads and writes the checkpoints of the loops within one round.
+    """Reads and writes one round's loop checkpoints.
 
     Runs may share finished trainings in `folder.trained`. The name of such a training, which begins
     with `TRAINED`, must determine its result.
@@ -369,7 +371,7 @@ class LoopCheckpoints(LoopCheckpointer):
         self._finished: dict[Path, LoopState] = {}
 
     def load(self, name: str) -> tuple[int, Tensors] | None:
-        """Returns the step and tensors from which a loop resumes, or None if nothing was saved.
+        """Returns the step and the tensors from which a loop resumes, or None without a checkpoint.
 
         The call also starts the clock that measures the duration of the loop.
 
@@ -433,9 +435,7 @@ class LoopCheckpoints(LoopCheckpointer):
 
 
 def read_loop_state(path: Path, identity: str) -> LoopState | None:
-    """Reads the checkpoint of a loop. Returns None if the file is missing, damaged, or belongs to
-    another run.
-    """
+    """Reads a loop's checkpoint. Returns None if the file is missing, damaged or from another run."""
     try:
         stored = files.read_regular(path, files.MAX_TENSORS_BYTES)
         return LoopState.from_bytes(files.without_hash(stored, f"{FORMAT} {identity}"))

@@ -1,4 +1,4 @@
-"""Checks which metrics of a private run may be shown.
+"""Decides which of a private run's metrics may be shown.
 
 Every key in a round's metrics and in the summary must be declared with a privacy label. This module
 declares the keys that fedsynth itself writes. A method declares the keys of its own metrics in
@@ -107,9 +107,9 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
     """Yields a description of each metric that may not be shown or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
-            yield f"contains {key!r:.80}, which may not be shown"
+            yield f"contains the undeclared metric {key!r:.80}"
         elif not declared[key].fits(value):
-            yield f"contains {key} with a type or shape that does not match its declaration"
+            yield (f"contains {key} with a type or shape that does not match its declaration")
 
 
 def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,7 +136,7 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Disclosed:
-    """The metrics of a round, or the values of a summary, split by who may see a value.
+    """A round's metrics or a summary's values, split by who may see them.
 
     Attributes:
         public: the values that may be shown to anyone.
@@ -149,7 +149,7 @@ class Disclosed:
 
 
 def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed:
-    """Splits metrics into those that may be shown and those that only a simulation may show.
+    """Splits metrics into public ones and those that only a simulation may show.
 
     The metrics of model variants are split in the same way. `public` then contains the part of each
     variant's metrics that may be shown, and `simulation_only` contains all metrics of the variants.
@@ -183,7 +183,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns the metrics on the clients' uploads that a round did not use, with reasons.
+    """Returns the metrics about a round's unused uploads, with reasons.
 
     The clients are in ascending order. If a round was discarded because it had too few uploads, the
     metrics also state how many uploads came and how many were required.
@@ -199,7 +199,7 @@ def lost_clients(played: RoundResult) -> dict[str, Any]:
 
 
 def lost_in_words(row: Mapping[str, Any]) -> list[str]:
-    """Describes the clients whose uploads were not used in a round.
+    """Describes a round's unused uploads in words.
 
     The descriptions are made from the entries that `lost_clients` added to the round's metrics.
     Examples are "lost 0 (crashed)" and "rejected 3 (weight is -1, …)".

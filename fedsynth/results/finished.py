@@ -28,12 +28,12 @@ _SHARES = ("accuracy", "dice", "auroc", "f1", "error", "amp", "wlp", "agreement"
 
 
 class RunFolderError(FedsynthError, code="files.run"):
-    """Raised for a folder that is not a finished run's or contains damaged files."""
+    """Raised if a folder is not a finished run's, or contains damaged files."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run, as read from its folder.
+    """A finished run, read from its folder.
 
     Attributes:
         folder: the run folder.
@@ -54,7 +54,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Run:
-        """Reads the folder of a finished run.
+        """Reads a finished run's folder.
 
         Raises:
             RunFolderError, ConfigFileError: a file is missing or damaged.
@@ -79,7 +79,7 @@ class Run:
 
 
 class Spread(NamedTuple):
-    """The mean and the sample standard deviation of a value over runs with different seeds.
+    """A value's mean and sample standard deviation over runs with different seeds.
 
     Attributes:
         mean: the mean, or None if there are no values.
@@ -91,7 +91,7 @@ class Spread(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Computes the mean and the standard deviation of some values."""
+        """Computes the mean and the standard deviation of values."""
         if len(values) > 1:
             return cls(statistics.fmean(values), statistics.stdev(values))
         return cls(next(iter(values), None), None)
@@ -148,12 +148,14 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
     runs: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
-            raise RunFolderError(f"the folder {folder} does not exist")
+            raise RunFolderError(f"the folder {folder} does not exist. Check the path")
         below = sorted(path for path in folder.iterdir() if path.is_dir())
         deeper = [run for inner in below for run in run_folders(inner)]
         runs += run_folders(folder) or deeper
     if not runs:
-        raise RunFolderError(f"there is no finished run in {', '.join(map(str, folders))}")
+        raise RunFolderError(
+            f"there is no finished run in {', '.join(map(str, folders))}. Check the path"
+        )
     return runs
 
 
@@ -165,7 +167,7 @@ def is_unfinished(path: Path) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Reads the summary.json of a run.
+    """Reads a run's summary.json.
 
     Raises:
         RunFolderError: the file cannot be read, or its content is not a run's summary.
@@ -179,7 +181,9 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path} is not a run's summary: the content is not a JSON object")
     for key, declaration in disclosed.SUMMARY.items():
         if key in summary and not declaration.fits(summary[key]):
-            raise RunFolderError(f"{path} is not a run's summary: the type of {key} is wrong")
+            raise RunFolderError(
+                f"{path} is not a run's summary: the value of {key} has the wrong type"
+            )
     return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 
@@ -206,7 +210,7 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Reads the metrics of the rounds from a file such as metrics.jsonl, which may be missing.
+    """Reads the rounds' metrics from a file such as metrics.jsonl. A missing file has no rounds.
 
     An incomplete last line, from a killed run, is skipped.
 
@@ -220,12 +224,12 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
         raise RunFolderError(f"cannot read {file}: {one_line(error)}") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict) or type(row.get("round")) is not int:
-            raise RunFolderError(f"{file} is damaged: line {number} does not name its round")
+            raise RunFolderError(f"{file} is damaged: line {number} contains no round number")
     return rows
 
 
 def is_share(metric: str) -> bool:
-    """Returns True if a metric is a fraction, which is shown in percent."""
+    """Returns True if a metric is a fraction, to be shown in percent."""
     return metric.endswith(_SHARES)
 
 
@@ -242,7 +246,7 @@ def percent(value: float | None) -> str:
 
 
 def auroc_text(measures: Mapping[str, Any]) -> str:
-    """Returns the AUROC for a run or domain as text, or that it is undefined.
+    """Formats a run's or domain's AUROC, or states that it is undefined.
 
     >>> auroc_text({"auroc": 0.75}), auroc_text({"auroc": None}), auroc_text({})
     ('75.00 %', 'undefined', '–')

@@ -33,8 +33,7 @@ OWNER = "owner.json"  # the name of a file that only the folder of a data owner'
 def unfinished_report(
     folder: Path, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> dict[str, Any]:
-    """Builds the privacy report of a run that did not finish, from the current contents of the
-    run's ledgers.
+    """Builds an unfinished run's privacy report from the current contents of its ledgers.
 
     `write_report` writes the report into the folder.
 
@@ -74,14 +73,14 @@ def owner_problems(
     """
     run, owner = _owner_run(folder, method)
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
-        raise PrivacyError(f"the report's client is not the one in {run_folder.PRIVATE_START}")
+        raise PrivacyError(f"the report's client does not match {run_folder.PRIVATE_START}")
     [(client, start)] = run.start.ledgers.items()
     if ledger is None:
         ledger = folder.resolve().parents[1]
     ledger_rows = report_file.read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
     if not ledger_rows.begins_with(client, start):
-        text = f"{client}'s ledger is not the one with which the run began"
+        text = f"{client}'s ledger is not the ledger with which the run began"
         problems.append(Problem("ledger.chain", text))
     rows = ledger_rows.rows[client]
     new_rows = rows[start.rows :]
@@ -123,9 +122,12 @@ def _owner_run(folder: Path, method: type[Method] | None) -> tuple[PrivateRun, O
     owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
     if rounds > run.settings.rounds or number >= run.settings.partition.clients:
-        raise PrivacyError(f"{OWNER} names client {number} or round {rounds}, unknown to the run")
+        raise PrivacyError(
+            f"{OWNER} names a client or a round (client {number}, round {rounds}) that the run "
+            "does not have"
+        )
     if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("the report is not that of a single client in a run over a network")
+        raise PrivacyError("the report does not describe a single client in a run over a network")
     return run, owner
 
 
@@ -146,5 +148,5 @@ def _owner_plan(run: PrivateRun) -> PrivacyPlan:
     plan = PrivacyPlan.checked(run.settings, run.context)
     stated, configured = run.start.noise_multiplier, plan.privacy.noise_multiplier
     if stated is None or stated <= 0 or configured not in (None, stated):
-        raise PrivacyError(f"the run began with σ = {stated}, but config.toml states {configured}")
+        raise PrivacyError(f"the run began with σ = {stated}, but config.toml sets {configured}")
     return replace(plan, privacy=replace(plan.privacy, noise_multiplier=stated))

@@ -29,7 +29,7 @@ Numbers = Mapping[str, float]
 
 
 def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Returns the numbers in a round's metrics, each with a name that a logger can use.
+    """Returns the numbers in a round's metrics, by names for loggers.
 
     A number in a nested dictionary gets a name such as "local/amp". Values that are not numbers are
     left out.
@@ -47,7 +47,7 @@ def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 class Several(Observer):
-    """An observer that passes each event of a run to several other observers.
+    """An observer that forwards a run's events to several other observers.
 
     A logger may fail after the run has begun, for example because of a full disk or a service that
     does not answer. The logger is then removed, the other observers receive a note, and the run
@@ -142,9 +142,7 @@ class Logger(Observer):
             self._close(numbers_of(summary or {}), finished=summary is not None)
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Opens the log of a run and returns it. The result is stored in `_log`, where `_write` and
-        `_close` find it.
-        """
+        """Opens and returns a run's log, which is stored in `_log` for `_write` and `_close`."""
         raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:

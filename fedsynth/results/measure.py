@@ -61,12 +61,12 @@ class Measure:
 
     @property
     def names(self) -> Names:
-        """The keys of the main measure."""
+        """The main measure's keys in metrics."""
         return NAMES[self.task]
 
     @property
     def accuracy_name(self) -> str:
-        """The name under which a round's metrics contain the main measure on the test set."""
+        """The key in a round's metrics for the main measure on the test set."""
         return self.names.common if self.personal else self.names.test
 
     @property
@@ -75,7 +75,7 @@ class Measure:
         return isinstance(self.method, PersonalModels)
 
     def accuracy(self, model: nn.Module) -> float:
-        """Returns the main measure of a model on the test set.
+        """Computes a model's main measure on the test set.
 
         It is NaN if there is no test set, or if differential privacy protects it.
         """
@@ -84,7 +84,7 @@ class Measure:
         return float(scores(predict(model, self.test), self.test.labels).mean())
 
     def row(self, state: ServerState, context: RoundContext, figures: Figures) -> dict[str, Any]:
-        """Returns the accuracies of the model after a round.
+        """Returns the model's accuracies after a round.
 
         If the method makes several variants of the model, the entry `models` contains the
         accuracies of each variant.
@@ -105,7 +105,7 @@ class Measure:
         uploads: Mapping[int, Message],
         figures: Figures,
     ) -> dict[str, Any]:
-        """Returns the optional measures of a round, of the server's model and of the uploads."""
+        """Computes a round's optional measures, for the server's model and for the uploads."""
         row: dict[str, Any] = {}
         for name in self.requested:
             row |= figures(name, partial(self._optional, name, state, context, uploads))
@@ -159,7 +159,7 @@ class Measure:
     def _rows(
         self, models: Mapping[str, Tensors], context: RoundContext, figures: Figures
     ) -> dict[str, dict[str, Any]]:
-        """Returns the metrics of each model on the test set and on the clients' own test splits."""
+        """Computes each model's metrics on the test set and on the clients' own test splits."""
         rows: dict[str, dict[str, Any]] = {name: {} for name in models}
         if self.test is not None:
             for name, parameters in models.items():
@@ -173,7 +173,7 @@ class Measure:
         return rows
 
     def _on_splits(self, models: Mapping[str, Tensors], context: RoundContext) -> dict[str, Any]:
-        """Returns the metrics of each model on the clients' own test splits.
+        """Computes each model's metrics on the clients' own test splits.
 
         The dictionary is empty if no client has a test record.
         """
@@ -189,7 +189,7 @@ class Measure:
         return metrics_by_name
 
     def _on_test(self, context: RoundContext, model: Tensors, test: ImageData) -> dict[str, Any]:
-        """Returns the accuracy and the other measures of a model on the test set.
+        """Computes a model's accuracy and other measures on the test set.
 
         If the test set has domains, the accuracy on each domain and their unweighted mean are
         included, as in papers on feature skew. If each client ends with a personal model, the

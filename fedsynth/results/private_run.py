@@ -66,7 +66,7 @@ class PrivateRun:
 
     @property
     def networked(self) -> bool:
-        """True if the clients were on other machines, and not simulated in one process."""
+        """True if the clients were on other machines, False for a simulation."""
         return not self.start.simulated
 
     @property
@@ -91,8 +91,8 @@ def read_run(folder: Path, method: type[Method] | None = None) -> PrivateRun:
     limit = min(len(rows), run.settings.rounds - 1)
     if resumed and resumed[-1] > limit:
         text = (
-            f"{RESUMED} states a resumption after round {resumed[-1]}, but the last possible one "
-            f"is after round {limit}"
+            f"{RESUMED} lists a resumption after round {resumed[-1]}, but none is possible after "
+            f"round {limit}"
         )
         raise PrivacyError(text).with_code(RESUMED)
     summary = None
@@ -128,7 +128,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
 
 
 def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
-    """Returns the specification of a run's data set, and whether it is a custom one."""
+    """Returns a run's data set specification, and whether the data set is custom."""
     try:
         spec = spec_from_json(stated)
     except (FedsynthError, *HOSTILE) as error:
@@ -145,11 +145,11 @@ def _specification(stated: Mapping[str, Any]) -> tuple[DatasetSpec, bool]:
 
 
 def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
-    """Reads the metrics of all rounds, and checks that the run declares them."""
+    """Reads all rounds' metrics, and checks that the run declares each metric."""
     rows = read_rows(file)
     for number, row in enumerate(rows, start=1):
         if row["round"] != number:
-            text = f"{file.name}: line {number} does not describe round {number}"
+            text = f"{file.name}: line {number} contains another round than {number}"
             raise PrivacyError(text).with_code(METRICS)
         for problem in disclosed.undeclared(row, declared):
             raise PrivacyError(f"{file.name}: round {number} {problem}").with_code(METRICS)
@@ -157,8 +157,7 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
 
 
 def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Path | None, bool]:
-    """Returns the folder with a run's ledger files, and whether the ledgers belong only to this
-    run.
+    """Returns the folder of a run's ledger files, and whether the ledgers belong only to this run.
 
     The folder is None if the ledgers cannot be read here. Ledgers in the run folder belong only to
     this run. A ledger kept for several runs may have grown since the run's end.

@@ -1,4 +1,4 @@
-"""Collects the facts that a private run's report states in addition to the ledgers.
+"""Collects the facts in a private run's report that are not in the ledgers.
 
 These facts are the public items, the accesses to private data and the versions of the software.
 They are computed from the public plan of the run. This module never reads data.
@@ -46,7 +46,7 @@ WEAK = 10.0  # the value of ε above which the headline contains a warning
 
 
 def headline(plan: PrivacyPlan, *, simulated: bool = True) -> Iterator[str]:
-    """Yields lines of text that describe the privacy of a planned run. The first line states ε.
+    """Yields lines of text that describe a planned run's privacy, ε first.
 
     Args:
         plan: the run's plan.
@@ -90,7 +90,7 @@ def privacy_unit(plan: PrivacyPlan) -> str:
 
 
 def _description(plan: PrivacyPlan) -> list[str]:
-    """Returns a line about the guarantee of a planned run, and a line about its mechanism."""
+    """Returns a line about a planned run's guarantee, and a line about its mechanism."""
     chief, privacy = plan.chief, plan.privacy
     sampling = "all records at each step"
     if chief.sample_rate < 1:
@@ -110,8 +110,8 @@ def _description(plan: PrivacyPlan) -> list[str]:
 
 
 def noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns a warning, from public sizes only, if noise exceeds a release's largest possible
-    signal.
+    """Returns warnings for releases whose noise exceeds their largest possible signal, from public
+    sizes.
     """
     if not plan.facts.guaranteed:
         return []
@@ -152,7 +152,7 @@ def start_facts(
     *,
     simulated: bool,
 ) -> figures.Start:
-    """Returns the public facts about a private run that are fixed when the run begins.
+    """Returns a private run's public facts that are fixed at its start.
 
     These facts are written into the run folder at the start, so that a privacy report can be made
     even if the run is killed.
@@ -184,7 +184,7 @@ def start_facts(
 def privacy_section(
     plan: PrivacyPlan, histories: Histories, *, simulated: bool = True
 ) -> figures.Promise:
-    """Returns the section "privacy" of summary.json, which states the privacy guarantee of a run.
+    """Returns summary.json's section "privacy" with a run's privacy guarantee.
 
     Args:
         plan: the run's plan.
@@ -207,7 +207,7 @@ def privacy_section(
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Returns a number with its noun, such as "1 round" or "3 rounds"."""
+    """Formats a number and its noun, such as "1 round" or "3 rounds"."""
     return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
@@ -225,7 +225,7 @@ def report_facts(
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> figures.ReportFacts:
-    """Returns the facts in a run's privacy report that are not in the ledgers.
+    """Returns a run's report facts that are not in the ledgers.
 
     Args:
         plan: the run's plan.
@@ -286,7 +286,7 @@ def report_facts(
 
 
 def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
-    """Returns the minimum number of clients in a sum that the server sees.
+    """Returns the minimum number of clients in a sum shown to the server.
 
     Returns 0 if the server sees the upload of each client.
     """
@@ -300,7 +300,7 @@ def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
 def owner_facts(
     plan: PrivacyPlan, k: int, history: History, rounds: int, start: figures.Start, *, secret: bool
 ) -> figures.ReportFacts:
-    """Returns the facts in a data owner's report that are not in the owner's ledger.
+    """Returns the facts for a data owner's report that are not in the owner's ledger.
 
     Args:
         plan: the run's plan.
@@ -317,7 +317,7 @@ def owner_facts(
 
 
 def exported_files(folder: Path) -> dict[str, str]:
-    """Returns the files in a run folder that the report covers, with their SHA-256 hashes.
+    """Returns the SHA-256 hashes of the files in a run folder that the report covers.
 
     Raises:
         OSError: a file cannot be read.
@@ -326,7 +326,7 @@ def exported_files(folder: Path) -> dict[str, str]:
 
 
 def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]:
-    """Returns the items that the privacy report lists as public.
+    """Returns the privacy report's list of public items.
 
     These items were fixed before any data were read. The text about each item states its value and
     the reason why it is public.
@@ -379,7 +379,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
 
 
 def _guarantee_items(plan: PrivacyPlan, *, simulated: bool) -> dict[str, str]:
-    """Returns the public sizes on which a guarantee depends, and the public fields of uploads."""
+    """Returns the public items that a guarantee needs: sizes, and public fields of uploads."""
     items = {}
     run = plan.run
     unit = "record"
@@ -409,15 +409,13 @@ def _architecture(run: RunSettings) -> str:
 
 
 def _settings_text(run: RunSettings, section: str) -> str:
-    """Returns the settings of one section as text, such as "width = 32, depth = 2". Settings
-    without a value are left out.
-    """
+    """Formats the settings in one section that have a value, such as "width = 32, depth = 2"."""
     settings = run.to_mapping()[section]
     return ", ".join(f"{key} = {value}" for key, value in settings.items() if value != "")
 
 
 def _data_set(plan: PrivacyPlan, *, simulated: bool) -> str:
-    """Names the data set in the report, and states which part of it is public."""
+    """Describes the data set and its public part for the report."""
     spec = plan.spec
     if is_published(spec):
         return f"{spec.name}, published: {spec.source}"
@@ -500,7 +498,7 @@ DATA_PATHS = (
 
 
 def provenance(run: RunSettings) -> dict[str, str]:
-    """Returns the software versions that made a run, and a hash of all its settings.
+    """Returns a run's software versions and a hash of all its settings.
 
     For custom images, the hash does not cover paths and names of columns, because they
     could be guessed from a hash.

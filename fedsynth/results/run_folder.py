@@ -86,7 +86,7 @@ Sets = list[tuple[int, Tensor, Tensor, Tensor | None]]
 
 
 class RunFolder:
-    """The folder into which a run writes its files. `finish` renames it when the run has ended.
+    """The folder for a run's files. `finish` renames it after the run has ended.
 
     Args:
         base: the parent folder.
@@ -118,7 +118,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """Opens the folder of an unfinished run in order to resume the run.
+        """Opens an unfinished run's folder, to resume the run.
 
         Raises:
             OutputError: the folder does not exist, the run has finished, or a process is still
@@ -126,7 +126,9 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} is not a run folder: it contains no {CONFIG}")
+            raise OutputError(
+                f"{path} is not a run folder: it contains no {CONFIG}. Name a run folder"
+            )
         if path.suffix != INCOMPLETE:
             raise OutputError(
                 f"the run in {path} cannot be resumed, because it has finished. Start a new run"
@@ -156,14 +158,14 @@ class RunFolder:
             self._lock = claim(self.path / LOCK, busy)
 
     def release(self) -> None:
-        """Unlocks the folder, so that another process can resume the run. Write no files
+        """Unlocks the folder, so that another process can resume the run. No file may be written
         afterwards.
         """
         self._lock.close()
 
     @property
     def checkpoints(self) -> Path:
-        """The path of the run's checkpoint, which exists until the run ends."""
+        """The checkpoint's path, which exists until the run ends."""
         return self.path / "simulation_only" / CHECKPOINT
 
     def _replace(self, name: str, text: str) -> None:
@@ -207,7 +209,7 @@ class RunFolder:
         return (file.exists() and file.stat().st_size > 0) or any(resumed_rounds(self.path))
 
     def rewrite_metrics(self, rows: Sequence[Disclosed]) -> None:
-        """Rewrites the metrics files, without the metrics of an unfinished round."""
+        """Rewrites the metrics files without an unfinished round's metrics."""
         texts = {METRICS: "", HIDDEN: ""}
         for row in rows:
             for name, line in _lines(row).items():
@@ -220,7 +222,7 @@ class RunFolder:
         self._replace(CONFIG, toml)
 
     def write_sources(self, files: Iterable[OwnCode]) -> None:
-        """Copies the user's code, as it was executed, into the run folder."""
+        """Copies the user's code into the run folder, as executed."""
         for file in files:
             with writing(self.path):
                 (self.path / "sources").mkdir(exist_ok=True)
@@ -236,7 +238,7 @@ class RunFolder:
         return (self.path / PRIVATE_START).exists()
 
     def append_metrics(self, row: Disclosed) -> None:
-        """Appends the metrics of a finished round to the files that contain metrics."""
+        """Appends a finished round's metrics to the metrics files."""
         for name, line in _lines(row).items():
             with writing(self.path), (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line)
@@ -255,7 +257,7 @@ class RunFolder:
             picture.partition_png(counts_KC, self.path / PARTITION)
 
     def write_synthetic(self, sets: Sets, spec: DatasetSpec) -> None:
-        """Writes the synthetic images of the last round and their labels.
+        """Writes the last round's synthetic images and their labels.
 
         Args:
             sets: the sets that the clients sent, or that the server made (client `SERVER`). The
@@ -280,7 +282,7 @@ class RunFolder:
             )
 
     def draw_synthetic(self, sets: Sets, spec: DatasetSpec, name: str) -> None:
-        """Draws the images that `write_synthetic` wrote as one picture, with a row for each class.
+        """Draws the images from `write_synthetic` as one picture, with a row for each class.
 
         Draws nothing for data that are not grey or colour images.
         """
@@ -299,7 +301,7 @@ class RunFolder:
             picture.image_grid_png(rows, self.path / name, columns, names)
 
     def write_artefacts(self, matrices: Tensors) -> None:
-        """Writes the matrices that the server computed, if there are any."""
+        """Writes the server's matrices, if there are any."""
         if matrices:
             with writing(self.path):
                 save_tensors(matrices, self.path / ARTEFACTS, {})
@@ -309,7 +311,7 @@ class RunFolder:
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
 
     def finish(self) -> Path:
-        """Renames the folder of a run that has ended, and returns the new path of the folder."""
+        """Renames an ended run's folder, and returns the new path."""
         with writing(self.path):
             _sync_all(self.path)
             if sys.platform == "win32":  # a folder with an open file cannot be renamed
@@ -330,7 +332,7 @@ def _joined(sets: Sets) -> tuple[Tensor, Tensor]:
 
 
 def _lines(row: Disclosed) -> dict[str, str]:
-    """Returns the line that each metrics file gets for a round."""
+    """Returns a round's line for each metrics file."""
     rows = {METRICS: row.public}
     if row.simulation_only:
         rows[HIDDEN] = {"round": row.public["round"], **row.simulation_only}
@@ -338,7 +340,7 @@ def _lines(row: Disclosed) -> dict[str, str]:
 
 
 def private_start(folder: Path) -> Start:
-    """Reads privacy_start.json, which a private run wrote at its start.
+    """Reads privacy_start.json, written at a private run's start.
 
     Raises:
         PrivacyError: privacy_start.json is missing or damaged.
@@ -382,7 +384,7 @@ def _fresh(base: Path, name: str) -> tuple[Path, Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Waits until a folder's files and entries are on the disk."""
+    """Flushes a folder's files and entries to disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             # Windows writes only files to the disk that are open for writing

@@ -1,4 +1,4 @@
-"""The lines of text that a run prints, which state its privacy, warnings and progress."""
+"""The lines of text printed by a run: its privacy, warnings and progress."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_LATER_EPSILON = "no later run on these data can state an ε"
 
 
 def headline(settings: RunSettings, plan: PrivacyPlan | None) -> Iterator[str]:
-    """Yields the lines that state the privacy guarantee of a run, or that it has no guarantee."""
+    """Yields lines about a run's privacy guarantee, or a line that there is none."""
     if plan is not None:
         yield from headline_of_plan(plan)
         return
@@ -41,7 +41,7 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> Iterator[str]:
 
 
 def warnings(settings: RunSettings) -> Iterator[str]:
-    """Yields warnings about settings that may not have the effect that a user expects.
+    """Yields warnings about settings with possibly unexpected effects.
 
     The first line states the precision and compilation of a run, unless it is fp32 and eager.
     """
@@ -60,7 +60,7 @@ def warnings(settings: RunSettings) -> Iterator[str]:
 def missing_classes(
     sets: Sequence[SyntheticSet], spec: DatasetSpec, *, guaranteed: bool
 ) -> Iterator[str]:
-    """Yields a warning if no client sends images of some class.
+    """Yields a warning about classes of which no client sends images.
 
     Args:
         sets: the synthetic sets of all clients. Empty if the method sends no images.
@@ -122,7 +122,7 @@ def accuracies(row: Mapping[str, Any], personal: bool) -> list[tuple[str, str]]:
 
 
 def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
-    """Formats the metrics of a round as one line for the user.
+    """Formats a round's metrics as one line for the user.
 
     The metrics must not contain values that only a simulation may show.
     """
@@ -141,7 +141,7 @@ def round_line(row: Mapping[str, Any], settings: RunSettings) -> str:
 
 
 class StderrObserver(Observer):
-    """Prints a line on stderr for each note and each round, and for some steps of long rounds.
+    """Prints notes, rounds and some steps of long rounds on stderr, one line each.
 
     A step is printed if nothing else was printed for 30 seconds. With differential privacy,
     computing times may depend on private data. Steps are then printed at each tenth of a long stage

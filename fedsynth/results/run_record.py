@@ -1,4 +1,4 @@
-"""Records the metrics and results of a run, and defines the content of summary.json.
+"""Records a run's metrics and results, and defines summary.json's content.
 
 Both simulations and runs over a network use this module.
 """
@@ -44,7 +44,7 @@ from fedsynth.synthesizer.condensation.sets import synthetic_sets
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a run, as `simulate` returns it.
+    """A run's result, as returned by `simulate`.
 
     Args:
         settings: the run's settings, with the actual name of the data set and the actual kind of
@@ -111,7 +111,7 @@ def summarise(
     privacy: Mapping[str, Any] | None,
     names: Names = NAMES[CLASSIFICATION],
 ) -> dict[str, Any]:
-    """Returns the content of summary.json, except the path of the run folder.
+    """Returns summary.json's content, except the run folder's path.
 
     For a private run, the result includes values that only a simulation may show.
     `fedsynth.results.disclosed` separates them.
@@ -157,7 +157,7 @@ def summarise(
 
 
 def _last_measures(metrics: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
-    """Returns the last measures by domain, by model and by client, and the last generator's."""
+    """Returns the last measures by domain, model and client, and those of the last generator."""
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     measures: dict[str, Any] = {}
     if "domain_average" in last:
@@ -187,7 +187,7 @@ def sent_sets(uploads: Mapping[int, Message]) -> Sets:
 
 @dataclass
 class RunRecord:
-    """Collects the metrics of a run, and writes the metrics and the results into the run folder.
+    """Collects a run's metrics, and writes metrics and results into the run folder.
 
     Args:
         settings: the run's settings.
@@ -219,7 +219,7 @@ class RunRecord:
     _missing: set[str] = field(default_factory=set)
 
     def begin(self, histories: Histories, selected: datetime | None = None) -> None:
-        """Writes the initial state of a private run into the run folder, before the first round.
+        """Writes a private run's initial state into the run folder, before the first round.
 
         The initial state includes the current contents of the clients' ledgers. If the run is
         resumed, the initial state is already in the folder, and only new warnings are added.
@@ -263,13 +263,13 @@ class RunRecord:
             self.events.append(Event(kind="resumed", rounds_done=number))
 
     def is_evaluated(self, number: int) -> bool:
-        """Returns whether the models are measured after a round."""
+        """Returns True if the models are evaluated after a round."""
         return number % self.settings.evaluate_every == 0 or number == self.settings.rounds
 
     def row(
         self, state: ServerState, context: RoundContext, played: RoundResult, started: float
     ) -> disclosed.Disclosed:
-        """Measures and records the metrics of a finished round.
+        """Computes and records a finished round's metrics.
 
         The result separates the metrics that may be shown from those that only a simulation may
         show.
@@ -315,7 +315,7 @@ class RunRecord:
         return public
 
     def tell(self, row: disclosed.Disclosed) -> None:
-        """Writes the metrics of a round into the run folder, and informs the observer."""
+        """Writes a round's metrics into the run folder, and notifies the observer."""
         if self.folder is not None:
             self.folder.append_metrics(row)
         self.observer.round_ended(row.public)
@@ -330,13 +330,13 @@ class RunRecord:
 
     @property
     def deviations(self) -> tuple[str, ...]:
-        """Sentences on how the run deviated from its plan."""
+        """Sentences that describe the run's deviations from its plan."""
         cap = None if self.plan is None else self.plan.privacy.epsilon
         rounds = self.settings.rounds
         return tuple(event_text(e, rounds, cap, simulated=self.simulated) for e in self.events)
 
     def figures(self, name: str, make: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Computes metrics about the run, and ignores a failure of the computation.
+        """Computes metrics about the run, and ignores errors in the computation.
 
         If the computation fails, the failure is noted once, and an empty mapping is returned. In
         the metrics, None replaces infinities and NaN. A failure here must not end the run: the
@@ -359,7 +359,7 @@ class RunRecord:
             return {}
 
     def missing(self, name: str, error: Exception) -> None:
-        """Notes that a part of the results is missing.
+        """Records that a part of the results is missing.
 
         The note is made only once per name, because a cause such as a full disk would repeat it
         each round.
@@ -435,7 +435,7 @@ class RunRecord:
         report: dict[str, Any] | None,
         summary: disclosed.Disclosed,
     ) -> dict[str, Any] | None:
-        """Writes the results of a run into the run folder.
+        """Writes a run's results into the run folder.
 
         Returns the privacy report, which contains the hashes of the result files.
 
@@ -495,7 +495,7 @@ class RunRecord:
     def _allowed(
         self, values: Mapping[str, Any], declared: disclosed.Declared | None
     ) -> disclosed.Disclosed:
-        """Separates values that may be shown from those that only a simulation may show.
+        """Splits values into public ones and those that only a simulation may show.
 
         In a run over a network, the values that only a simulation may show are dropped."""
         metrics = disclosed.disclosed(values, declared)

@@ -49,7 +49,7 @@ UNUSABLE = (FedsynthError, RuntimeError, *HOSTILE)
 
 @dataclass(frozen=True)
 class Architecture:
-    """The architecture of a network, without its weights.
+    """A network's architecture, without its weights.
 
     Args:
         spec: the specification of the network's input images.
@@ -85,12 +85,12 @@ class Architecture:
 
     @property
     def takes_model(self) -> bool:
-        """True if the section "model", and not the method, determines the network."""
+        """True if the section "model" determines the network, False if the method does."""
         return self.run is None or not isinstance(self.run.method, OwnNetwork)
 
     @property
     def custom_parts(self) -> dict[str, str]:
-        """The names of the network's custom model, feature map and method.
+        """The names of custom code in the network: model, feature map and method.
 
         The keys are "model", "features" and "method". A part that is not custom has no entry.
         """
@@ -113,8 +113,7 @@ class Architecture:
         return sections
 
     def count(self) -> int | None:
-        """Computes the number of the network's parameters from the settings, without building the
-        network.
+        """Computes the network's parameter count from the settings, without building the network.
 
         Returns None if this is not possible.
         """
@@ -124,7 +123,7 @@ class Architecture:
             return registry.parameter_count(self.network())
 
     def to_metadata(self) -> dict[str, str]:
-        """Converts the architecture to text entries for the metadata of a model file.
+        """Converts the architecture to text entries for a model file's metadata.
 
         `from_metadata` reads these entries.
         """
@@ -139,7 +138,7 @@ class Architecture:
     def from_metadata(
         cls, metadata: Mapping[str, str], method: type[Method] | None, parameters: int
     ) -> Architecture:
-        """Reads the architecture from the metadata of a file.
+        """Reads the architecture from a model file's metadata.
 
         Args:
             metadata: the file's metadata.
@@ -153,7 +152,9 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
-            raise OutputError(f"{spec.classes} classes of {spec.image_shape} images are too large")
+            raise OutputError(
+                f"a model for {spec.classes} classes of {spec.image_shape} images is too large"
+            )
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
@@ -166,7 +167,7 @@ class Architecture:
 
 
 def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the part of a run's settings that determines its network."""
+    """Returns a run's settings that determine its network."""
     names = ("method", "method_source")
     run = {key: value for key, value in sections["run"].items() if key in names}
     return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
@@ -198,7 +199,7 @@ def write_model(file: Path, network: nn.Module, architecture: Architecture, **fa
 
 
 def teaches(file: Path) -> bool:
-    """Returns True if the metadata of a file states that its model can teach
+    """Returns True if a model file's metadata state that the model can teach
     (`Architecture.teaches`).
 
     Raises:
@@ -208,7 +209,7 @@ def teaches(file: Path) -> bool:
 
 
 def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Architecture]:
-    """Reads a model and its architecture from a file that `write_model` wrote.
+    """Reads a model and its architecture from a file written by `write_model`.
 
     The model is in evaluation mode, on the CPU.
 
@@ -223,7 +224,9 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(f"{file} is not a model file: it states no architecture")
+        raise OutputError(
+            f"{file} is not a model file: it contains no architecture. Name a model file"
+        )
     try:
         parameters = sum(map(Tensor.numel, weights.values()))
         architecture = Architecture.from_metadata(metadata, method, parameters)
@@ -235,14 +238,14 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     if not same:
         parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
         raise OutputError(
-            f"{file} cannot be used: the network's outputs for public images do not match those "
-            f"in the file. Use {parts} with the weights at the time of writing"
+            f"{file} cannot be used: the rebuilt network's outputs for public images do not "
+            f"match the stored ones. Use {parts} with the original weights"
         ).with_code("files.model")
     return network.eval(), architecture
 
 
 def computes(network: nn.Module, spec: DatasetSpec, logits: str) -> bool:
-    """Returns True if a network reproduces the outputs in a model file's metadata.
+    """Returns True if a network reproduces the outputs stored in a model file's metadata.
 
     Args:
         network: the network.
@@ -326,8 +329,8 @@ def model_in(source: Path, method: type[Method] | None = None) -> tuple[nn.Modul
         return read_model(source, method)
     if not (source / MODEL).is_file():
         raise OutputError(
-            f"{source} is neither a model file nor a finished run's folder nor an export with a "
-            "model (--with-model). Name one of them"
+            f"{source} is not a model file, a finished run's folder or an export with a model "
+            "(--with-model). Name one of them"
         ).with_code("files.model")
     if (source / SUMS).is_file():
         check_hashes(source)

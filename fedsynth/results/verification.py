@@ -1,4 +1,4 @@
-"""Verifies the privacy report in the folder of a private run.
+"""Verifies the privacy report in a private run's folder.
 
 The figures in the report are computed again from config.toml, privacy_start.json and the ledgers,
 as are the ε of each round and in the summary, and the clients of each round. The report has the
@@ -75,8 +75,7 @@ _REASON = re.compile(r".{1,1000}")
 def verify_run(
     run: Path | str, *, ledger: Path | None = None, method: type[Method] | None = None
 ) -> Verification:
-    """Checks that the privacy report of a run follows from the run's settings and the clients'
-    ledgers.
+    """Checks that a run's privacy report follows from its settings and the clients' ledgers.
 
     Args:
         run: the run folder, a guard's folder (`fedsynth.privacy.guard`), or the
@@ -140,7 +139,7 @@ def _problem(error: FedsynthError) -> Problem:
 def _run_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[Problem], str]:
-    """Returns the differences between a run's report and the other files of the run.
+    """Lists the contradictions between a run's report and its other files.
 
     A second result is a note about the ledgers.
     """
@@ -178,7 +177,7 @@ def _ended_early(charges: Charges) -> bool:
 
 
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
-    """Returns the privacy report's expected events, in which the run deviated from its plan.
+    """Returns the privacy report's expected events, the run's deviations from its plan.
 
     In a run over a network, the reasons for the events are taken from the report. In a simulation,
     the limit on ε explains an early end. If other runs have charged the ledgers since the early
@@ -208,7 +207,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if a client may have failed to send its ledger, as an event states.
+    """Returns True if an event explains that a client did not send its ledger.
 
     It may have happened if the client did not answer in the rounds of the event, or if these rounds
     were interrupted.
@@ -225,7 +224,7 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Returns an event with the report's reason for it, if there is one."""
+    """Adds the report's stated reason to an event, if there is one."""
     for event in stated:
         matches = event.model_copy(update={"why": None}) == expected
         if matches and event.why is not None and _REASON.fullmatch(event.why):
@@ -237,9 +236,7 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 
 
 def _figure_problems(charges: Charges) -> list[Problem]:
-    """Returns a problem for each figure in metrics.jsonl and summary.json that contradicts the plan
-    or the ledgers.
-    """
+    """Lists the figures in metrics.jsonl and summary.json that contradict the plan or the ledgers."""
     run, plan = charges.run, charges.plan
     problems = _epsilon_problems(charges)
     for row in run.rows:
@@ -255,16 +252,14 @@ def _figure_problems(charges: Charges) -> list[Problem]:
 
 
 def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[str]:
-    """Yields a problem for each metric in a round that the run's settings exclude. A killed run's
-    file hashes are in no ledger.
-    """
+    """Yields a problem for each metric that a round cannot contain under the run's settings."""
     run = charges.run
     method = run.settings.method
     names = method.variant_names if isinstance(method, Measurements) else ()
     models = row.get(MODELS, {})
     for name, variant in models.items():
         if name not in names:
-            yield f"contains metrics of model {name!r:.40}, which the method does not make"
+            yield f"contains metrics of the model {name!r:.40}, which the method does not have"
         for problem in undeclared(variant, MEASURED):
             yield f"{problem} (in the metrics of the model {name!r:.40})"
     for values in (row, *models.values()):
@@ -278,13 +273,11 @@ def _measurement_problems(row: Mapping[str, Any], charges: Charges) -> Iterator[
     active = charges.plan.participation.in_round(row["round"])
     total = row.get("upload_bytes")  # a pixel has one byte, other values have more
     if len(sizes) > len(active) or not row.get("upload_floats", 0) <= sum(sizes) == total:
-        yield "contains contradictory upload sizes"
+        yield "contains upload sizes that contradict each other"
 
 
 def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]:
-    """Returns a problem for each metric of a round that contradicts the privacy plan or the run's
-    seed.
-    """
+    """Lists a round's metrics that contradict the privacy plan or the run's seed."""
     number = row["round"]
     active = charges.plan.participation.in_round(number)
     method = charges.run.settings.method
@@ -307,7 +300,7 @@ def _planned_problems(row: Mapping[str, Any], charges: Charges) -> list[Problem]
 
 
 def _epsilon_problems(charges: Charges) -> list[Problem]:
-    """Returns a problem for each round whose metrics state a wrong ε.
+    """Lists the rounds with a wrong ε in their metrics.
 
     The correct ε is computed from the ledger rows up to this round.
     """
@@ -345,7 +338,7 @@ def _epsilon_problems(charges: Charges) -> list[Problem]:
 def _file_problems(
     folder: Path, report: Mapping[str, Any], files: Mapping[str, str], charges: Charges
 ) -> list[Problem]:
-    """Returns the problems with the files in the folder of a finished run.
+    """Lists the problems with the files in a finished run's folder.
 
     The hashes in the report are compared with the files in `report_problems`. Here, the hash of
     these hashes is compared with those in the ledgers.
@@ -383,7 +376,7 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
 
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
-    """Returns a problem for each file that no run writes and that could hold anything."""
+    """Lists the files that no run writes, whose content is unknown."""
     allowed = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
     try:
         names = plain_files(folder, leave_out=[EXCLUDED])

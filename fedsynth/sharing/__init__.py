@@ -1,1 +1,1 @@
-"""Shared sets: exports of runs, their files for hubs and ONNX, and what recipients do with them."""
+"""Shared sets: exports of runs, files for hubs and ONNX, and tools for recipients."""

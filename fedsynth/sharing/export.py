@@ -1,4 +1,4 @@
-"""Exports the synthetic images of a run into a separate folder that may be shared.
+"""Exports a run's synthetic images into a separate folder for sharing.
 
 The folder contains the images, their privacy report and a README. It contains nothing else from the
 run folder. `fedsynth.data.shared_set` lists the files.
@@ -59,8 +59,7 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """The content of an export: the synthetic images of a run, and everything that is exported
-    together with the images.
+    """An export's content: a run's synthetic images, and all that is exported with them.
 
     Attributes:
         synthetic: the images, with their privacy guarantee.
@@ -160,7 +159,10 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
     if not (folder / TENSORS).is_file():
-        raise OutputError(f"the run in {folder} contains no images, because {name} makes none")
+        raise OutputError(
+            f"the run in {folder} contains no images, because {name} makes none. Export its "
+            "model (--onnx)"
+        )
     synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
@@ -181,15 +183,15 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 def verified_report(
     folder: Path, *, unprotected: bool, method: type[Method] | None
 ) -> dict[str, Any] | None:
-    """Returns the privacy report of a finished run, after checking that the run's settings and
-    ledgers give the same report. Returns None for a run without differential privacy.
+    """Checks and returns a finished run's privacy report, or None without differential privacy. The
+    run's settings and ledgers must give the same report.
 
     Raises:
         OutputError: the run has not finished, or has no guarantee and `unprotected` is False.
         PrivacyError: the report does not follow from the run's settings and ledgers.
     """
     if not (folder / "summary.json").is_file():
-        raise OutputError(f"{folder} is not a finished run's folder: it contains no summary.json")
+        raise OutputError(f"{folder} contains no summary.json. Name a finished run's folder")
     report = None
     if (folder / PRIVATE_START).exists():
         problems = verify_run(folder, method=method).problems
@@ -201,7 +203,7 @@ def verified_report(
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):
         raise OutputError(
-            f"the run in {folder} has no privacy guarantee, so its images and its model may reveal "
+            f"the run in {folder} has no privacy guarantee, so its images and model may reveal "
             f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
         ).with_code("export.no_guarantee")
     return report
@@ -258,7 +260,7 @@ def _write(share: Share, out: Path) -> None:
 
 
 def readme(share: Share) -> str:
-    """Returns the README of an exported folder, which explains the folder to its recipients."""
+    """Returns an exported folder's README for its recipients."""
     spec, report = share.synthetic.spec, share.report
     count = len(share.synthetic.labels)
     architecture = share.model and share.model[1]

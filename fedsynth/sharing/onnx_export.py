@@ -1,4 +1,4 @@
-"""Exports the model of a run as an ONNX file, which other programs can execute without PyTorch."""
+"""Exports a run's model as an ONNX file, for use without PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEEDS_ONNX = "an ONNX file needs the packages onnx and onnxscript: pip install '
 
 
 class FromValues(nn.Module):
-    """A classifier whose inputs are values in their original units instead of normalised values.
+    """A classifier for values in their original units instead of normalised values.
 
     The inputs are pixels in [0, 1], values between the bounds of the data set, or tokens. Values
     outside are clamped, as in training.
@@ -61,7 +61,7 @@ def export_onnx(
     unprotected: bool = False,
     method: type[Method] | None = None,
 ) -> Path:
-    """Writes the model of a finished run as an ONNX file.
+    """Writes a finished run's model as an ONNX file.
 
     The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], values between the bounds
     of the data set, or tokens. The normalisation is part of the graph. The output `logits` is float32
@@ -136,9 +136,9 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
     except (RuntimeError, ValueError) as error:
         raise OutputError(
-            "the model cannot be exported: ONNX does not support one of its operations (as in "
-            "scattering feature maps), or the code fixes the number of images. Use another "
-            "feature map or model"
+            "the model cannot be exported, because ONNX does not support one of its operations "
+            "(for example in scattering feature maps), or because its code fixes the number of "
+            "images. Use another feature map or model"
         ).with_code("onnx.operation") from error
     # one image instead of three, because code such as `len(images)` may fix the number
     _check_logits(program.model_proto, images[:1], logits[:1])

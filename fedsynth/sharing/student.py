@@ -73,7 +73,7 @@ class Student:
     guaranteed: bool
 
     def save(self, file: str | Path) -> None:
-        """Writes the weights, the architecture and a description of the training to a file.
+        """Writes the student's weights, architecture and training facts to a file.
 
         `load_model` reads the file.
 
@@ -106,7 +106,7 @@ class Student:
 
 
 def require_place(file: Path) -> Path:
-    """Checks that a model may be written to a path, and returns the path.
+    """Returns a path after checking that a model may be written there.
 
     Raises:
         OutputError: the path is a folder, or it is inside an exported synthetic set, which must not
@@ -169,7 +169,9 @@ def student_of_set(
     student_settings = student_settings or settings_for(synthetic.spec.image_shape)
     check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        reason = "must be 'hard' or 'auto', because the set has no soft labels. Choose one of them"
+        reason = (
+            "must be 'hard' or 'auto', because the set contains no soft labels. Choose one of them"
+        )
         raise SettingError(None, "labels", reason)
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
@@ -228,7 +230,7 @@ def network_for(spec: DatasetSpec, **settings: Any) -> registry.ModelSettings:
 def _teacher(
     folder: Path, named: str | Path | nn.Module, spec: DatasetSpec
 ) -> tuple[nn.Module | None, bool]:
-    """Loads the teacher of a student.
+    """Loads a student's teacher model.
 
     Returns:
         The teacher, and True if the privacy guarantee of the set also holds for a student of this
@@ -253,7 +255,7 @@ def _teacher(
 
 
 def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: DatasetSpec) -> None:
-    """Refuses a model trained for other images or classes, or for other image scaling.
+    """Refuses a model whose image shape, classes or image scaling do not match.
 
     The labels of such a model would be wrong.
     """
@@ -262,7 +264,7 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
             values = f"{name.replace('_', ' ')} {short_repr(getattr(spec, name))} of {spec.name}"
             reason = f"must have the {values}, but {place} was trained for {other.name} with "
             raise SettingError(
-                None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another"
+                None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another model"
             )
 
 
@@ -277,7 +279,10 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
         logits = torch.empty(0)
     model.train(mode)
     if logits.shape != (2, spec.classes):
-        reason = f"must map {spec.image_shape} images to {spec.classes} logits, but {name} does not"
+        reason = (
+            f"{name} does not map {spec.image_shape} images to {spec.classes} logits. Choose "
+            "another"
+        )
         raise SettingError(None, "teacher", reason)
     return model
 
@@ -320,7 +325,7 @@ def real_images(
             raise SettingError(
                 "data",
                 "dataset",
-                "must not be set together with data.test_folder. Remove one of them",
+                "and data.test_folder are both set. Remove one of them",
             )
         chosen = FolderSettings(folder, **data)
         return _encoded(read_as(chosen, images, note, TEST), spec, encoder)
@@ -330,8 +335,8 @@ def real_images(
     other = loaded.spec
     if (other.image_shape, other.class_names) != (images.image_shape, images.class_names):
         reason = (
-            f"must have the synthetic set's image shape {images.image_shape} and class names. Choose "
-            "such a data set"
+            f"does not have the synthetic set's image shape {images.image_shape} and class "
+            "names. Choose another data set"
         )
         raise SettingError("data", "dataset", reason, value=dataset)
     test = ImageData(loaded.images, loaded.labels, images)  # normalised as the synthetic ones are
@@ -339,7 +344,7 @@ def real_images(
 
 
 def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None) -> ImageData:
-    """Replaces test images with vectors from a synthetic set's encoder.
+    """Replaces test images by vectors from a synthetic set's encoder.
 
     Images of a set without an encoder are returned unchanged.
     """
@@ -348,14 +353,17 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     expected = spec.encoder.partition(": ")[0]
     if encoder is None:
         reason = (
-            f"must be {expected.partition('@')[0]}, because the set has vectors of {expected}. Set it "
-            "so"
+            f"is not set, but the synthetic set contains vectors of {expected}. Set it to "
+            f"{expected.partition('@')[0]}"
         )
         raise SettingError("data", "encoder", reason)
     features = encoder_map(encoder, test.spec)
     vectors = encode(test, features, torch.device("cpu"))
     if vectors.spec.encoder != spec.encoder:
-        reason = f"must be {expected}, which made the set's vectors, got {features.name}"
+        reason = (
+            f"is {features.name}, but the synthetic set's vectors are from {expected}. Use this "
+            "encoder"
+        )
         raise SettingError("data", "encoder", reason)
     return replace(vectors, spec=spec)
 
@@ -405,7 +413,7 @@ def distil_files(
     settings = resolve({**sections, **one_shot}, own_data=own_data)
     method, device = settings.method, resolve_device(settings.device)
     if not isinstance(method, DataFreeEnsembleDistillation):
-        reason = "cannot distil without data. Use fedhydra or dense"
+        reason = "does not support distillation without data. Use fedhydra or dense"
         raise SettingError("run", "method", reason, value=method.name)
     context = replace(
         public_context(settings, spec, device),

@@ -1,4 +1,4 @@
-"""Audits the privacy of a method with canaries, which are test records in one client's data.
+"""Audits a method's privacy with canaries, test records in one client's data.
 
 An audit is a real run of the method, but it reads no private record. The clients have public random
 images with the shape of the data set's images, and about as many as the data set declares. The
@@ -159,8 +159,8 @@ def audit_run(
         plan = run.budget.plan
         if plan.chief.shares > 1:
             reason = (
-                "must be 'own' for an audit, because one upload has less noise than a secure "
-                "sum. Set method.aggregation=own"
+                "must be 'own' for an audit, because a single upload to a secure sum has less "
+                "noise than the sum. Set method.aggregation=own"
             )
             raise SettingError(None, "aggregation", reason)
         run.watch()
@@ -188,7 +188,7 @@ def audit_run(
 def independent_bounds(
     runs: Sequence[AuditedRun], guesses: int, confidence: float
 ) -> Iterator[Bound]:
-    """Yields the bounds that need independent scores.
+    """Yields the lower bounds on ε that assume independent canary scores.
 
     There are none if no release has as many coordinates as canaries. With replace-one adjacency,
     a canary is at most half of a step, and the bounds remain valid.
@@ -238,7 +238,7 @@ def _check_numbers(canaries: int, guesses: int, confidence: float) -> None:
 
 
 def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
-    """Returns the settings with which an audit runs the method, given the original settings.
+    """Converts a run's settings to the settings for its audit.
 
     The audit uses new ledgers, and no local test splits or client failures. It uses the nominal
     size of the original run.
@@ -266,7 +266,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
 
 
 class AuditedRun(Simulation):
-    """A run that computes the scores of canaries from the releases of the audited client.
+    """A run that computes canary scores from the audited client's releases.
 
     It writes no files.
 
@@ -311,7 +311,7 @@ class AuditedRun(Simulation):
         self.budget.make_mechanism = partial(AuditedSums, self.canaries)
 
     def watch(self) -> None:
-        """Runs all rounds, or as many as the cap allows, so that the canaries get their scores."""
+        """Scores the canaries in all rounds that the cap allows."""
         for number in range(1, self.settings.rounds + 1):
             refusal = self.play(self.round_context(number))
             if refusal is not None:
@@ -322,12 +322,12 @@ class AuditedRun(Simulation):
         """Does nothing, because the images are random."""
 
     def claimed(self) -> float:
-        """Returns the ε that the audited client's ledger states."""
+        """Returns the claimed ε, computed from the audited client's ledger."""
         return self.budget.plan.epsilon([self.budget.ledger.history()])
 
 
 def _busiest(settings: RunSettings) -> int:
-    """Returns the index of a client that takes part in as many rounds as any other client."""
+    """Returns the index of a client with the most rounds."""
     schedule = settings.schedule()
     rounds = range(1, settings.rounds + 1)
     participants = np.concatenate(list(map(schedule.in_round, rounds)))
@@ -337,7 +337,7 @@ def _busiest(settings: RunSettings) -> int:
 def _random_federation(
     settings: RunSettings, spec: DatasetSpec, client: int, canaries: int
 ) -> tuple[ImageData, ImageData, list[Tensor]]:
-    """Creates random images in place of a federation's data.
+    """Creates random images to replace a federation's data.
 
     Returns:
         The training images, the test images, and the indices of each client's training images. The
@@ -362,7 +362,7 @@ def _random_federation(
 
 
 def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
-    """Returns the settings with which a finished run is audited.
+    """Returns the settings for a finished run's audit.
 
     They have the noise multiplier and the number of rounds of the finished run.
 
@@ -383,7 +383,9 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     sigma = value_at(summary, "differential_privacy.noise_multiplier")
     rounds = summary.get("rounds")
     if settings.privacy is None or not sigma or not rounds:
-        reason = "must be a finished private run of at least one round. Name such a run's folder"
+        reason = (
+            "is not a finished private run's folder with at least one round. Name such a folder"
+        )
         raise SettingError(None, "folder", reason, value=folder)
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
@@ -391,7 +393,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
 
 
 def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -> None:
-    """Writes the result of an audit into the privacy report of a run.
+    """Writes an audit's result into a run's privacy report.
 
     Args:
         folder: the run folder.
@@ -408,5 +410,7 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = sound_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
-        raise PrivacyError(f"{folder}/config.toml differs from the folder's privacy report")
+        raise PrivacyError(
+            f"{folder}/config.toml does not match the settings in the folder's privacy report"
+        )
     return report

@@ -1,4 +1,4 @@
-"""Canaries, and an auditor's scores for canaries, computed from a client's releases.
+"""Canaries, and their scores by an auditor who sees a client's releases.
 
 A canary is a test record. A fair coin decides whether it is included in one client's data. The
 scores show how well the client's releases reveal the results of the coins.
@@ -51,7 +51,7 @@ COLUMNS = 4096
 def log_likelihood_ratios(
     y_D: Tensor, contributions_ND: Tensor, noise_std: float, rate: float, *, orthogonal: bool
 ) -> Tensor:
-    """Computes the score of each canary for one release of one group.
+    """Computes each canary's score from one group's release.
 
     The formula for score_i is in the text of this module. The result is float64 [N]. Applied to the
     canaries, A_i⁻¹ follows from (s²I + v·ū ūᵀ)⁻¹ by the push-through and Sherman–Morrison
@@ -92,7 +92,7 @@ def finite(rows_ND: Tensor) -> Tensor:
 
 
 def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
-    """Computes the factor by which clipping shrinks each row.
+    """Computes each row's clipping factor.
 
     The factors [N, 1] are computed without the mechanism's code, so that the audit detects a fault
     in that code.
@@ -103,7 +103,7 @@ def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """The directions of canary vectors, as unit vectors.
+    """The unit vectors of the canaries.
 
     Attributes:
         units: the unit vectors [N, K], without the coordinates that are zero for all canaries.
@@ -133,7 +133,7 @@ def draw_directions(count: int, width: int, generator: torch.Generator) -> Direc
 
 @dataclass(eq=False)
 class Canaries:
-    """The canaries of one audit, with the scores that the auditor has computed so far.
+    """One audit's canaries, with their scores so far.
 
     Args:
         labels: the classes of the canaries, int64 [m] on the CPU.
@@ -170,14 +170,14 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices (int64) of the canaries that coins included in the data.
+        """Returns the indices (int64) of the canaries included in the data by random coins.
 
         These canaries come after the other records of the client.
         """
         return self.included.nonzero().flatten()
 
     def observe(self, signals: Tensor, sampled: Tensor, release: Release) -> None:
-        """Adds the independent scores of one step.
+        """Adds one step's independent scores.
 
         Args:
             signals: ẑ_i of all canaries.
@@ -201,7 +201,7 @@ class Canaries:
         return [torch.nonzero(self.labels == group).flatten() for group in range(groups)]
 
     def directions(self, count: int, width: int) -> Directions:
-        """Returns the directions of a group's canary vectors, as unit vectors.
+        """Returns the unit vectors of a group's canaries.
 
         If the unit vectors are orthogonal, they are the same at every release. Otherwise new ones
         are drawn, so that different pairs of canaries overlap at each release.
@@ -223,7 +223,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's mechanism, observed by an auditor who scores the canaries.
+    """A client's mechanism whose releases an auditor observes to score canaries.
 
     Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
     clips long. The sign of the vectors alternates between releases and between rounds, so that
@@ -255,8 +255,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if records != len(self._records):
             raise PrivacyError(
-                f"the method sampled from {records} of the audited client's {len(self._records)} "
-                "records. Sample from all of them"
+                f"the method sampled from only {records} of the audited client's "
+                f"{len(self._records)} records. Sample from all of them"
             ).with_code("audit.sample")
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
@@ -270,7 +270,7 @@ class AuditedSums(GaussianSumMechanism):
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds the vectors of sampled records to the sums, with random vectors for the canaries.
+        """Adds sampled records' vectors to the sums, with random vectors for the canaries.
 
         See `GaussianSumMechanism.add`. If the run protects users, each user has one record in an
         audit, so that clipping users is the same as clipping records.
@@ -279,7 +279,7 @@ class AuditedSums(GaussianSumMechanism):
         super().add(rows, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the products of sampled records to the sum, with random vectors for the canaries.
+        """Adds sampled records' products to the sum, with random vectors for the canaries.
 
         See `GaussianSumMechanism.add_products`. Records that are not canaries are added as
         products. They are expanded to full vectors only for the auditor. The vectors of canaries
@@ -293,7 +293,7 @@ class AuditedSums(GaussianSumMechanism):
             super().add(rows[is_canary], groups[is_canary], _select(sample, is_canary))
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Replaces the vectors of canaries among the next sampled records.
+        """Replaces canaries' vectors among the next sampled records.
 
         The clipped vectors of all other records are added to the sum that the auditor knows.
 
@@ -315,7 +315,7 @@ class AuditedSums(GaussianSumMechanism):
         return rows, is_canary
 
     def release(self) -> Released:
-        """Ends the step, returns its noisy sums, and updates the scores of the canaries.
+        """Ends the step, returns its noisy sums, and updates the canaries' scores.
 
         See `GaussianSumMechanism.release`.
 
@@ -324,8 +324,8 @@ class AuditedSums(GaussianSumMechanism):
         """
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
-                f"the method added {self._position} of {len(self._canary_of_sampled)} sampled "
-                "records. Add all of them"
+                f"the method added only {self._position} of {len(self._canary_of_sampled)} "
+                "sampled records to its sum. Add all of them"
             ).with_code("audit.added")
         released = super().release()
         directions = self._directions

@@ -1,4 +1,4 @@
-"""Continues the runs of a data owner with the records of the next period."""
+"""Continues a data owner's sequence of runs with the next period's records."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     """
     if not (share / "privacy_report.json").is_file():
         raise DataFilesMissingError(
-            f"{share} contains no privacy report. Name a folder that synthesize exported"
+            f"{share} contains no privacy report. Name a folder written by fedsynth synthesize"
         ).with_code("files.synthetic_set")
     check_hashes(share)
     report = read_report(share)
@@ -46,14 +46,16 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     period, periods = max((pair for pair in pairs if pair), default=(1, 1))
     if period >= periods:
         reason = (
-            f"allows no further period, because {share} is of period {period} of {periods}. Start a "
+            f"is {periods}, so no period follows {share}, which is from period {period}. Start a "
             "new sequence with new records and another ledger folder"
         )
         raise SettingError("method", "periods", reason)
     for section, values in sections.items():
         for key in values:
             if section not in FREE_SECTIONS and key not in FREE_SETTINGS:
-                reason = "must not be changed, because it is that of all periods. Remove it"
+                reason = (
+                    "cannot be changed, because all periods must have the same value. Remove it"
+                )
                 raise SettingError(section, key, reason)
     folder = _ledger_folder(sections)
     (client,) = report["ledger_heads"]
@@ -67,7 +69,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
 def _complete(
     facts: list[PeriodFacts | None], ledger: Ledger | None, chain: str, folder: Path
 ) -> list[PeriodFacts]:
-    """Returns the facts of all periods that a share covers.
+    """Returns the facts about all periods that a shared set covers.
 
     Raises:
         LedgerError: a period is missing, or the ledger is not that of the share.
@@ -94,7 +96,7 @@ def _merged(sections: Sections, facts: list[PeriodFacts], period: int) -> dict[s
 
 
 def _ledger_folder(sections: Sections) -> Path:
-    """Returns the ledger folder in the settings, or that in the declaration of the data."""
+    """Returns the ledger folder from the settings or from the data's declaration."""
     stated = sections.get("privacy", {}).get("ledger")
     data = sections.get("data", {})
     if stated is None and "folder" in data:
@@ -104,6 +106,6 @@ def _ledger_folder(sections: Sections) -> Path:
         declaration = from_mapping(FolderSettings, folder_settings).declared()
         stated = None if declaration is None else declaration.ledger
     if stated is None:
-        reason = "must be set, because it stores the noise of earlier periods. Set privacy.ledger"
+        reason = "is not set, but it stores the noise of earlier periods. Set privacy.ledger"
         raise PrivacySettingError("privacy", "ledger", reason)
     return Path(stated).expanduser()

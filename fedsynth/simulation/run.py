@@ -55,7 +55,7 @@ from fedsynth.validation import to_toml
 
 
 class Simulation(ActiveRun):
-    """One simulated run, whose settings are checked and whose data are in memory.
+    """One simulated run, with checked settings and data in memory.
 
     Use the function `simulate` to create and run it.
 
@@ -122,7 +122,7 @@ class Simulation(ActiveRun):
             self._restore(resumed, checkpoint)
 
     def _state_period(self) -> None:
-        """Passes the public facts of a period to the clients' sequences of releases."""
+        """Passes a period's public facts to the clients' release sequences."""
         sections = self.settings.to_mapping()
         del sections["data"]
         for client in self.backend.clients:
@@ -132,7 +132,7 @@ class Simulation(ActiveRun):
                 )
 
     def _begin_folder(self) -> None:
-        """Writes the initial state of the run into its folder."""
+        """Writes the run's initial state into its folder."""
         if self._trial is None:
             stated = [client.history() for client in self.backend.clients]  # without this period
             self.record.begin([history for history in stated if history is not None])
@@ -160,8 +160,8 @@ class Simulation(ActiveRun):
             return
         if not isinstance(network, OnFeatures | FeatureLinear):
             reason = (
-                "has no effect, because the run has no encoder and its model no feature map. Remove "
-                "it"
+                "has no effect, because the run has neither an encoder nor a model on features. "
+                "Remove it"
             )
             raise SettingError("data", "encoder_cache", reason)
         if self.context.isolated:
@@ -220,7 +220,7 @@ class Simulation(ActiveRun):
         return partial(plan_when_it_began, resumed.path, method=type(self.method), rows=rows)
 
     def _announce(self, *, new: bool) -> None:
-        """Tells the observer that the run starts, with its privacy guarantee and its warnings."""
+        """Notifies the observer of the run's start, with its privacy guarantee and warnings."""
         folder = None if self.folder is None else self.folder.final
         self.observer.started(self.settings, folder)
         lines = [*run_messages.headline(self.settings, self.plan)]
@@ -296,7 +296,7 @@ class Simulation(ActiveRun):
             self.checkpoints.keep(checkpoint, self.backend.clients, self.context.device)
 
     def _spent(self) -> str:
-        """Describes the ε that clients have spent so far.
+        """Describes the ε spent by clients so far.
 
         Returns an empty string if the run has no privacy guarantee.
         """
@@ -307,7 +307,7 @@ class Simulation(ActiveRun):
         return f". Spent: ε = {spent} at δ = {plan.privacy.delta:g}"
 
     def _interrupted(self, reason: str) -> str:
-        """Describes the progress and the cost of an interrupted run, and how to resume it."""
+        """Describes an interrupted run's progress and cost, and how to resume it."""
         progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
@@ -347,7 +347,7 @@ class Simulation(ActiveRun):
         self.observer.note(f"{message}{self._spent()}. {location}")
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
-        """Warns the user in the first round if no client sends images of some class.
+        """Warns in the first round about classes of which no client sends images.
 
         This happens, for example, if each client has too few examples of the class.
         """
@@ -359,7 +359,7 @@ class Simulation(ActiveRun):
 
 
 def _may_share(settings: RunSettings) -> bool:
-    """Returns True if a run's settings allow sharing trained clients with other runs.
+    """Returns True if a run's settings allow trained clients to be shared with other runs.
 
     The run must have one round, and neither differential privacy nor custom code. The settings then
     identify the trained clients.

@@ -156,16 +156,16 @@ def simulate(
 
 
 def _require_settings(settings: object) -> None:
-    """Raises SettingError if `settings` is another object, such as a dict."""
+    """Raises SettingError unless `settings` are `RunSettings`."""
     if not isinstance(settings, RunSettings):
-        reason = "must be RunSettings, from RunSettings(FedDM()) or resolve({...}), got "
+        reason = "must be RunSettings, made by RunSettings(FedDM()) or resolve({...}), got "
         raise SettingError(None, "settings", reason + short_repr(settings))
 
 
 def check_periods(
     settings: RunSettings, continued: Path | str | None, resume: Path | str | None = None
 ) -> None:
-    """Checks that a run that is one of several periods can continue the earlier ones.
+    """Checks that a run in a sequence of periods can continue the earlier ones.
 
     Raises:
         SettingError: the run is not private, is resumed, or lacks the period before.
@@ -176,10 +176,10 @@ def check_periods(
         reason = "must be 1 without differential privacy. Set privacy.epsilon"
         raise SettingError("method", "periods", reason)
     if has_periods(method) and resume is not None:
-        reason = "must be None with several periods. Start the period again instead"
+        reason = "has no effect with several periods. Set it to None, and start the period again"
         raise SettingError(None, "resume", reason)
     if (period > 1) != (continued is not None):
-        reason = f"must be the shared set of the period before, for period {period}"
+        reason = f"is not the shared set of the previous period, which period {period} needs"
         raise SettingError(None, "continued", f"{reason}. Use the result of owner_settings")
 
 
@@ -188,7 +188,7 @@ def among_clients(
     parts: Sequence[IntArray] | None = None,
     names: Sequence[str] | None = None,
 ) -> tuple[run_data.RunData, run_data.Clients]:
-    """Divides the training records of a run among its clients.
+    """Divides a run's training records among its clients.
 
     Args:
         loaded: the data of the run.
@@ -247,7 +247,7 @@ ONE_OWNER: Mapping[str, Any] = {"kind": "iid", "clients": 1}
 def owner_settings(
     values_by_section: Mapping[str, Mapping[str, Any]], continued: Path | str | None = None
 ) -> RunSettings:
-    """Builds the settings with which one data owner creates a synthetic set.
+    """Builds the settings for one data owner's synthetic set.
 
     Values that are not given come from `PRESETS`. All images belong to one client, even if the
     folder of the images has several sites.
@@ -303,7 +303,7 @@ def synthesize(
     evidence: str | None = None,
     simulation: bool = False,
 ) -> RunResult:
-    """Creates a synthetic set from the images of one data owner, and exports the set.
+    """Creates a synthetic set from one data owner's images, and exports the set.
 
     Args:
         settings: the result of `owner_settings`.
@@ -392,8 +392,8 @@ def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = Fal
     require_new(out)
     if settings.privacy is None and not unprotected:
         reason = (
-            "must be set, because images without differential privacy may reveal real images. To "
-            f"create such images, set --{UNPROTECTED} or {UNPROTECTED}=True"
+            "is not set, but images without differential privacy may reveal real images. Set "
+            f"privacy.epsilon, or allow such images with --{UNPROTECTED} or {UNPROTECTED}=True"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     method = settings.method

@@ -1,4 +1,4 @@
-"""One trial of a private selection: a run whose releases the selection has paid for, and its score.
+"""One trial of a private selection: a run and its score, both already charged by the selection.
 
 The score is the number of held-out records that the run's model classifies correctly, with Gaussian
 noise of each client. It is released by `GaussianSumMechanism`, as all releases are.
@@ -38,7 +38,7 @@ START_OVER_ROW = 4.0
 
 
 def score_row(noise_multiplier: float, unit: str = RECORD) -> Release:
-    """Returns the ledger row of a client's score, for which a selection is charged."""
+    """Returns the ledger row for a client's score, charged by the selection."""
     return Release(
         round=0,
         quantity="number of correct held-out records",
@@ -97,7 +97,7 @@ def _released(
     unit: str,
     context: RoundContext,
 ) -> Released:
-    """Releases how many held-out records a model classifies correctly, with the client's noise."""
+    """Releases a noisy number of held-out records that a model classifies correctly."""
     data, held_out = client.data.resident, client.data.held_out
     users = None
     if unit == USER and data.groups is not None:

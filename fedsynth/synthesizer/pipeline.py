@@ -118,11 +118,11 @@ class ModuleFeatures(matching.NetworkFeatures):
 def _step_features(
     networks: Networks, seed: int, step: int, device: torch.device
 ) -> matching.NetworkFeatures:
-    """Draws a step's network from the seed, and returns its features."""
+    """Draws a step's network from the seed, and returns its feature function."""
     if isinstance(networks, nn.Module):
         raise TypeError(
-            "networks is a network, but must be a function that returns one. Pass a function such as "
-            "`lambda: network`"
+            "networks must be a function that returns a network, got a network. Pass a function "
+            "such as `lambda: network`"
         )
     with forked_rng(seed, "networks", step):
         network = networks().to(device).eval().requires_grad_(False)
@@ -132,8 +132,8 @@ def _step_features(
 
 
 def _pair(x: Tensor) -> Tensor:
-    """Returns group index 0 for each record, because group indices select augmentations and nothing
-    is augmented here.
+    """Returns group index 0 for each record. Group indices select augmentations, which are not used
+    here.
     """
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
@@ -257,7 +257,7 @@ class _PrivateMatching:
         self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
     def _check(self, features: matching.NetworkFeatures) -> None:
-        """Tries a step's per-record vectors before anything is charged."""
+        """Tests a step's per-record vectors before anything is charged."""
         self.owner.check_independent(
             lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
         )
@@ -305,7 +305,7 @@ class ResidualMatching(_PrivateMatching):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GradientMatching(_PrivateMatching):
-    """Minimises any loss of features with differential privacy.
+    """Minimises a custom loss on features with differential privacy.
 
     A step releases the noisy sum of clipped per-record gradients (FedDM, Eq. 15). A record's
     gradient is computed as if it were the only real record. For `mean_distance`, the per-record
@@ -388,7 +388,7 @@ def condense(
     if start is not None:
         if start.shape != synthetic.shape:
             raise ValueError(
-                f"start must have shape {list(synthetic.shape)}, got {list(start.shape)}"
+                f"start must have the shape {list(synthetic.shape)}, got {list(start.shape)}"
             )
         synthetic.copy_(start)
     optimiser = MomentumSgd(lr, momentum)

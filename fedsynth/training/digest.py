@@ -1,4 +1,4 @@
-"""Names the results of clients' trainings, so that runs can share finished ones."""
+"""Names clients' trained models, so that runs can reuse the results of equal trainings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def training_name(
     device: torch.device,
     precision: torch.dtype,
 ) -> str:
-    """Returns a name for a client's plain training.
+    """Returns a hash that identifies a client's plain training.
 
     The name contains a hash of the initial model, the data and their order, the optimiser, the
     penalty, the hardware and the software versions. Equal names mean equal results for fedsynth's

@@ -1,4 +1,4 @@
-"""Augmentations from other papers, with which FedFA+ (TPAMI 2024) compares its own.
+"""Augmentations from the papers with which FedFA+ (TPAMI 2024) is compared.
 
 Each function augments a batch of images or feature maps [N, C, H, W]. `Mixing` draws their random
 numbers and applies them to a network. The constants are the papers'. MixUp, Manifold MixUp and MoEx
@@ -37,7 +37,7 @@ def mixup(x_NCHW: Tensor, partner_N: Tensor, share: float) -> Tensor:
 
 
 def mixstyle(x_NCHW: Tensor, partner_N: Tensor, share_N: Tensor) -> Tensor:
-    """Mixes the channel statistics of each image with its partner's (MixStyle, Zhou et al. 2021).
+    """Mixes each image's channel statistics with its partner's (MixStyle, Zhou et al. 2021).
 
     The result is γ·(x − μ)/σ + β, where γ = λ·σ + (1 − λ)·σ' and β = λ·μ + (1 − λ)·μ' (Eqs. 4 to
     6). As in the code, the statistics have no gradient. The variances are biased, as in Eq. 3.
@@ -50,7 +50,7 @@ def mixstyle(x_NCHW: Tensor, partner_N: Tensor, share_N: Tensor) -> Tensor:
 
 
 def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
-    """Replaces the moments of each image by its partner's (MoEx, Li et al. 2021, Eq. 2).
+    """Replaces each image's moments by its partner's (MoEx, Li et al. 2021, Eq. 2).
 
     The result is σ'·(x − μ)/σ + μ'. As in positional normalisation, the moments are taken over each
     pixel's channels. The variance is biased as in the paper, unlike the code's.
@@ -73,7 +73,7 @@ def scnorm(x_NCHW: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mixed:
-    """The augmentation of one batch.
+    """One batch's augmentation.
 
     Args:
         x: the images that the network receives.
@@ -115,7 +115,7 @@ class Mixing:
     generator: torch.Generator
 
     def draw(self, x_NCHW: Tensor) -> Mixed:
-        """Draws the augmentation of one batch."""
+        """Draws one batch's augmentation."""
         draws = np.random.default_rng(int(torch.randint(2**62, (), generator=self.generator)))
         if self.name in LABEL_PRESERVING:
             hit = [stage for stage in self.stages if draws.random() < self.probability]

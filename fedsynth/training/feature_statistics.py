@@ -38,7 +38,7 @@ def modulation(means_MC: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class Augmentation:
-    """Resamples the channel statistics in the output of a network's stage.
+    """Resamples the channel statistics of a network stage's output.
 
     The layer augments a batch at random, and accumulates the channel statistics of all batches.
 

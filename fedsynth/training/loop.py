@@ -1,6 +1,5 @@
-"""Long loops that report progress and resume from checkpoints. A run killed inside a round
-continues each long loop after its last saved step, without repeating the round
-(docs/decisions/resuming.md).
+"""Long loops that report progress and resume from checkpoints. After a run is killed in a round,
+each long loop continues from its last saved step (docs/decisions/resuming.md).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class LoopCheckpointer:
         """
 
     def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
-        """Keeps the tensors of a finished loop for the next checkpoint.
+        """Keeps a finished loop's tensors for the next checkpoint.
 
         If the run is interrupted in a later loop of the same round, it need not repeat the finished
         one.
@@ -103,7 +102,7 @@ def resumable(
 
 
 def _restored(saved: tuple[int, Mapping[str, Tensor]] | None, state: State) -> int:
-    """Restores a loop's state from a checkpoint, and returns the number of finished steps.
+    """Restores a loop's state from its checkpoint, and returns the number of finished steps.
 
     Returns 0 and changes nothing if there is no checkpoint, or if a tensor is missing or has a
     different shape.
@@ -148,7 +147,7 @@ def named_tensors(state: State) -> dict[str, Tensor]:
 
 
 def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
-    """Copies the tensors that `named_tensors` returned back into a loop's state, in place.
+    """Copies tensors from `named_tensors` into a loop's state, in place.
 
     Tensors whose names do not belong to an object of `state` are ignored.
     """
@@ -174,7 +173,7 @@ def load_tensors(state: State, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _numbered(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Groups tensors whose names have the form "number.key", first by number and then by key."""
+    """Groups tensors with names like "number.key" by number and key."""
     rows: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         number, key = name.split(".")

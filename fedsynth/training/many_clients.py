@@ -1,4 +1,4 @@
-"""Trains the models of many clients together, which is faster for small dense networks.
+"""Trains many clients' models at once, which is faster for small dense networks.
 
 All clients' weights are the rows of one matrix, and each step updates all rows. A small dense
 network's step spends most of its time in Python and kernel launches. Training a hundred clients
@@ -67,8 +67,7 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Returns True if training many copies of a network together has the result of separate
-    training.
+    """Returns True if joint and separate training of a network's copies give the same result.
 
     The network must consist of dense layers that neither mix examples nor draw random numbers. A
     layer class from outside torch must declare it by `dense = True`, because its `forward` method
@@ -82,7 +81,7 @@ def trains_together(model: nn.Module) -> bool:
 
 
 def learner_bytes(model: nn.Module, batch: int, spec: DatasetSpec) -> int | None:
-    """Estimates the memory in bytes for each additional learner if learners train together.
+    """Estimates the bytes of memory for each additional learner in joint training.
 
     Returns None if separate training is as fast, or if only separate training has the correct
     result.
@@ -104,7 +103,7 @@ def train_together(
     labels: sgd.LookUp,
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
-    """Trains the models of all learners together, in place.
+    """Trains all learners' models at once, in place.
 
     The result is that of `train_on` for each learner, up to rounding.
 
@@ -181,7 +180,7 @@ class _Queue:
 
 
 def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
-    """Takes all learners' next batches, to train them together.
+    """Takes all learners' next batches, for joint training.
 
     Returns the example indices [S, A, B], and each example's weight in its batch's mean. The weight
     is 0 for padding, and for a learner without a batch in a step.
@@ -196,7 +195,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 def _finish(
     queue: _Queue, flat: Tensor, state: tuple[Tensor, ...], images: sgd.LookUp, labels: sgd.LookUp
 ) -> None:
-    """Trains a single learner for its remaining steps, and writes the weights into its model."""
+    """Trains the only learner with remaining steps, and writes the weights into its model."""
     learner = queue.learner
     nn.utils.vector_to_parameters(flat.clone(), learner.model.parameters())
     remaining = queue.take(queue.steps)

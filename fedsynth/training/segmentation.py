@@ -1,4 +1,4 @@
-"""The loss and the measure of segmentation, for masks with a class for each pixel.
+"""Segmentation's loss and measure, for masks with a class for each pixel.
 
 The loss is ½·(cross-entropy + 1 − Dice), and the measure is the Dice coefficient, as in the public
 codes of HarmoFL and FedFA. Both average over all classes, including the background. There are two
@@ -48,13 +48,12 @@ def dice(logits_NCHW: Tensor, masks_NHW: Tensor) -> Tensor:
 
 
 def example_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Computes the loss of each example [N]: the cross-entropy for classes [N], or `losses` for
-    masks [N, H, W]."""
+    """Computes each example's loss [N]: cross-entropy for classes, `losses` for masks."""
     if labels.dim() == 1:
         return F.cross_entropy(logits, labels, reduction="none")
     return losses(logits, labels)
 
 
 def network_losses(network: nn.Module, x_NCHW: Tensor, labels: Tensor) -> Tensor:
-    """Computes the loss of each example [N] under a network."""
+    """Computes each example's loss [N] under a network."""
     return example_losses(network(x_NCHW), labels)

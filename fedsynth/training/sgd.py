@@ -1,4 +1,4 @@
-"""Trains networks by minibatch SGD on a dataset in memory, for clients and for servers.
+"""Trains networks by minibatch SGD on a data set in memory, at clients and servers.
 
 `many_clients.py` trains many clients at once. On a GPU, a step is recorded once as a CUDA graph and
 then replayed, so that launching many small kernels from Python does not slow down training.
@@ -198,7 +198,7 @@ class SgdSettings:
 
 @dataclass(frozen=True)
 class Pull:
-    """A penalty on a network's weights w, as in FedProx, FedDyn and SCAFFOLD.
+    """A linear and quadratic penalty on a network's weights w, as in FedProx, FedDyn and SCAFFOLD.
 
     The penalty is ⟨linear, w⟩ + weight/2·‖w − center‖².
 
@@ -221,7 +221,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Objective:
-    """The function that a training minimises, by default the mean cross-entropy.
+    """A training's objective function, by default the mean cross-entropy.
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network in training, images
@@ -271,8 +271,8 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains a network in place by minibatch SGD. With at least one example, it ends in training
-    mode.
+    """Trains a network in place by minibatch SGD. Afterwards, the network is in training mode,
+    unless there are no examples.
 
     On a GPU, steps with full batches are recorded as a CUDA graph where possible.
 
@@ -417,7 +417,7 @@ def batches_of(examples: int, batch: int) -> int:
 
 
 def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Returns a training's total number of steps, 0 without examples."""
+    """Returns a training's total number of steps, which is 0 without examples."""
     if not examples:
         return 0
     if settings.steps is not None:

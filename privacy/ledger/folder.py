@@ -153,8 +153,8 @@ class LedgerFolder:
         with self._locked() as index:
             if name not in index.ledgers or not index.is_current(name, records_by_client[name]):
                 raise LedgerError(
-                    f"another run opened ledger {self._file(name)} with different records after "
-                    "this run. Start this run again"
+                    f"another run has opened ledger {self._file(name)} with different records "
+                    "since this run began. Start this run again"
                 ).with_code("ledger.lock")
             self._check(name, index, records_by_client, sequence)
             if sequence is not None:
@@ -166,7 +166,7 @@ class LedgerFolder:
         return {path.stem: read_ledger(path) for path in sorted(self.path.glob("*.jsonl"))}
 
     def check_whole(self) -> None:
-        """Checks that no ledger was deleted from the folder.
+        """Checks that no ledger is missing from the folder.
 
         A ledger is missing if there is a file with the hashes of its records but no ledger that
         refers to this file. If this were not checked, the remaining ledgers would be charged as if
@@ -177,7 +177,7 @@ class LedgerFolder:
         """
         for orphan in sorted(_orphaned_lists(self.path / PRIVATE, self.ledgers())):
             raise LedgerError(
-                f"folder {self.path} is missing a ledger whose record hashes it contains. "
+                f"folder {self.path} contains the record hashes of a missing ledger. "
                 f"{_restore_hint(orphan)}"
             ).with_code("ledger.missing")
 
@@ -196,7 +196,7 @@ class LedgerFolder:
         ledgers = self.ledgers()
         if client not in ledgers:
             raise LedgerError(
-                f"folder {self.path} contains no ledger for client {client!r}, only for "
+                f"folder {self.path} contains no ledger of client {client!r}, only of "
                 f"{', '.join(ledgers) or 'no client'}. Check the name"
             ).with_code("ledger.client")
         ledgers[client].carry_over()
@@ -208,8 +208,9 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.lines.records:
             raise LedgerError(
-                f"ledger {self._file(name)} was copied from a run folder without its record list. "
-                f"To assign the records of client {name!r} to it, run {self._command(name)}"
+                f"ledger {self._file(name)} was copied from a run folder, without a list of "
+                f"records. To assign the records of client {name!r} to it, run "
+                f"{self._command(name)}"
             ).with_code("ledger.rows")
 
     def _command(self, name: str) -> str:
@@ -278,15 +279,15 @@ class LedgerFolder:
             if moved[other]:
                 raise LedgerError(
                     f"{moved[other]} records of client {name!r} are already in ledger "
-                    f"{self._file(other)}. Remove these records, or divide the data as the "
-                    "earlier run did: by site (train) or as one owner (synthesize). In Python, "
-                    "pass the ledgers' names to simulate(names=...)"
+                    f"{self._file(other)}. Remove the records, or divide the data as in the "
+                    "earlier run: by site (train) or as one owner (synthesize). In Python, pass "
+                    "the ledgers' names to simulate(names=...)"
                 ).with_code("ledger.moved_records")
 
     def _check_period(
         self, name: str, index: _RecordIndex, present: Records, sequence: ReleaseSequence
     ) -> None:
-        """Checks that a period follows the earlier ones, and that its records are in none of them.
+        """Checks that a period follows the earlier ones, without any of their records.
 
         Raises:
             LedgerError: the period was released before, an earlier period is missing, or a record
@@ -304,8 +305,8 @@ class LedgerFolder:
         is_current = ledger is not None and index.is_current(name, present)
         if sequence.has_releases and (stored is None or not is_current):
             raise LedgerError(
-                f"period {number} of client {name!r} began with other records, of which a release "
-                "was made. Repeat it with those records"
+                f"period {number} of client {name!r} began with other records, and has made a "
+                "release. Repeat the period with the same records"
             ).with_code("sequence.records")
         for period in range(1, number):
             earlier_facts = sequence.stored_facts(period)
@@ -327,8 +328,9 @@ class LedgerFolder:
                 ).with_code("sequence.repeated")
             if stored is None and sequence.is_charged(rows[earlier_facts.rows :]):
                 raise LedgerError(
-                    f"the ledger of client {name!r} was charged for period {number}, but the noise "
-                    f"of this period is not in {sequence.folder}. Restore it from a backup"
+                    f"the ledger of client {name!r} was charged for period {number}, but "
+                    f"{sequence.folder} does not contain the period's noise. Restore the folder "
+                    "from a backup"
                 ).with_code("sequence.missing")
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
@@ -359,8 +361,8 @@ class LedgerFolder:
         path = self.path / PRIVATE / KEY
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
-                f"folder {self.path} is part of a run folder, so it cannot keep ledgers for later "
-                "runs. Copy the ledgers to a separate folder, and use that folder"
+                f"folder {self.path} is part of a run folder, so it cannot keep ledgers for "
+                "later runs. Copy the ledgers to a separate folder, and name it"
             ).with_code("ledger.run_folder")
         try:
             if not path.exists():
@@ -382,7 +384,7 @@ class LedgerFolder:
             ) from error
 
     def _refuse_a_second_key(self, path: Path) -> None:
-        """Refuses to create a new key if a ledger in the folder was already charged.
+        """Refuses to create a new key after a ledger in the folder has been charged.
 
         The key with which the records of such a ledger were hashed is missing.
 
@@ -399,7 +401,7 @@ class LedgerFolder:
 
 
 class _RecordIndex:
-    """The hashes of all records, current and earlier, of a folder's ledgers.
+    """The hashes of all current and earlier records in a folder's ledgers.
 
     Attributes:
         folder: the private folder, which has a file with the hashes of each record set.
@@ -427,7 +429,7 @@ class _RecordIndex:
                     self.owners[record].add(name)
 
     def fingerprint(self, name: str, records: Records) -> str:
-        """Computes a keyed hash of a client's name and records in any order.
+        """Computes a keyed hash of a client's name and its records, in any order.
 
         The hash includes the name, so that hashes do not reveal that two clients have the same
         records or that both have none.
@@ -460,7 +462,7 @@ class _RecordIndex:
         return self._current[name]
 
     def records_of(self, fingerprint: str) -> Records | None:
-        """Returns the records with a fingerprint, or None if their file is missing."""
+        """Returns the records with the given fingerprint, or None if their file is missing."""
         try:
             return _unpacked(read_regular(self.folder / fingerprint, MAX_RECORDS_BYTES))
         except FileNotFoundError:
@@ -472,7 +474,7 @@ def _period(sequence: ReleaseSequence | None) -> int:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the record-hash files to which no ledger in the folder refers."""
+    """Returns the record-hash files that belong to no ledger in the folder."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.lines.records)

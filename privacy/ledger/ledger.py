@@ -54,7 +54,7 @@ RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files
 
 @dataclass(frozen=True)
 class Lines:
-    """The content of a ledger file up to the read position.
+    """A ledger file's content up to the read position.
 
     Attributes:
         client: the client's name. Empty before the header is read.
@@ -88,7 +88,7 @@ class Lines:
 
 
 def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
-    """Encodes an entry as a line of the ledger file. The line contains the chain hash.
+    """Encodes an entry as a ledger line with the chain hash.
 
     Args:
         entry: the content of the line.
@@ -102,7 +102,7 @@ def encode(entry: dict[str, Any], chain: str) -> tuple[bytes, str]:
 
 
 def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) -> Lines:
-    """Reads and checks the lines after the read position of a ledger file.
+    """Reads and checks a ledger file's lines after the read position.
 
     Args:
         lines: the content that has been read so far.
@@ -169,15 +169,17 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(f"{path} does not begin with the header of ledger schema {LEDGER_SCHEMA}")
+        raise LedgerError(f"{path} does not begin with a ledger's header (schema {LEDGER_SCHEMA})")
     if client is not None and owner != client:
-        raise LedgerError(f"{path} is the ledger of {short_repr(owner)}, not {short_repr(client)}")
+        raise LedgerError(
+            f"{path} is the ledger of client {short_repr(owner)}, not of {short_repr(client)}"
+        )
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
 
 def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
-    """Adds a note, which is a line other than a release, to the read content.
+    """Adds a note (a line other than a release) to the read content.
 
     Args:
         lines: the content before the line.
@@ -201,7 +203,7 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             may_change=False,
         )
     raise LedgerError(
-        f"ledger {path} contains an unknown entry after release {rows}. Update fedsynth"
+        f"ledger {path} contains an unknown kind of line after release {rows}. Update fedsynth"
     )
 
 
@@ -209,7 +211,9 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
     try:
         return Release.from_json(entry)
     except PrivacySettingError as error:
-        raise LedgerError(f"line {number} of ledger {path} is not a release: {error}") from error
+        raise LedgerError(
+            f"line {number} of ledger {path} is not a valid release: {error}"
+        ) from error
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
@@ -302,7 +306,7 @@ class Ledger:
         return self._read().releases
 
     def history(self) -> History:
-        """Returns the current rows of the ledger and the hash that identifies them."""
+        """Returns the ledger's current rows, with their hash."""
         lines = self._read()  # once: a thread may charge in between
         return History(self.client, lines.releases, lines.chains[-1] if lines.chains else None)
 
@@ -333,8 +337,8 @@ class Ledger:
         if self.path is None:
             if self._process != this_process():
                 raise LedgerError(
-                    f"the ledger of client {self.client!r} is in the memory of another process. "
-                    "Set privacy.ledger to keep the ledger in a folder"
+                    f"the ledger of client {self.client!r} is only in another process's memory. "
+                    "Set privacy.ledger to keep it in a folder"
                 ).with_code("ledger.process")
             with self._in_memory:
                 check(self.lines.releases, [release])
@@ -372,7 +376,7 @@ class Ledger:
         self._note({"entry": MAY_CHANGE})
 
     def note_resumption(self, finished_rounds: int) -> None:
-        """Notes in the ledger after how many rounds a run was resumed.
+        """Notes in the ledger that a run was resumed after a number of rounds.
 
         A report is checked against the note, so a run folder cannot claim a resumption that did not
         happen.
@@ -380,7 +384,7 @@ class Ledger:
         self._note({"entry": RESUMED, "after": finished_rounds})
 
     def note_files(self, sha256: str) -> None:
-        """Notes in the ledger which files a finished run has written.
+        """Notes the hash of a finished run's files in the ledger.
 
         The run's files are checked against the note, so a file cannot be replaced together
         with its hash in the report. A run that charged nothing since the last such line writes none.
@@ -404,7 +408,7 @@ class Ledger:
     def _note(self, entry: dict[str, Any]) -> None:
         if self.path is None:
             raise LedgerError(
-                f"ledger {self.client!r} is only in memory. Set privacy.ledger to keep it"
+                f"client {self.client!r}'s ledger is only in memory. Set privacy.ledger to keep it"
             )
         with self._locked(self.path) as file:
             self._catch_up(file, self.client)
@@ -468,7 +472,7 @@ class Ledger:
             yield file
 
     def _catch_up(self, file: FileIO, client: str | None) -> None:
-        """Reads and checks the lines that were appended since the last call."""
+        """Reads and checks the lines appended since the last call."""
         lines = self.lines  # other threads may read, too: readers share the file's lock
         if file.seek(0, os.SEEK_END) < lines.size:
             raise LedgerError(f"ledger {self.path} was truncated. Restore it from a backup")

@@ -1,4 +1,4 @@
-"""The ledger of a client in a trial of a private selection."""
+"""A client's ledger in a private selection's trial."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedsynth.privacy.releases import Release
 
 
 class TrialLedger(Ledger):
-    """A ledger that refuses a trial's releases if the row of its selection does not cover them.
+    """A ledger that refuses a trial's releases unless the selection's row covers them.
 
     The row was charged before the first trial. The releases of a trial are therefore not written,
     but each must be among the releases of the trial's candidate. A losing trial leaves no trace.
@@ -42,7 +42,7 @@ class TrialLedger(Ledger):
         release: Release,
         check: Callable[[Sequence[Release], Sequence[Release]], None] = _allow,
     ) -> None:
-        """Counts a release of the trial.
+        """Counts a release in the trial.
 
         Raises:
             LedgerError: the selection does not cover the release.
@@ -50,11 +50,11 @@ class TrialLedger(Ledger):
         released = self._released + totals([release])
         if not self._covered.covers(released):
             raise LedgerError(
-                f"a trial's release of {release.quantity} is not among the releases for which "
-                f"the selection was charged to client {self.client!r}. Start the selection again"
+                f"a trial's release of {release.quantity} is not covered by the selection's "
+                f"charge to client {self.client!r}. Start the selection again"
             ).with_code("ledger.uncovered")
         self._released = released
 
     def note_files(self, sha256: str) -> None:
-        """Keeps the hash of the files, which is noted in the client's ledger if the trial wins."""
+        """Keeps the files' hash, to be noted in the client's ledger if the trial wins."""
         self.files = sha256

@@ -1,1 +1,1 @@
-"""Privacy reports of runs, with their figures, pages and verification."""
+"""Privacy reports: their figures, pages and verification."""

@@ -1,4 +1,4 @@
-"""Functions that build and write the privacy report of a run.
+"""Functions that build and write a run's privacy report.
 
 The report is published, so it is built only from public settings and the rows of the ledgers. It
 contains no numbers of records and no losses. If the run has no privacy guarantee, the report states
@@ -128,7 +128,7 @@ def reasons_in_ledgers(histories: Iterable[History]) -> list[str]:
 
 
 def guarantee(ledgers: Mapping[str, Rows], delta: float, adjacency: str) -> figures.Guarantee:
-    """Computes the figures in the report's privacy guarantee.
+    """Computes the figures of the report's privacy guarantee.
 
     The figures are the (ε, δ) of the worst client, ε by client and by round, ε for other δ, and
     bounds on attacks. ε for other δ and the bounds are the largest over all clients.
@@ -246,7 +246,7 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
-    """Shortens the report by combining equal ledger rows of all clients and rounds.
+    """Combines equal ledger rows from all clients and rounds, for a shorter report.
 
     Rows that differ only in the round and the client become one entry, which lists its rounds and
     clients. A round is listed twice if it was charged twice, because it was repeated or the run was
@@ -270,7 +270,7 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
 ) -> figures.Accountant:
-    """Describes how ε was computed, and adds the ε of the worst client according to Rényi DP.
+    """Describes the accountant, and adds the worst client's ε computed with Rényi DP.
 
     Args:
         ledgers: the ledger rows of each client.

@@ -1,4 +1,4 @@
-"""The data model of a privacy report (schema 4), with the type of every key.
+"""A privacy report's data model (schema 4), with each key's type.
 
 A report must have exactly the model's keys. It contains only figures and names. Its sentences are
 in the templates of the pages (`fedsynth.privacy.report.pages`). An untrusted report is checked
@@ -46,7 +46,7 @@ class Verdict(Part):
 
 
 class AfterRound(Part):
-    """The largest ε of all clients after a round."""
+    """The largest ε among all clients after a round."""
 
     round: int
     worst: float
@@ -61,7 +61,7 @@ class ReleaseKind(Part):
 
 
 class CurvePoint(Part):
-    """The largest ε of all clients for one δ."""
+    """The largest ε among all clients for one δ."""
 
     delta: float
     epsilon: float
@@ -116,7 +116,7 @@ class Unit(Part):
 
 
 class Access(Part):
-    """A way in which the run uses private data.
+    """One use of private data in the run.
 
     Attributes:
         access: a description of the use.
@@ -159,7 +159,7 @@ class LedgerEntry(Part):
 
 
 class LedgerStart(Part):
-    """The rows that a ledger had at some time, for example when a run began.
+    """A ledger's rows at some time, for example at the start of a run.
 
     Attributes:
         rows: the number of rows.
@@ -171,7 +171,7 @@ class LedgerStart(Part):
 
 
 class LedgerHead(LedgerStart):
-    """The rows of a ledger from which a report was computed.
+    """The ledger rows from which a report was computed.
 
     Attributes:
         rows_before: the number of rows that the ledger had when the run began.
@@ -195,7 +195,7 @@ class Accountant(Part):
 
 
 class Audit(Part):
-    """The counts of a canary audit, and the lower bound on ε that was computed from them."""
+    """A canary audit's counts, and the lower bound on ε computed from them."""
 
     command: str = Field(pattern=r"^fedsynth privacy audit( [^\x00-\x1f\x7f]{0,2000})?$")
     method: str
@@ -248,7 +248,7 @@ class Event(Part):
 
 
 class RunFacts(Part):
-    """Facts about the run that a report describes. A fact that was not stated is None.
+    """Facts about a report's run. Facts that were not stated are None.
 
     Attributes:
         id: the name of the run folder when the run began.
@@ -266,7 +266,7 @@ class RunFacts(Part):
 
 
 class ReportFacts(Part):
-    """The public facts in a report that cannot be computed from the ledgers.
+    """A report's public facts that cannot be computed from the ledgers.
 
     Attributes:
         method, mechanism: the names of the method and of its mechanism.
@@ -332,7 +332,7 @@ class ReportFacts(Part):
 
 
 class Report(ReportFacts):
-    """The whole privacy report of a run.
+    """A run's entire privacy report.
 
     Attributes:
         counted_shares: the largest H (see `ReportFacts.shares`) of all releases in the ledgers,
@@ -433,7 +433,7 @@ class Signature(Part):
 
 
 def schema_problems(value: Any) -> list[str]:
-    """Checks an untrusted value against the data model of a report.
+    """Checks an untrusted value against a report's data model.
 
     Returns:
         One line for each key that is missing or unknown and for each value of the wrong type. If

@@ -1,4 +1,4 @@
-"""Functions that read a privacy report, other JSON files of a run folder, and ledger rows.
+"""Functions that read privacy reports, other JSON files in run folders, and ledger rows.
 
 All of these files are untrusted input.
 """
@@ -58,7 +58,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def sound_report(path: Path) -> dict[str, Any]:
-    """Reads a report and checks that all its keys are present and have the right types.
+    """Reads a report, and checks that all keys are present and have the right types.
 
     Such a report can be rendered. Its values are not verified.
 
@@ -74,7 +74,7 @@ def sound_report(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_as_error(message: str) -> Iterator[None]:
-    """Converts exceptions caused by damaged files in a `with` block to PrivacyError.
+    """Converts exceptions caused by damaged files to a PrivacyError.
 
     Args:
         message: the beginning of the message of the PrivacyError.
@@ -146,7 +146,7 @@ class LedgerRows:
     note: str = ""
 
     def begins_with(self, client: str, start: LedgerStart) -> bool:
-        """Checks that a client's ledger file begins with the rows that `start` identifies.
+        """Checks that a client's ledger file begins with the rows identified by `start`.
 
         Returns:
             True if the chain hash after these rows is the one in `start`. Also True if the client
@@ -178,8 +178,8 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
         for client, head in heads.items():
             if len(rows[client]) != head["rows"]:
                 text = (
-                    f"client {client}: the ledger section has {len(rows[client])} rows, but "
-                    f"ledger_heads states {head['rows']}"
+                    f"client {client}: the report's ledger section contains {len(rows[client])} "
+                    f"rows, but ledger_heads states {head['rows']}"
                 )
                 problems.append(Problem("ledger.rows", text))
         return LedgerRows(rows, problems=problems)
@@ -194,7 +194,7 @@ def read_ledger_rows(report: Mapping[str, Any], files: Path | None, *, exact: bo
             count, count_in_file = heads[client]["rows"], len(ledger.releases)
             rows[client] = ledger.releases[:count]
             if count > count_in_file or (exact and count < count_in_file):
-                text = f"{client}'s ledger contains {count_in_file} rows instead of {count}"
+                text = f"{client}'s ledger file contains {count_in_file} rows instead of {count}"
                 problems.append(Problem("ledger.rows", text))
             elif ledger.lines.chains[count] != heads[client]["chain"]:
                 text = f"the chain hash at row {count} of {client}'s ledger does not match"
@@ -226,7 +226,7 @@ def stated_rows(report: Mapping[str, Any]) -> dict[str, list[Release]]:
 
 
 def hash_of_files(files: Mapping[str, str]) -> str:
-    """Returns one hash of the names and the SHA-256 hashes of several files."""
+    """Returns a hash of several files' names and SHA-256 hashes."""
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
 
@@ -248,8 +248,8 @@ def _read_ledgers(folder: Path) -> tuple[dict[str, Ledger], list[Problem]]:
             ledgers[ledger.client] = ledger
         else:
             text = (
-                f"{path} contains the ledger of client {short_repr(ledger.client)}. Name the file "
-                "after the client"
+                f"{path} contains the ledger of client {short_repr(ledger.client)}. Rename the "
+                "file to the client's name"
             )
             problems.append(Problem("ledger.file", text))
     return ledgers, problems

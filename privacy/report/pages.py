@@ -1,4 +1,4 @@
-"""Functions that render a privacy report as Markdown, as an HTML page, and for the terminal.
+"""Functions that render a privacy report as Markdown, as HTML and in the terminal.
 
 The Markdown comes from a template, and the HTML page is rendered from the Markdown. Reports are
 untrusted input. Therefore every text of a report is escaped before it enters the template, and raw
@@ -63,7 +63,7 @@ STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
 
 
 def report_sentences(report: Mapping[str, Any]) -> Any:
-    """Returns the template macros that write the sentences of a report.
+    """Returns the template macros for a report's sentences.
 
     Each macro is a function that returns plain text.
     """
@@ -84,7 +84,7 @@ def event_text(event: Event, planned_rounds: int, cap: float | None, *, simulate
 
 
 def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Returns the rows (name, text) of the table that summarises a report in the terminal.
+    """Returns the rows (name, text) of a report's summary in the terminal.
 
     The table begins with ε and δ if there is a guarantee. Otherwise it states the reasons why there
     is none.
@@ -112,7 +112,7 @@ def summary_rows(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def render_markdown(report: Mapping[str, Any]) -> str:
-    """Renders the whole report as Markdown, with a summary page and then a datasheet.
+    """Renders the report as Markdown: a summary page followed by a datasheet.
 
     Raises:
         PrivacyError: the report is damaged.
@@ -125,7 +125,7 @@ def render_markdown(report: Mapping[str, Any]) -> str:
 
 
 def render_html(report: Mapping[str, Any]) -> str:
-    """Renders the whole report as an HTML page, with the content of the Markdown and with plots.
+    """Renders the report as an HTML page, with the Markdown's content and plots.
 
     Raises:
         PrivacyError: the report is damaged.
@@ -137,7 +137,7 @@ def render_html(report: Mapping[str, Any]) -> str:
 
 
 def render_audit(result: FunctionAudit) -> str:
-    """Renders the audit of a function as an HTML page with a plot of the scores of each design."""
+    """Renders a function's audit as an HTML page, with a plot of each design's scores."""
     named = replace(result, name=formatting.as_markdown(result.name))
     markdown = _TEMPLATES.get_template("audit.md.j2").render(a=named)
     plots = {}
@@ -166,7 +166,7 @@ def _page(title: str, markdown: str, plots: Mapping[str, str]) -> str:
 
 
 def _arranged(body: str, plots: Mapping[str, str]) -> str:
-    """Adds plots to the body of an HTML page, makes its tables scrollable, and divides its pages.
+    """Adds plots to an HTML page's body, makes its tables scrollable, and inserts page breaks.
 
     A plot is below the heading with its name. The table of the ledger has the most columns, so its
     section is printed on landscape pages. All texts in the body are escaped, so every tag in it
@@ -184,7 +184,7 @@ def _arranged(body: str, plots: Mapping[str, str]) -> str:
 
 
 def _plots(guarantee: Mapping[str, Any] | None) -> dict[str, str]:
-    """Draws the plots of a report.
+    """Draws a report's plots.
 
     Returns:
         A mapping from headings to plots. Each plot belongs below its heading.

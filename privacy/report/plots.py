@@ -105,12 +105,12 @@ def line_plot(
 
 
 def standalone(svg: str) -> str:
-    """Gives a plot a white background, so that it can be saved as a separate SVG file."""
+    """Adds a white background to a plot, for a separate SVG file."""
     return svg.replace("</title>", '</title><rect width="100%" height="100%" fill="#fff"/>') + "\n"
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Chooses round numbers from `low` to `high` for the labels of an axis.
+    """Chooses round numbers from `low` to `high` as axis labels.
 
     The distance between two labels is 1, 2 or 5 times a power of ten. There are roughly `about`
     labels.
@@ -128,7 +128,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis, which maps values from `low` to `high` to pixels.
+    """An axis, which maps the values from `low` to `high` to pixel positions.
 
     On a logarithmic axis, `low` and `high` are the logarithms of the values.
     """

@@ -1,4 +1,4 @@
-"""Verification of a privacy report by computing its figures again.
+"""Verification of a privacy report, by recomputing its figures.
 
 A report is computed from public facts and from ledger rows. `fedsynth.results.verification` reads
 the public facts from a run folder. Every key and figure of the report must equal the recomputed
@@ -52,7 +52,7 @@ def report_problems(
     ledger_rows: LedgerRows,
     initial: Mapping[str, LedgerStart],
 ) -> list[Problem]:
-    """Builds a report from the facts and the ledger rows, and compares it with the given report.
+    """Rebuilds a report from its facts and ledger rows, and lists the differences.
 
     Args:
         report: a report that `schema_problems` has found valid.
@@ -149,7 +149,7 @@ def differences(location: str, expected: Any, stated: Any) -> list[Problem]:
         return problems
     if isinstance(expected, list) and isinstance(stated, list):
         if len(expected) != len(stated):
-            text = f"{location} has {len(stated)} entries, but should have {len(expected)}"
+            text = f"{location} has {len(stated)} entries, but {len(expected)} are expected"
             return [Problem(location, text)]
         for number, (entry, other) in enumerate(zip(expected, stated, strict=True)):
             problems += differences(f"{location}[{number}]", entry, other)
@@ -157,7 +157,7 @@ def differences(location: str, expected: Any, stated: Any) -> list[Problem]:
     small = 0.0 if location.rpartition(".")[2] == "delta" else 1e-12  # δ may be that small itself
     if _same(expected, stated, small):
         return []
-    text = f"{location} is {_text(stated)}, but should be {_text(expected)}"
+    text = f"{location} is {_text(stated)}, but {_text(expected)} is expected"
     return [Problem(location, text)]
 
 

@@ -140,10 +140,10 @@ def test_student_trains_on_exported_set(
     for options, text in {
         "--output .": ". is a folder",
         "--labels sof": "labels cannot be 'sof'",
-        "--teacher nowhere": "nowhere is neither a model file",
-        "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) must have the synthetic set's image shape",
-        "--dataset digits --test-data x": "must not be set together with data.test_folder",
-        f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "is unknown to the data set",
+        "--teacher nowhere": "nowhere is not a model file",
+        "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) does not have the synthetic set's image shape",
+        "--dataset digits --test-data x": "and data.test_folder are both set",
+        f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "does not have. Rename",
     }.items():
         fedsynth(f"student {share} {options}").assert_refused(text)
 
@@ -220,7 +220,9 @@ def test_invalid_model_files_are_rejected(
         "a --set crop=2": "method.crop must be between 0 and 0.5",
     }.items():
         fedsynth(f"{DISTILL} {options} --output s").assert_refused(text)
-    fedsynth("distill a --method feddm").assert_refused("run.method=feddm cannot distil without")
+    fedsynth("distill a --method feddm").assert_refused(
+        "run.method=feddm does not support distillation"
+    )
 
 
 def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
@@ -230,7 +232,7 @@ def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
         assert text in table
     refused = fedsynth("reproduce fedkf:table4")
     assert refused.code == 2
-    assert "no selected cell of fedkf:table4 can be run" in refused.stderr
+    assert "none of fedkf:table4's selected cells can be run" in refused.stderr
 
 
 def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:
@@ -428,7 +430,7 @@ def test_proposed_commands_run(
         if kind == "patients at several sites":
             assert "users: 16, of whom 2 have records at several sites" in described
             train = line.replace("synthesize", "train --method fedstats").replace("--out share", "")
-            refusal = "partition.kind=iid and partition.clients=1, or run `fedsynth synthesize`"
+            refusal = "partition.kind=iid, partition.clients=1 or `fedsynth synthesize`"
             assert refusal in fedsynth(train).stderr
             assert fedsynth(f"{train} --partition iid --clients 1 --dry-run").ok
         assert fedsynth(line).ok
@@ -460,7 +462,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)
     assert not [path for path in (share, tmp_path / "runs") if path.exists()]
     open_run = fedsynth(f"synthesize --data {folder} --out {share} --dry-run")
-    open_run.assert_refused("privacy.epsilon must be set")
+    open_run.assert_refused("privacy.epsilon is not set")
     result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'").ok
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
     ledger = json.loads((share / "privacy_report.json").read_text())["ledger"]
@@ -498,7 +500,7 @@ def test_synthesize_continues_a_shared_set(
     report = (tmp_path / "share-3" / "privacy_report.md").read_text("utf-8")
     assert "period 3 of 12" in report
     refused = fedsynth("synthesize --continue share-3 --data march --dp-epsilon 9 --out share-4")
-    refused.assert_refused("privacy.epsilon must not be changed")
+    refused.assert_refused("privacy.epsilon cannot be changed")
 
 
 def test_train_prints_names_of_damaged_files(tmp_path: Path, fedsynth: Call) -> None:
@@ -556,7 +558,7 @@ LINES = (
     ("fedavg --dp-ledger ''", "ledger must be a folder"),  # an unset variable
     ("fedavg --dp-sigma 3 --dp-ledger ' '", "ledger must be a folder"),
     ("feddm --resume {tmp}", "--method cannot be used with --resume"),
-    ("privacy plan", "--dp-epsilon and --dp-sigma are missing"),
+    ("privacy plan", "neither --dp-epsilon nor --dp-sigma is set"),
     (f"privacy audit --dp-sigma 1 --canaries {10**30}", "canaries must be at most 1e+07"),
     ("privacy audit --dp-sigma 1 --confidence 1e-320", "confidence must be in [0.5, 1)"),
     ("privacy audit --rounds 1", "Set --dp-sigma, --dp-epsilon, or --run"),

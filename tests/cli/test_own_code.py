@@ -138,7 +138,7 @@ def test_code_named_in_run_folder_is_never_executed(code: Path, fedsynth: Call) 
         hint = f"Load it with {option} {code}/evil.py:Net"
         for command in (f"train --config {config}", f"train --config {code}"):
             fedsynth(f"{command} --output {code / 'out'}").assert_refused(hint)
-        fedsynth(f"sweep {config} --dry-run").assert_refused("Copy what you trust to a new file")
+        fedsynth(f"sweep {config} --dry-run").assert_refused("Copy the settings that you trust")
     assert not (code / "evil.py.ran").exists()
 
 
@@ -219,7 +219,7 @@ def test_resume_needs_same_code(
     (code / name).write_text(content + "# changed\n")
     changed = fedsynth(f"train --resume {folder} {option}")
     assert changed.code == 2
-    assert re.search("the named file has|does not match this run's settings", changed.stderr)
+    assert re.search("the named file contains|does not match this run's settings", changed.stderr)
     (code / name).write_text(content)
     for other in OPTIONS:  # a file that the run did not use must not be ignored
         if other != kind:

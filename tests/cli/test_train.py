@@ -419,7 +419,10 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     fedsynth(f"{audit} --config other.toml").assert_refused("both define all settings")
     settings = config.read_text()
     config.write_text(settings.replace("iterations = 4", "iterations = 2"))
-    assert "differs from the folder's privacy" in fedsynth(f"{audit} --canaries 20").stderr
+    assert (
+        "does not match the settings in the folder's privacy"
+        in fedsynth(f"{audit} --canaries 20").stderr
+    )
     config.write_text(settings)
     assert file.read_bytes() == original
     assert fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1").ok

@@ -135,7 +135,7 @@ def edited(good: bytes = GOOD, shape: list[int] | None = None, **header: Any) ->
 
 
 FORGED = edited(Forged({}, torch.ones(1)).to_bytes(), type="ModelParameters")
-INVALID, ENTRY = "not a valid fedsynth message", "with the unknown entry"
+INVALID, ENTRY = "not a valid fedsynth message", "contains the unknown entry"
 W = {"parameters": ["w"]}
 LENGTH = struct.unpack("<Q", STATE[:8])[0]
 STATED = json.loads(json.loads(STATE[8 : 8 + LENGTH])["__metadata__"]["header"])["values"]
@@ -151,18 +151,18 @@ MALFORMED = (
     (struct.pack("<Q", 20_000) + b"[" * 20_000, INVALID),
     (GOOD[:-1], INVALID),
     (edited(type="Words"), "expected a ModelParameters message, got 'Words'"),
-    (edited(values=W), r"no field ModelParameters\.weight"),
+    (edited(values=W), r"missing the field ModelParameters\.weight"),
     *((edited(values={**W, "weight": value}), "finite number") for value in FINITE),
-    (edited(parts=" " * 2**23), "the header has 8"),
-    (edited(values={**W, "weight": 3, "more": 1}), "with the unknown entry 'more'"),
+    (edited(parts=" " * 2**23), "its header has 8"),
+    (edited(values={**W, "weight": 3, "more": 1}), "contains the unknown entry 'more'"),
     (edited(values=[3]), "values is wrong"),
-    (edited(values={"parameters": [], "weight": 3}), r"with the unknown entry 'parameters\.w'"),
-    (edited(values={"parameters": ["w", "v"]}), "no tensor for key 'v'"),
-    (edited(values={"parameters": ["w", "w"]}), "no tensor for key 'w'"),
+    (edited(values={"parameters": [], "weight": 3}), r"contains the unknown entry 'parameters\.w'"),
+    (edited(values={"parameters": ["w", "v"]}), "missing the tensor for key 'v'"),
+    (edited(values={"parameters": ["w", "w"]}), "missing the tensor for key 'w'"),
     (edited(values={"parameters": ["w", ["w"]]}), "a key that is not text"),
     (edited(values={"parameters": [1]}), "a key that is not text"),
     (edited(values={"parameters": "w"}), "finite number"),
-    (edited(values={"weight": 3}), r"no field ModelParameters\.parameters"),
+    (edited(values={"weight": 3}), r"missing the field ModelParameters\.parameters"),
     (edited(fedsynth_message="1"), INVALID),
     (edited(values={**W, "weight": None}), "weight has the wrong type NoneType"),
     (edited(values={**W, "weight": {"weight": 1}}), "finite number"),
@@ -171,7 +171,7 @@ MALFORMED = (
     (FORGED, r"ModelParameters\.weight has the wrong type Tensor"),
 )
 MALFORMED_STATES = (
-    (AnchorState, edited(STATE, values=UNSEEN), r"no field AnchorState\.seen"),
+    (AnchorState, edited(STATE, values=UNSEEN), r"missing the field AnchorState\.seen"),
     (AnchorState, edited(STATE, values={**STATED, "anchors": None}), ENTRY),
     (AnchorState, edited(STATE, values={**STATED, "has_anchor": 1}), ENTRY),
     (AnchorState, edited(STATE, values={**STATED, "more": None}), ENTRY),

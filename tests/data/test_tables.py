@@ -153,7 +153,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "settings", "message"),
     [
-        ("a.npz", {}, {}, "no bounds are set"),
+        ("a.npz", {}, {}, "need public bounds"),
         ("a.npz", {}, {"label_column": "z"}, "'z' is missing .*x, y, .*--label-column"),
         ("a.npz", {"x": np.array([{}] * N)}, {}, "Python objects"),
         ("a.npz", {"y": Y[:5]}, {}, "60 values, one for each record, got 5"),
@@ -161,8 +161,8 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.npz", {"x": np.full((N, 4), np.nan)}, {"bounds": "0,1"}, "NaN"),
         ("a.npz", {"site": np.where(Y, "A b", "a_b")}, {}, "spellings of one name"),
         ("a.csv", {}, {"feature_columns": "f0,remark"}, "not numeric.*--feature-columns"),
-        ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 of its cells are empty"),
-        ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 of its cells are empty"),
+        ("a.csv", {"f1": pa.array([None, *X[1:, 1]])}, {}, "1 cells are empty"),
+        ("a.csv", {"label": pa.array([None, *Y[1:]])}, {}, "1 cells are empty"),
         ("a.parquet", {"label": pa.array([{"a": 1}] * N)}, {}, "one number or text per row"),
         ("a.parquet", {"label": pa.array([[("a", 1)]] * N, MAP)}, {}, "one number or text per row"),
         (
@@ -174,7 +174,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "has no effect without test records"),
         ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
-        ("a.npz", {"x": X[:0]}, {}, "'x' .* contains no records"),
+        ("a.npz", {"x": X[:0]}, {}, "'x' .* contain no records"),
         ("a.npz", {"z": Y[:3]}, {"feature_columns": "x,z"}, "columns of the same length, got"),
         ("a.npz", {"split": np.where(Y, "train", "val")}, {}, r"splits train, val .*test_folder"),
         ("a.csv", {"fold": Y}, {}, r"splits 0, 1, 2 in the column 'fold'"),
@@ -182,14 +182,14 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
             "a.csv",
             {"subject_id": Y},
             {},
-            "several .* user columns: patient, subject_id.*--user-column",
+            "several columns .* user column: patient, subject_id.*--user-column",
         ),
         ("a.csv", {"f1": ["x", *map(str, X[1:, 1])]}, {}, "'f1' .* also 'x'.*--feature-columns"),
         ("a.csv", {"f1": [f"{x:.3f}".replace(".", ",") for x in X[:, 1]]}, {}, "numbers, but also"),
-        ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* all of its cells are empty"),
-        ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* all of its cells are empty"),
-        ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* all of its cells are empty"),
-        ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "the same length in every row"),
+        ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* all cells are empty"),
+        ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* all cells are empty"),
+        ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* all cells are empty"),
+        ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "different lengths, "),
     ],
 )
 def test_unusable_files_raise_one_line_errors(
@@ -215,14 +215,14 @@ def test_expanding_arrays_and_tables_are_refused(
     np.savez(tmp_path / "plain.npz", x=np.zeros(2**17, np.uint8))
     np.savez_compressed(tmp_path / "bomb.npz", x=np.zeros(2**17, np.uint8))
     assert parts_of(str(tmp_path / "plain.npz"))["train"].read("x").size == 2**17
-    with pytest.raises(DataError, match=r"'x' in .* more than 65,536 bytes\. Split"):
+    with pytest.raises(DataError, match=r"'x' in .* exceed 65,536 bytes\. Split"):
         parts_of(str(tmp_path / "bomb.npz"))["train"].read("x")
     monkeypatch.setattr(tables, "MAX_EXPANDED_BYTES", 2**19)
     path = tmp_path / "bomb.parquet"
     for rows, repeats in ((100_000, True), (100_000, False), (200_000, True)):
         table = pa.table({"x": np.zeros(rows)})  # of at least 4 bytes, and really 8 bytes
         pa.parquet.write_table(table, path, compression="zstd", use_dictionary=repeats)
-        with pytest.raises(DataError, match="expands to more than 524,288 bytes"):
+        with pytest.raises(DataError, match="exceed 524,288 bytes"):
             parts_of(str(path))["train"].read("x")
         monkeypatch.setattr(pa.parquet.ParquetFile, "iter_batches", None)
 
@@ -429,7 +429,7 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
     ("files", "tested", "message"),
     [
         ("validation", 0, "only val records, which are used for training"),
-        ("test dev", 0, "contains test and val records, but no train records. Save"),
+        ("test dev", 0, "contains only test and val records, but train records are needed. Save"),
         ("train patient_testimony trainee", 0, "features in"),
         ("Train TEST validation", 1, "the val records .* are not used"),
         ("validation-study/training_0 validation-study/eval_1", 1, "features in"),

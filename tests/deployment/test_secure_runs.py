@@ -236,7 +236,7 @@ def test_failed_clients_are_left_out_of_sums(setup: Setup, monkeypatch: pytest.M
 def test_thresholds_are_majorities_above_the_honest_clients_and_bound_quorums(setup: Setup) -> None:
     """The proposal and the run itself refuse them; H + 1 of five are four."""
     settings = sections("fedsum", 5, run={"quorum": 0.6}, method={"honest": 3}, privacy=PRIVATE)
-    message = r"quorum=0\.6 is too small, because a secure sum needs 4 of a round.s 5 clients"
+    message = r"quorum=0\.6 is too low, because a secure sum needs 4 of a round.s 5 clients"
     with raises(SettingError, "run.quorum"):
         new_proposal({**settings, "method": {**settings["method"], "honest": 0}})
     with pytest.raises(SettingError, match=message):

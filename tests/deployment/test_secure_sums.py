@@ -170,8 +170,8 @@ def test_altered_messages_raise_errors_or_leave_the_sum_masked(kind: type) -> No
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda keys, _: {0: keys[0], 1: keys[1]}, "at least 3 of the sum's 4"),
-        (lambda keys, _: {**keys, 4: altered(keys[0], client=4)}, "at least 3 of the sum's 4"),
+        (lambda keys, _: {0: keys[0], 1: keys[1]}, "at least 3 of its 4"),
+        (lambda keys, _: {**keys, 4: altered(keys[0], client=4)}, "at least 3 of its 4"),
         (lambda keys, _: {**keys, 1: altered(keys[1], mask=OTHER_KEY)}, "the keys of client 1"),
         (lambda keys, _: {**keys, 2: keys[0]}, "keys for client 2"),
         (lambda keys, _: {**keys, 2: altered(keys[0], client=2)}, "same key"),
@@ -233,7 +233,7 @@ def test_clients_reveal_one_kind_of_share_and_only_if_all_honest_noise_is_summed
         clients[0].unmask(Present(clients=(0, 1, 2, 3)))
     shares = clients[1].unmask(Present(clients=(0, 1, 2, 3, 4)))
     assert (set(shares.seeds), set(shares.keys)) == ({0, 1, 2, 3, 4}, {5})
-    with pytest.raises(primitives.SecureSumError, match="expected request"):
+    with pytest.raises(primitives.SecureSumError, match="but expected"):
         clients[1].unmask(Present(clients=(0, 1, 2, 3, 4, 5)))
     with pytest.raises(primitives.SecureSumError, match="lists client 2 as absent"):
         clients[2].unmask(Present(clients=(0, 1, 3, 4, 5)))

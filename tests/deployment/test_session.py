@@ -347,7 +347,7 @@ def test_second_client_with_a_key_is_refused(setup: Setup, home: str) -> None:
 
     later = OneConnection({**link.nodes_, 100: second})
     served = setup.serve(settings, later, resume=folder, join=60)
-    assert "the ledger is missing some of the" in second.refused
+    assert "the client's ledger is missing some of the" in second.refused
     assert not first.refused
     assert not any("lost" in row for row in served.record.rows)
     assert_reported(setup, served, range(CLIENTS))
@@ -377,7 +377,7 @@ def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
 def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> None:
     settings = sections("feddm", privacy=PRIVATE)
     folder = kill(setup, settings, setup.link(), CLIENTS + 1)
-    with pytest.raises(CheckpointError, match=r"have changed\. Restore them"):
+    with pytest.raises(CheckpointError, match=r"have changed since the run began\. Restore"):
         setup.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
     file = folder / "checkpoint" / "clients.json"
     text = file.read_text()

@@ -220,7 +220,7 @@ def test_library_page_programs_run(
     page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
     section = page.split("## Condense your tensors")[1].split("\n## Custom")[0]
     programs = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert len(programs) == 6
+    assert len(programs) == 5
     assert max(len(program.splitlines()) for program in programs) <= 25
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

@@ -243,7 +243,7 @@ def test_runs_store_the_vectors_of_their_feature_map(tmp_path: Path) -> None:
     [
         ({"encoder": "timm:no_such_network"}, "is unknown to timm"),
         ({"encoder": "torchvision:maskrcnn_resnet50_fpn"}, "is not a classifier in torchvision"),
-        ({"encoder": "timm:hf-hub:someone/model"}, "must be timm: followed by"),
+        ({"encoder": "timm:hf-hub:someone/model"}, "no network's name after timm:"),
         (
             {"encoder": "pixels", "encoder_weights": "w.safetensors"},
             "has no effect without an encoder",

@@ -213,7 +213,7 @@ def with_fields(reason: str, **changes: Callable[[Any], Any]) -> tuple[Attack, s
     return lambda sent: replace(sent, **{name: f(sent) for name, f in changes.items()}), reason
 
 
-ONE_EACH = "labels must have one entry"
+ONE_EACH = "labels contain .* entries for"
 INCONSISTENT_ATTACKS: dict[str, tuple[Attack, str]] = {
     **{
         f"label {label:g}": with_fields(
@@ -235,7 +235,7 @@ INCONSISTENT_ATTACKS: dict[str, tuple[Attack, str]] = {
 METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     **{
         ("fedaf", f"soft label {p}"): with_fields(
-            "^soft must have rows" if p == 0.9 else "^soft must have values",
+            "^soft must contain rows" if p == 0.9 else "^soft must have values",
             soft=lambda sent, p=p: with_value(p)(sent.soft),
         )
         for p in (-0.5, 0.9, 2.0)
@@ -246,11 +246,11 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     ),
     ("fedavg", "weight"): with_fields("weight must be", weight=lambda sent: sent.weight + 1.0),
     ("fedgen", "counts"): with_fields(
-        "must sum to", counts=lambda sent: torch.full((10,), sent.weight)
+        "sum to .*, more than", counts=lambda sent: torch.full((10,), sent.weight)
     ),
     ("fedgen", "no counts"): with_fields("a count above 0", counts=lambda sent: torch.zeros(10)),
     **{
-        ("fednova", f"norm {name}"): with_fields("norm must be", norm=norm)
+        ("fednova", f"norm {name}"): with_fields("is at least 1|must be between", norm=norm)
         for name, norm in {
             "0": lambda sent: 0.0,
             "1e-300": lambda sent: 1e-300,
@@ -258,7 +258,10 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
             "of more than all steps": lambda sent: 1.01 * sent.norm,
         }.items()
     },
-    ("feddm", "another message"): (lambda sent: ModelParameters({}, 1.0), "is a ModelParameters"),
+    ("feddm", "another message"): (
+        lambda sent: ModelParameters({}, 1.0),
+        "the type ModelParameters",
+    ),
 }
 
 

@@ -90,16 +90,18 @@ def test_messages_of_wrong_type_are_rejected(
     replies = sums(0) if exchange == FIRST else models(0)
     wide_sums = type("WideSums", (FeatureSums,), {})
     for reply in (wide_sums(*tensors), ModelAndSums({}, 1.0, *tensors)):
-        message = f"fedfm sent a {type(reply).__name__}, but declares"
+        message = f"fedfm returned a {type(reply).__name__}, but declares"
         with pytest.raises(TypeError, match=message):
             server.receive(exchange, {**replies, 1: reply}, in_round())
     assert server.state is state
     step = "first_aggregate" if exchange == FIRST else "server_step"
     monkeypatch.setattr(fs.FedFM, step, lambda *_: {})
-    with pytest.raises(TypeError, match=r"fedfm must return the type `state`.*got dict"):
+    with pytest.raises(
+        TypeError, match=r"fedfm's server step must return its declared `state`.*got dict"
+    ):
         server.receive(exchange, replies, in_round())
     monkeypatch.setattr(fs.FedFM, name, lambda *_: FeatureSums(*tensors))
-    with pytest.raises(TypeError, match="fedfm sent a FeatureSums"):
+    with pytest.raises(TypeError, match="fedfm returned a FeatureSums"):
         server.request(exchange, in_round())
 
 
@@ -170,7 +172,7 @@ def test_requests_of_wrong_type_are_rejected() -> None:
     for name in METHODS:
         client = client_of(0, method_class(name)())
         for exchange in EXCHANGES:
-            with pytest.raises((TypeError, MessageError), match=rf"{name} (sent a|has no)"):
+            with pytest.raises((TypeError, MessageError), match=rf"{name} (returned a|has no)"):
                 step_together([client], exchange, unrelated, context())
         assert client.client_state == {}
 
@@ -200,7 +202,7 @@ def test_invalid_requests_are_refused_by_reply() -> None:
     ctx = context(privacy=fs.PrivacySettings(**privacy), sizes=None)
     for method, exchange in ((fs.FedAvg(), MAIN), (fs.FedFM(), FIRST)):
         client = client_of(2, method, **privacy)
-        for value, reason in ((5.0, "max_request_norm"), (float("nan"), "not finite")):
+        for value, reason in ((5.0, "max_request_norm"), (float("nan"), "NaN or infinite")):
             replies = step_together([client], exchange, request(ctx, value), ctx)
             assert replies.messages == {}
             (refusal,) = replies.refusals
@@ -285,5 +287,5 @@ def test_mechanisms_are_bound_to_clients() -> None:
     with raises(UnplannedReleaseError, "release.foreign_mechanism"):
         group.select(0).class_sums(other, lambda x, pair: x.new_ones(len(x), 1))
     clients = [client_of(k, fs.FedAvg(), parts(2)[k]) for k in range(2)]
-    with pytest.raises(ValueError, match="share its group's data set"):
+    with pytest.raises(ValueError, match="use the data set of its group"):
         step_together(clients, MAIN, request(context()), context())

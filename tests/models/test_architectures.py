@@ -202,7 +202,7 @@ def test_invalid_settings_and_dropout_are_refused() -> None:
         ("resnet18", CIFAR, {"norm": "instance"}, "instance"),
         ("resnet-18", CIFAR, {}, "did you mean resnet18"),
         ("timm:test_resnet", (2, 20, 20), {}, "1 or 3 channels"),
-        ("timm:../net", CIFAR, {}, "must be timm: followed by"),
+        ("timm:../net", CIFAR, {}, "no network's name after timm:"),
         ("timm:test_efficientnet", (1, 64, 64), {"norm": "group"}, "Use a network with layer norm"),
         ("torchvision:nothing", CIFAR, {}, "is not a classifier in torchvision"),
     ):

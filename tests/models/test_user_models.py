@@ -96,7 +96,7 @@ def test_invalid_models_raise_one_line_errors() -> None:
         (lambda shape, classes: nn.Flatten(), "no parameters to train"),
         (lambda shape, classes: flat(shape, 7), r"\[N, 10\].*\[2, 7\]"),
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
-        (3, "must be a torch.nn.Module or a function"),
+        (3, "must be a torch.nn.Module, or a function"),
         (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=plain_forward), r"\[2, 5\]"),
     ):
         with pytest.raises(SettingError, match=message) as error:
@@ -158,7 +158,7 @@ def test_faults_are_detected_before_charges(tmp_path: Path) -> None:
         (CONDENSING, subclass(get_extra_state=lambda self: {"epoch": 3}), "_extra_state"),
         (CONDENSING, with_fault(rename), "saved and loaded"),
         (CONDENSING, with_attribute(threading.Lock()), "cannot be copied"),
-        (CONDENSING, GrowingBuffers, "changes names"),
+        (CONDENSING, GrowingBuffers, "changes tensor names"),
         (CONDENSING, subclass(forward=torch.no_grad()(Net.forward)), "cannot be trained"),
         (CONDENSING, with_attribute(constant(torch.zeros(2).cfloat())), "torch.complex64"),
         (CONDENSING, with_attribute(constant(torch.zeros(2).double())), "torch.float64"),

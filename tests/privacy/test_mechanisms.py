@@ -278,7 +278,7 @@ def test_forked_mechanisms_and_memory_ledgers_are_rejected() -> None:
         for use in (forked.release, partial(forked.sample, 0)):
             with pytest.raises(errors.PrivacyError, match="another process"):
                 use()
-        with pytest.raises(errors.LedgerError, match="memory of another process"):
+        with pytest.raises(errors.LedgerError, match="another process's memory"):
             GaussianSumMechanism(release(), 3, charged, SecretGenerator())
         return b"refused"
 

@@ -431,7 +431,7 @@ DEEP = '{"schema_version": 4, "unit": ' + "[" * 200_000 + "]" * 200_000 + "}"
     [
         *((text, "not a valid privacy report") for text in ("[]", "", DEEP)),
         ('{"schema_version": 4, "x": NaN}', "NaN is not valid JSON"),
-        ('{"schema_version": 4, "x": 1e999}', "exceeds the largest float"),
+        ('{"schema_version": 4, "x": 1e999}', "above the largest float"),
         ('{"schema_version": 4, "x": {"a": 1, "a": 2}}', "twice"),
         ('{"schema_version": 4, "x": "\\ud800"}', "not a valid privacy report"),
     ],

@@ -553,7 +553,7 @@ def test_inaccessible_ledgers_are_reported(tmp_path: Path) -> None:
     (problem,) = verify(folder, ledger=tmp_path / "nowhere")
     assert problem == f"the ledger folder {tmp_path}/nowhere does not exist"
     edit(hide_last_rows)(folder)
-    assert "has 1 rows, but ledger_heads states 2" in " ".join(verify(folder))
+    assert "contains 1 rows, but ledger_heads states 2" in " ".join(verify(folder))
     edit(lambda r: [head.update(rows=1) for head in r["ledger_heads"].values()])(folder)
     assert CHARGES in codes(folder)
     assert any("chain hash" in p for p in verify(folder, ledger=tmp_path / "moved"))
@@ -573,7 +573,7 @@ def test_early_end_requires_reached_cap(tmp_path: Path) -> None:
         pages(folder, {**report, "events": [{**event, key: value}]})
         assert codes(folder) == [f"events[0].{key}"], key
     pages(folder, {**report, "events": []})
-    assert verify(folder) == ["events has 0 entries, but should have 1"]
+    assert verify(folder) == ["events has 0 entries, but 1 are expected"]
 
 
 def test_reduced_straggler_steps_are_detected(tmp_path: Path) -> None:

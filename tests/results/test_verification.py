@@ -160,7 +160,7 @@ def test_stopped_private_runs_can_be_reported(tmp_path: Path) -> None:
     entries = [entry for entry in report["ledger"] if entry["mechanism"] == "residual"]
     assert [entry["rounds"] for entry in entries] == [[1, 2]]
     write_report({**report, "abandoned": False}, folder)
-    assert verify(folder, ledger=moved) == ["abandoned is False, but should be True"]
+    assert verify(folder, ledger=moved) == ["abandoned is False, but True is expected"]
     (folder / "metrics.jsonl").unlink()
     assert any("rounds_done" in problem for problem in verify(folder))
     (moved / "client-001.jsonl").unlink()

@@ -77,7 +77,9 @@ def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
     """Regression: a report states 'declared public' without the owner's declaration. A run folder
     has only the rows of an external ledger, and no fingerprints."""
     runs, ledgers = tmp_path / "runs", tmp_path / "ledgers"
-    with pytest.raises(PrivacySettingError, match=r"ledger folder of data set 'scans', or 'none"):
+    with pytest.raises(
+        PrivacySettingError, match=r"ledger folder of data set 'scans', or set 'none"
+    ):
         run(tiny(privacy=private()), output=runs)
     assert not runs.exists()
     public = folder_of(run(tiny(privacy=private(ledger=NO_LEDGER)), output=runs))
@@ -352,7 +354,7 @@ def test_test_splits_follow_the_protected_unit(unit: str, shares: bool) -> None:
 
 
 def test_invalid_user_settings_are_refused() -> None:
-    with pytest.raises(PrivacySettingError, match=r"must come with privacy\.nominal_size"):
+    with pytest.raises(PrivacySettingError, match=r"needs privacy\.nominal_size"):
         fs.resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
     with pytest.raises(PrivacySettingError, match="one of record, user"):
         user_settings(unit="household")

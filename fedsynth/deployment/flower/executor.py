@@ -1,5 +1,5 @@
-"""Answers a SuperNode's messages in the data owner's process, converts messages to Flower's format,
-and defines the ClientApp.
+"""Answers a SuperNode's messages in the data owner's process, and converts messages to and from
+Flower's format. Also defines the ClientApp.
 
 By itself, a SuperNode runs the app in each message. The app is the server's code, which could
 ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
@@ -66,12 +66,12 @@ KIND = "query"
 
 
 def to_record(run: str, frame: bytes) -> RecordDict:
-    """Packs a run's name and a frame into Flower's message format. `from_record` is the inverse."""
+    """Converts a run's name and a frame to Flower's format. `from_record` is the inverse."""
     return RecordDict({RECORD: ConfigRecord({"run": run, "frames": frame})})
 
 
 def from_record(content: RecordDict) -> tuple[str, bytes]:
-    """Reads the run's name and the frame from a message in Flower's format.
+    """Extracts the run's name and the frame from a message in Flower's format.
 
     Raises:
         MessageError: if the record is not a message of this package.
@@ -80,7 +80,7 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"the message contains no 'run' or no 'frames': {error!r:.80}") from None
+        raise MessageError(f"the message is missing 'run' or 'frames': {error!r:.80}") from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
         raise MessageError("the message's 'run' is not text or its 'frames' are not bytes")
     return run, frame
@@ -136,7 +136,7 @@ def _client(
 
 
 def _execute(address: str, token: str, answer: Answer) -> None:
-    """Takes one message from the SuperNode, and sends the node's answer back.
+    """Answers one of the SuperNode's messages.
 
     Every message gets an answer, because the SuperNode waits for an answer.
 
@@ -165,7 +165,9 @@ def _reply(message: Message, answer: Answer) -> Message:
     """Answers a message. Returns an error if the message does not come from this package."""
     try:
         if message.has_error():
-            raise MessageError("the server sent an error message instead of a request")
+            raise MessageError(
+                "the server sent an error message instead of a request. Read the server's log"
+            )
         run, frame = from_record(message.content)
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)
@@ -177,14 +179,14 @@ app = ClientApp()
 
 @app.query()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def answer(message: Message, context: Context) -> Message:
-    """Answers a message from the server, as the entry point of the ClientApp."""
+    """Answers a server's message. This function is the ClientApp's entry point."""
     run, frame = from_record(message.content)
     node = node_of(context.node_config, str(context.run_config.get("home", "")))
     return Message(to_record(run, node.answer(run, frame)), reply_to=message)
 
 
 def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
-    """Creates a data owner's node from Flower's node configuration.
+    """Creates a data owner's node, given Flower's node configuration.
 
     Args:
         config: the node's configuration, as described at the top of this module.
@@ -196,7 +198,7 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
             would choose the owner's ledger.
     """
     if "home" not in config and {"data", "policy"} & set(config):
-        raise MessageError("--node-config names no home. Add home, the ledgers' folder")
+        raise MessageError("--node-config does not set home. Add home, the ledgers' folder")
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
     source: Source = DatasetPart()

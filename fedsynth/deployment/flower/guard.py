@@ -1,4 +1,4 @@
-"""A guard in front of other people's Flower jobs: a mod of their ClientApp.
+"""A privacy guard for Flower jobs written by others, as a mod of their ClientApp.
 
     app = ClientApp(mods=[guard_mod])    # first, so that it sees what the other mods return
 
@@ -48,7 +48,7 @@ FAILED = "the client sends no answer. The reason is in the client's log only"
 def guard_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Makes a client's answer private before it leaves, as a mod of a ClientApp.
+    """Makes a client's answer private before the answer is sent, as a ClientApp mod.
 
     Args:
         message: the request.
@@ -89,12 +89,12 @@ def _answer(
         _LOGGER.exception("the job failed")
         failed = True
     if failed:
-        raise MessageError("the job failed. Read the lines above").with_code("guard.job")
+        raise MessageError("the guarded job failed. Read the lines above").with_code("guard.job")
     return answer
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
-    """Opens the guard that a node's configuration names.
+    """Opens the guard in the folder set in a node's configuration.
 
     Raises:
         MessageError: the configuration names no folder.
@@ -103,14 +103,14 @@ def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
     folder = config.get("guard") or os.environ.get("FEDSYNTH_GUARD")
     if not folder:
         raise MessageError(
-            "the node's configuration names no guard. Add guard, the folder with guard.toml"
+            "the node's configuration does not set guard. Add guard, the folder with guard.toml"
         ).with_code("guard.folder")
     name = config.get("client", f"client-{int(config.get('partition-id', 0)):03d}")
     return UpdateGuard(str(folder), str(name))
 
 
 def identity(message: Message) -> list[object]:
-    """Returns what identifies a request besides its arrays, such as the run and the round."""
+    """Returns a request's identifying metadata (not its arrays), such as run and round."""
     meta = message.metadata
     request: list[object] = [meta.run_id, meta.group_id, meta.message_type]
     for name, settings in message.content.config_records.items():
@@ -121,7 +121,7 @@ def identity(message: Message) -> list[object]:
 def protected(
     guard: UpdateGuard, request: Sequence[object], received_content: RecordDict, answer: RecordDict
 ) -> RecordDict:
-    """Returns the content that may leave in place of a job's answer.
+    """Returns the private content to send in place of a job's answer.
 
     Args:
         guard: the client's guard.
@@ -137,8 +137,8 @@ def protected(
     received, trained = _copies(received_content), _copies(answer)
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
-            f"request and answer must have one array record each, got {len(received)} and "
-            f"{len(trained)}. Let the job send one model"
+            f"request and answer must contain one array record each, got {len(received)} and "
+            f"{len(trained)}. Change the job to send one model"
         ).with_code("guard.arrays")
     leaving = RecordDict()
     for name, kind in _records(received_content).items():
@@ -151,7 +151,7 @@ def protected(
 
 
 def _records(received_content: RecordDict) -> dict[str, type]:
-    """Returns the names and kinds of an answer's records, which follow from the request."""
+    """Returns the names and kinds of an answer's records, given the request."""
     prefix = next(iter(received_content), "").partition(".")[0]
     if prefix in OLDER:
         answered = prefix.removesuffix("ins") + "res"

@@ -67,12 +67,15 @@ class ServerConnection:
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
         if not host or not port.isdigit():
-            raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
+            raise SettingError(
+                None, "server", f"must have the form HOST:PORT, got {self.server!r:.80}"
+            )
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
             raise SettingError(
                 None,
                 "--ca",
-                "must be set if the server is remote or --key is set. Name the CA's certificate file",
+                "is missing, but the server is remote or --key is set. Name the CA's "
+                "certificate file",
             )
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
@@ -93,7 +96,7 @@ class ServerConnection:
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the SuperNode's command line."""
+        """The SuperNode's command-line arguments."""
         options = ["--superlink", self.server, "--max-wait-time", str(LOST_SECONDS)]
         if self.ca is None:
             return [*options, "--insecure"]
@@ -106,7 +109,7 @@ class ServerConnection:
 def join(
     node: Node, connection: ServerConnection, *, once: bool = False, wait: float = WAIT_SECONDS
 ) -> None:
-    """Connects a node to its server, and answers messages until the work is done.
+    """Connects a node to its server, and answers messages until the server has no more work.
 
     A failed or lost connection is retried. Each reason is reported to the owner once. When the
     function ends, the owner has a report of each private run.

@@ -38,7 +38,7 @@ UNUSED = (
 
 
 def make_keys(folder: Path, clients: int, hosts: Sequence[str] = ()) -> None:
-    """Writes the keys and the server's certificate of a federation to a folder.
+    """Writes a federation's keys and its server's certificate to a folder.
 
     The files are server.crt and server.key, and for each client client-NNN and client-NNN.pub.
 

@@ -51,9 +51,7 @@ class FlowerError(FedsynthError, code="flower.process"):
 
 
 def require_flower() -> None:
-    """Checks that Flower is installed. Otherwise raises a FlowerError with the command that
-    installs it.
-    """
+    """Raises a FlowerError with the installation command if Flower is not installed."""
     try:
         import flwr  # noqa: F401
     except ImportError:
@@ -131,7 +129,9 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Pa
         with suppress(OSError), socket.create_connection((LOCALHOST, port), timeout=1):
             return
         time.sleep(0.1)
-    raise FlowerError(f"the {name} does not listen on port {port} after {START_SECONDS:g} s")
+    raise FlowerError(
+        f"the {name} does not listen on port {port} after {START_SECONDS:g} s. Read its log"
+    )
 
 
 def free_port() -> int:
@@ -154,7 +154,7 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 class Gate:
-    """ASGI middleware that decides which requests to a SuperLink are answered.
+    """ASGI middleware that rejects unauthorised requests to a SuperLink.
 
     Requests to the Fleet API (`FOR_NODES`) are accepted from nodes with a known key. All other
     requests are accepted only from localhost.
@@ -192,7 +192,7 @@ class Gate:
 
 
 def _is_known_node(scope: Scope) -> bool:
-    """Returns True if a registered node has signed the headers of a request recently."""
+    """Returns True if a request's headers carry a registered node's recent signature."""
     from base64 import b64decode
     from binascii import Error
 
@@ -214,7 +214,7 @@ def _is_known_node(scope: Scope) -> bool:
 
 
 def allowed(path: str, client: tuple[str, int] | None) -> bool:
-    """Decides from the path and the sender's address whether a request may be answered.
+    """Returns True if a request may be answered, given its path and its sender's address.
 
     >>> allowed("/v1/fleet/pull-messages", ("192.0.2.7", 80))
     True
@@ -243,7 +243,7 @@ def superlink() -> None:
 
 
 def supernode() -> None:
-    """Runs `flower-supernode`, and ends the process when the connection to the server is lost."""
+    """Runs `flower-supernode`, and exits the process once the connection to the server is lost."""
     from flwr.supernode.cli.flower_supernode import flower_supernode
 
     flower_supernode()

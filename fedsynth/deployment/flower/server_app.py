@@ -31,7 +31,7 @@ app = ServerApp()
 
 
 class GridTransport:
-    """Carries the server's messages to the nodes and their answers back, over Flower's Grid.
+    """Transports the server's messages and the nodes' answers over Flower's Grid.
 
     Args:
         grid: the Grid.
@@ -87,7 +87,7 @@ class GridTransport:
 
 @app.main()  # type: ignore[untyped-decorator]  # Flower is not type-checked
 def main(grid: Grid, context: Context) -> None:
-    """Executes the run that the app's configuration describes.
+    """Executes the run described by the app's configuration.
 
     Afterwards the path of the run folder, or the error, is written to the result file, if there is
     one. Flower would print a traceback of the error, so it is raised only without such a file.
@@ -106,7 +106,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:
-    """Creates the run that the app's configuration describes."""
+    """Creates the run described by the app's configuration."""
     nodes = json.loads(str(config["clients"]))
     clients = {int(node): int(client) for node, client in nodes.items()}
     timeouts = Timeouts(join=float(config["join"]), answer=float(config["answer"]))

@@ -1,4 +1,4 @@
-"""`fedsynth server`, which starts Flower's SuperLink, executes one run on it and stops it again.
+"""`fedsynth server`, which executes one run on a SuperLink of Flower that it starts and stops.
 
 The module also writes a run's Flower app folder for `flwr run` and `fedsynth deploy init`. The code
 of the app is part of this package, and the folder only refers to it and contains the run's
@@ -115,8 +115,8 @@ class SuperLinkSettings:
                     None,
                     "--keys",
                     (
-                        "must be set if nodes on other machines connect. Create keys with fedsynth "
-                        "deploy keys"
+                        "is missing, but nodes on other machines connect. Create keys with "
+                        "fedsynth deploy keys"
                     ),
                 )
             return
@@ -127,7 +127,7 @@ class SuperLinkSettings:
 
     @property
     def public_keys(self) -> list[Path]:
-        """The files with the public keys of the clients, in the order of the clients."""
+        """The clients' public-key files, in client order."""
         if self.keys is None:
             return []
         return [self.keys / f"client-{number:03d}.pub" for number in range(self.clients)]
@@ -229,13 +229,15 @@ class SuperLink:
                 f"the run failed: {outcome['error']}. Correct the cause and resume the run"
             )
         if "folder" not in outcome:
-            raise FlowerError("the run did not finish. The server's messages above give the reason")
+            raise FlowerError(
+                "the run did not finish. Read the reason in the server's messages above"
+            )
         return Path(outcome["folder"])
 
 
 @contextmanager
 def superlink(settings: SuperLinkSettings, logs: Path) -> Iterator[SuperLink]:
-    """Runs a SuperLink while the `with` block runs. The keys of its nodes are already registered.
+    """Runs a SuperLink while the `with` block runs, with its nodes' keys already registered.
 
     Args:
         settings: the settings of the SuperLink.

@@ -1,4 +1,4 @@
-"""Secure sums of the clients' vectors, of which the server sees only the sum.
+"""Secure aggregation: the server sees only the sum of the clients' vectors.
 
 The protocol is that of Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving
 Machine Learning" (CCS 2017), Fig. 4.

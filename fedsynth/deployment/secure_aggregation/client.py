@@ -1,5 +1,5 @@
-"""The client's side of a secure sum, which sends a masked vector and shares of secrets to the
-server, and the encoding of uploads as vectors of integers.
+"""The client's side of a secure sum: masked vectors, shares of secrets, and the encoding of uploads
+as integer vectors.
 
 Server and client both derive the encoding and the parameters of a sum from the run's settings, and
 neither accepts them from the other.
@@ -87,7 +87,7 @@ class SumTerms:
 
 @dataclass(frozen=True)
 class Identities:
-    """The identity keys of the clients, which are used in many sums.
+    """The clients' identity keys, which are the same in all sums.
 
     With these keys, a client detects a server that has replaced the other clients' keys by keys of
     its choice.
@@ -103,7 +103,7 @@ class Identities:
 
 
 class SumClient(Parcel):
-    """The client's side of one secure sum, which makes keys, shares and the masked vector.
+    """The client's side of one secure sum: makes keys, secret shares and the masked vector.
 
     The methods are called once each, in the order `keys`, `share`, `receive`, `mask`, `unmask`.
     Between two methods, the client can be stored as bytes, from which another process continues.
@@ -131,14 +131,14 @@ class SumClient(Parcel):
 
     @classmethod
     def begin(cls, number: int, terms: SumTerms) -> SumClient:
-        """Begins a sum with fresh secrets."""
+        """Starts a sum with newly drawn secrets."""
         names = ("mask_key", "channel_key", "seed")
         fresh: dict[str, Any] = {name: secrets.token_bytes(KEY_BYTES) for name in names}
         return cls(number=number, terms=terms, **fresh)
 
     @classmethod
     def stored(cls, content: bytes, number: int, terms: SumTerms) -> SumClient:
-        """Reads a client that an earlier process has stored.
+        """Restores the client's state in a sum, as stored by an earlier process.
 
         Raises:
             SecureSumError: if the bytes are damaged, or if they belong to another secure sum.
@@ -149,12 +149,14 @@ class SumClient(Parcel):
         return client
 
     def _next(self, step: int) -> None:
-        """Checks that each request comes once and in the right order.
+        """Checks that requests arrive once each and in the right order.
 
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
         if self.step != step:
-            raise SecureSumError(f"client {self.number} expected request {self.step}, got {step}")
+            raise SecureSumError(
+                f"client {self.number} received request {step}, but expected {self.step}"
+            )
         self.step += 1
 
     def keys(self, identities: Identities | None = None) -> Keys:
@@ -176,8 +178,7 @@ class SumClient(Parcel):
         return keys
 
     def share(self, roster: Roster, identities: Identities | None = None) -> Sealed:
-        """Splits the client's secrets into shares, and returns an encrypted share for each other
-        client.
+        """Splits the client's secrets, and returns an encrypted share for each other client.
 
         The server cannot read the shares.
 
@@ -205,8 +206,8 @@ class SumClient(Parcel):
         clients = self.terms.clients
         if len(keys) < self.terms.threshold or not keys.keys() <= set(clients):
             raise SecureSumError(
-                f"the server sent {len(keys)} clients' keys, but must send those of at least "
-                f"{self.terms.threshold} of the sum's {len(clients)} clients"
+                f"the server sent the keys of {len(keys)} clients, but the sum needs at least "
+                f"{self.terms.threshold} of its {len(clients)} clients"
             ).with_code("sums.keys")
         if self.number not in keys or keys[self.number].mask != primitives.public(self.mask_key):
             raise SecureSumError(f"the server changed or omitted the keys of client {self.number}")
@@ -230,7 +231,7 @@ class SumClient(Parcel):
                 raise SecureSumError(reason) from None
 
     def _channel(self, other: int, sender: int, receiver: int) -> tuple[bytes, bytes]:
-        """Returns the key that encrypts one message between two clients.
+        """Returns the encryption key for one message between two clients.
 
         The second value is the context to which the message is bound.
         """
@@ -241,7 +242,7 @@ class SumClient(Parcel):
         return key, about
 
     def receive(self, received: Sealed) -> None:
-        """Stores the shares that the other clients have sent to this client.
+        """Stores the secret shares received from the other clients.
 
         A client that sends no shares is excluded before any mask is computed.
 
@@ -254,7 +255,7 @@ class SumClient(Parcel):
         self._next(2)
         senders = sorted(received.of)
         if self.number in senders or not set(senders) <= set(self.roster):
-            raise SecureSumError(f"some shares are from clients without keys: {senders}")
+            raise SecureSumError(f"secret shares arrived from clients without keys: {senders}")
         if len(senders) + 1 < self.terms.threshold:
             raise SecureSumError(
                 f"only {len(senders) + 1} clients sent secret shares, but the sum needs "
@@ -267,8 +268,7 @@ class SumClient(Parcel):
                 raise SecureSumError(f"client {k}'s shares must have {2 * SHARE_BYTES} bytes")
 
     def mask(self, vector: IntVector) -> IntVector:
-        """Adds all masks to the client's vector, so that the server can read only the sum of all
-        vectors.
+        """Adds masks to the client's vector, which cancel only in the sum of all vectors.
 
         Args:
             vector: uint64 [n], as `FixedPoint.encode` returns it.
@@ -279,7 +279,9 @@ class SumClient(Parcel):
         self._next(3)
         length = self.terms.length
         if vector.shape != (length,):
-            raise SecureSumError(f"the vector must have the shape ({length},), got {vector.shape}")
+            raise SecureSumError(
+                f"the vector for a secure sum must have the shape ({length},), got {vector.shape}"
+            )
         self_mask = primitives.derived(self.seed, primitives.SELF_MASK, self.terms.name)
         masked = vector + primitives.mask(self_mask, length)
         for k in sorted(set(self.shares) - {self.number}):
@@ -289,7 +291,7 @@ class SumClient(Parcel):
         return masked
 
     def unmask(self, present: Present) -> Shares:
-        """Returns shares of the clients' secrets, with which the server removes the masks.
+        """Returns the secret shares from which the server removes the remaining masks.
 
         The result has one share for each client. The share of a present client belongs to its self
         mask. The share of a failed client belongs to the key of its pairwise masks.
@@ -302,11 +304,13 @@ class SumClient(Parcel):
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.shares):
             raise SecureSumError(
-                f"the server lists {len(clients)} present clients, but must list at least "
+                f"the server lists {len(clients)} clients with masked vectors, but the sum needs "
                 f"{self.terms.threshold}, all with secret shares"
             ).with_code("sums.survivors")
         if self.number not in clients:
-            raise SecureSumError(f"the server lists client {self.number} as absent")
+            raise SecureSumError(
+                f"the server lists client {self.number} as absent, although it is present"
+            )
         shares = self.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
@@ -332,11 +336,18 @@ def read_identities(private_key: Path, folder: Path) -> Identities:
         number = path.stem.removeprefix("client-")
         if not number.isdecimal():
             raise SettingError(
-                None, str(path), "has no number in its name. Rename it to client-NNN.pem"
+                None,
+                str(path),
+                "is not named after a client's number. Rename it to client-NNN.pem, such as "
+                "client-000.pem",
             )
         public_keys[int(number)] = read_public_key(path)
     if not public_keys:
-        raise SettingError(None, str(folder), "contains no keys client-NNN.pem. Add them")
+        raise SettingError(
+            None,
+            str(folder),
+            "contains no public keys named client-NNN.pem. Add one for each client",
+        )
     return Identities(read_private_key(private_key), public_keys)
 
 
@@ -359,7 +370,7 @@ class UploadLayout:
 
     @property
     def length(self) -> int:
-        """The number of integers in the vector."""
+        """The encoded vector's length."""
         return sum(math.prod(shape) for shape, _ in self.fields.values())
 
     def encode(self, message: Message) -> IntVector:
@@ -391,7 +402,9 @@ class UploadLayout:
             end = start + math.prod(shape)
             sums = form.decode(encoded[start:end])
             if not bool((np.abs(sums) <= clients * form.grid.bound).all()):
-                raise SecureSumError(f"the sum of field {name} is outside its range")
+                raise SecureSumError(
+                    f"the sum of the upload field {name} is outside the range of its encoding"
+                )
             tensors[name] = torch.from_numpy(sums).view(shape).to(device)
             start = end
         return self.kind(**tensors)
@@ -414,7 +427,10 @@ def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -
     for name, plan in method.sum_releases(exchange, context).items():
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
-            raise SecureSumError(f"field {name} has no fixed size, as a secure sum requires")
+            raise SecureSumError(
+                f"the field {name} has no fixed size, so it cannot be in a secure sum. Set "
+                "method.aggregation=own"
+            )
         largest = max(abs(rule.low), abs(rule.high))
         private = plan in context.grids
         grid = context.grids[plan] if private else finest(largest, context.clients)
@@ -441,7 +457,9 @@ def sum_terms(
         SecureSumError: if the name is invalid, or if fewer clients take part than a sum needs.
     """
     if len(name) != NAME_DIGITS or set(name) - set("0123456789abcdef"):
-        raise SecureSumError(f"a sum's name must be {NAME_DIGITS} hex digits, got {name!r:.40}")
+        raise SecureSumError(
+            f"the name of a secure sum must have {NAME_DIGITS} hex digits, got {name!r:.40}"
+        )
     clients = context.active
     private = context.privacy is not None
     about = f"{agreed} {context.round} {exchange} {name}"

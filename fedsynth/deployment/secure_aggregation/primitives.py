@@ -1,5 +1,5 @@
-"""The building blocks of secure sums: fixed-point numbers, secret sharing, the keys that two
-clients share, and the messages.
+"""Building blocks of secure sums: fixed-point numbers, secret sharing, common keys of two clients,
+and messages.
 
 Two clients share secrets that the server does not know. From these secrets they derive masks, and
 keys that encrypt the messages that the server passes on between them.
@@ -50,7 +50,7 @@ BITS = 64
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A fixed-point encoding of real numbers, which rounds to a grid on which sums cannot overflow.
+    """A fixed-point encoding of real numbers, on a grid on which sums cannot overflow.
 
     Args:
         grid: the grid (`fedsynth.privacy.randomness`). Values above its bound are an error and are
@@ -78,10 +78,12 @@ class FixedPoint:
         """
         values = np.asarray(vector, np.float64)
         if values.ndim != 1:
-            raise SecureSumError(f"the vector must have 1 dimension, got {values.ndim}")
+            raise SecureSumError(f"the vector to sum must have 1 dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.grid.bound
         if not bool(inside.all()):
-            raise SecureSumError(f"a coordinate is not finite or is beyond ±{self.grid.bound:g}")
+            raise SecureSumError(
+                f"the vector to sum contains NaN, infinity or values beyond ±{self.grid.bound:g}"
+            )
         steps = np.rint(values / self.grid.spacing)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -115,8 +117,8 @@ def split(secret: bytes, holders: list[int], threshold: int) -> dict[int, bytes]
     """
     if len(secret) != SECRET_BYTES or not 1 <= threshold <= len(set(holders)) or min(holders) < 0:
         raise SecureSumError(
-            f"cannot split {len(secret)} bytes among {len(set(holders))} holders with the "
-            f"threshold {threshold}"
+            f"a secret of {len(secret)} bytes cannot be split among {len(set(holders))} clients "
+            f"with the threshold {threshold}"
         ).with_code("sums.split")
     coefficients = [secrets.randbelow(PRIME) for _ in range(threshold - 1)]
     coefficients.append(int.from_bytes(secret, "big"))
@@ -136,7 +138,9 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
         SecureSumError: if there are too few shares, or if they do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
-        raise SecureSumError(f"only {len(shares)} shares arrived, but the secret needs {threshold}")
+        raise SecureSumError(
+            f"only {len(shares)} secret shares arrived, but {threshold} are needed"
+        )
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
     secret = 0
@@ -149,7 +153,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
                 below = below * (other - x) % PRIME
         secret = (secret + y * above * pow(below, -1, PRIME)) % PRIME
     if secret >= 2 ** (8 * SECRET_BYTES):
-        raise SecureSumError(f"a secret share from one of the clients {sorted(shares)} was changed")
+        raise SecureSumError(f"one of the clients {sorted(shares)} sent a wrong secret share")
     return secret.to_bytes(SECRET_BYTES, "big")
 
 
@@ -160,12 +164,12 @@ MASK, CHANNEL, SELF_MASK = b"mask", b"channel", b"own mask"
 
 
 def public(key: bytes) -> bytes:
-    """Returns the public key that belongs to a private key, as 32 bytes."""
+    """Returns a private key's public key, as 32 bytes."""
     return X25519PrivateKey.from_private_bytes(key).public_key().public_bytes_raw()
 
 
 def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Computes the 32-byte secret that two clients share for one purpose.
+    """Computes two clients' common 32-byte secret for one purpose.
 
     Args:
         key: the private key of this client.
@@ -186,7 +190,7 @@ def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
 
 
 def derived(secret: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Derives a key from a secret (HKDF-SHA256). Each purpose gets another key."""
+    """Derives a key from a secret by HKDF-SHA256, with a different key for each purpose."""
     info = b"fedsynth secure sum " + purpose + b" " + about
     return HKDF(SHA256(), KEY_BYTES, None, info).derive(secret)
 
@@ -201,7 +205,7 @@ def mask(key: bytes, length: int) -> IntVector:
 
 
 def seal(key: bytes, content: bytes, about: bytes) -> bytes:
-    """Encrypts bytes for another client (ChaCha20-Poly1305).
+    """Encrypts bytes for another client, by ChaCha20-Poly1305.
 
     No other party can read the bytes, or change them unnoticed.
 
@@ -214,7 +218,7 @@ def seal(key: bytes, content: bytes, about: bytes) -> bytes:
 
 
 def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
-    """Decrypts bytes that `seal` has encrypted.
+    """Decrypts bytes encrypted by `seal`.
 
     Raises:
         SecureSumError: if the bytes were changed in transit, or are meant for another client.
@@ -228,7 +232,7 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
 def signed_mask(
     key: bytes, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
 ) -> IntVector:
-    """Computes the mask that the first client of `pair` adds to its vector, uint64 [length].
+    """Computes the mask added by the first client of `pair` to its vector, uint64 [length].
 
     The mask is negated if the first client has the larger index. The masks of the two clients
     therefore cancel in the sum.
@@ -292,14 +296,14 @@ class Keys(Parcel):
     signature: Annotated[bytes, Field(max_length=64)] = b""
 
     def signed(self, sum_name: bytes) -> bytes:
-        """Returns the bytes that the client signs with its identity key."""
+        """Returns the bytes to be signed with the client's identity key."""
         return b"fedsynth keys %s %d " % (sum_name, self.client) + (
             self.mask + self.channel + self.commitment
         )
 
 
 class Roster(Parcel):
-    """The public keys of all clients, which the server sends to each client.
+    """All clients' public keys, as sent by the server to each client.
 
     Args:
         keys: the public keys, by client.
@@ -309,7 +313,7 @@ class Roster(Parcel):
 
 
 class Sealed(Parcel):
-    """Encrypted shares that the server passes on between clients.
+    """Encrypted secret shares, which the server forwards between clients.
 
     A message contains the shares of one sender for each receiver, or of each sender for one
     receiver.
@@ -334,7 +338,7 @@ class Present(Parcel):
 
 
 class Shares(Parcel):
-    """The shares with which the server removes masks, as one client sends them.
+    """One client's secret shares, from which the server removes masks.
 
     The message contains one share for each client: of the self mask or of the key, and never both.
 
@@ -356,4 +360,4 @@ def to_vector(sent: bytes) -> IntVector:
     try:
         return np.frombuffer(sent, "<u8").astype(np.uint64)
     except ValueError:
-        raise SecureSumError("the received masked vector is truncated") from None
+        raise SecureSumError("the received masked vector ends too early") from None

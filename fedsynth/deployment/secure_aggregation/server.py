@@ -1,5 +1,5 @@
-"""The server's side of a secure sum. The server sees public keys, encrypted shares, masked vectors,
-and in the end the sum.
+"""The server's side of a secure sum. The server sees only public keys, encrypted shares, masked
+vectors and the final sum.
 
 `SumServer` computes the sum from the clients' messages. `SecureStep` asks the clients for these
 messages. The exchange has four requests instead of one (`fedsynth.deployment.secure_aggregation`),
@@ -70,7 +70,7 @@ class SumServer:
     def _usable(
         self, received: Mapping[int, T], is_valid: Callable[[int, T], bool], name: str
     ) -> dict[int, T]:
-        """Excludes clients with invalid messages, and returns the valid messages.
+        """Returns the valid messages, and excludes the clients that sent others.
 
         The messages are in the order of the clients.
         """
@@ -87,7 +87,7 @@ class SumServer:
         return usable
 
     def roster(self, keys: Mapping[int, primitives.Keys]) -> primitives.Roster:
-        """Collects the keys of all clients into one message, which is sent to all clients.
+        """Combines all clients' keys into one message, to be sent to each client.
 
         A client that states the index of another client is excluded.
 
@@ -100,7 +100,7 @@ class SumServer:
         return primitives.Roster(keys=self._keys)
 
     def relay(self, sealed: Mapping[int, primitives.Sealed]) -> dict[int, primitives.Sealed]:
-        """Sorts the clients' encrypted shares by receiver, so that the server can pass them on.
+        """Sorts the clients' encrypted shares by receiver, for forwarding.
 
         A client that has not made a share for every other client is excluded, because the masks
         would not cancel.
@@ -119,7 +119,7 @@ class SumServer:
         return relayed
 
     def present(self, masked: Mapping[int, primitives.IntVector]) -> primitives.Present:
-        """Returns the message that lists the clients whose masked vectors can be used.
+        """Returns the list of clients with valid masked vectors, as a message.
 
         A client is excluded if its vector has the wrong length.
 
@@ -145,7 +145,7 @@ class SumServer:
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
                 raise primitives.SecureSumError(
-                    f"a share of client {client}'s self mask was changed"
+                    f"a received share of client {client}'s self mask is wrong"
                 ).with_code("sums.self_mask")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
@@ -153,7 +153,7 @@ class SumServer:
             key = self._secret(client, {k: message.keys for k, message in answers.items()})
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
-                    f"a share of client {client}'s mask key was changed"
+                    f"a received share of client {client}'s mask key is wrong"
                 ).with_code("sums.mask_key")
             for other in self.masked:
                 # the mask that the other one has added
@@ -163,9 +163,7 @@ class SumServer:
         return total
 
     def _secret(self, client: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """Reconstructs a client's secret from the shares {holder: {client: share}} that others have
-        sent.
-        """
+        """Reconstructs a client's secret from other clients' shares, {holder: {client: share}}."""
         of_client = {holder: of[client] for holder, of in shares.items() if client in of}
         return primitives.combine(of_client, self.terms.threshold)
 
@@ -255,7 +253,7 @@ class SecureStep:
         max_bytes: int,
         relayed: Mapping[int, primitives.Sealed] | None = None,
     ) -> dict[int, T]:
-        """Sends one kind of request to the clients, and returns the answers that can be used."""
+        """Sends one kind of request to the clients, and returns the valid answers."""
         questions = {}
         for client, payload in payloads.items():
             facts = dict(self.facts)

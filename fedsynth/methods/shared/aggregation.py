@@ -44,7 +44,7 @@ M = TypeVar("M", bound=Message)
 def counted_uploads(
     uploads: Mapping[int, M], model: Tensors, context: RoundContext
 ) -> dict[int, M]:
-    """Returns the uploads that count in the average: those with a weight above zero.
+    """Returns the uploads with weights above zero.
 
     With robust aggregation, `robust_uploads` replaces them. The result may be empty.
     """
@@ -86,7 +86,7 @@ def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundConte
 def robust_mean(
     models: Sequence[Tensors], center: Tensors, context: RoundContext
 ) -> dict[str, Tensor]:
-    """Combines several models so that a few malicious clients have little influence.
+    """Averages models robustly, so that a few malicious clients have little influence.
 
     Args:
         models: one mapping for each upload, at least one. All have the same names and finite
@@ -112,7 +112,7 @@ def robust_mean(
 
 
 def _cut(count: int, context: RoundContext) -> int:
-    """Returns how many of `count` sorted values the robust rule removes at each end.
+    """Returns how many of `count` sorted values the robust rule drops at each end.
 
     `trimmed` removes ⌈β·count⌉. All other rules keep only the one or two middle values.
     """
@@ -262,7 +262,7 @@ def update_cache(
     *,
     all_slots: bool = False,
 ) -> Averaging:
-    """Adds the cache of the clients' last models, and its average OCA, to a state.
+    """Adds the cache of the clients' latest models, and the cache's average (OCA), to a state.
 
     OCA weights each client by n_k, or equally with differential privacy, where n_k is private.
     Which clients have taken part is public.

@@ -145,7 +145,7 @@ def class_counts(clients: Group) -> Tensor:
 
 
 def mechanisms_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
-    """Returns the mechanisms for which each private client was charged. Other clients have none."""
+    """Returns each private client's charged mechanisms. Other clients have none."""
     if isinstance(clients, PrivateClientView):
         return clients.mechanisms(plan)
     return ()
@@ -158,7 +158,7 @@ def class_sums(
     width: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Adds up each client's rows by class, [K, C, D].
+    """Sums each client's rows by class, [K, C, D].
 
     Args:
         clients: the group of clients.
@@ -231,7 +231,7 @@ class ModelAndSums(ModelParameters):
 def uploads_with_sums(
     plan: str, context: RoundContext
 ) -> Callable[[nn.Module, Trained], tuple[Message, ClientState]]:
-    """Returns a function that makes a client's upload, for `LocalObjective.make_upload`.
+    """Returns a function for `LocalObjective.make_upload`, which creates a client's upload.
 
     The sums run over the client's examples, under its trained model.
 
@@ -308,7 +308,7 @@ def default_clip(width: int) -> float:
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the plans of the mechanism `features`:
+    """Returns the release plans of the mechanism `features`:
 
     M releases of class sums per round, and one of class counts.
 
@@ -343,7 +343,7 @@ def private_matching(
     columns: int | None = None,
     min_examples: float,
 ) -> matching.MatchingObjective:
-    """Returns the matching loss that reads the releases charged to the clients.
+    """Returns the matching loss that uses the charged releases.
 
     Args:
         clients: the clients, charged for the images or for both `feature_plans`.

@@ -168,7 +168,7 @@ class CondensingMethod(TrainsOnUnion):
         super().__post_init__()
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plan for the T releases that move a round's synthetic images.
+        """Returns the plan for the T releases with which a round's synthetic images are optimised.
 
         Each release moves the images by one step. Methods with further releases append their plans.
         """
@@ -278,7 +278,7 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
-        """Returns an object that computes images' features u_w = [h_w; b·z_w].
+        """Returns the feature function u_w = [h_w; b·z_w] of images.
 
         Its method `use` sets the network w.
 
@@ -309,7 +309,7 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         draws: Sequence[Iterator[object]],
     ) -> Iterator[int]:
-        """Yields the condensation steps' numbers t = 0, …, T − 1.
+        """Yields the condensation step numbers t = 0, …, T − 1.
 
         It also reports the progress and saves checkpoints. Yields nothing if there are no images.
 
@@ -334,7 +334,7 @@ class CondensingMethod(TrainsOnUnion):
 def perturbed(
     w_r: nn.Module, radius: float, variant: str, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields the network of each step, drawn at random around the global model.
+    """Yields each step's network, drawn at random near the global model.
 
     The weights are w ~ P_w(w_r), where w = w_r + ε and ‖ε‖₂ ≤ ρ (App. D.3, Eq. 24).
 
@@ -372,7 +372,7 @@ def perturbed(
 def resampled(
     w_r: nn.Module, gamma: float, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields the network of each step, with the weights γ·w_r + (1 − γ)·w̃ (Eq. 17).
+    """Yields each step's network, with the weights γ·w_r + (1 − γ)·w̃ and a random w̃ (Eq. 17).
 
     `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
     the paper does not require. With a `period`, the draws repeat after `period` networks. The same
@@ -394,7 +394,7 @@ def resampled(
 
 
 def _flat_copy(w: nn.Module, context: RoundContext) -> tuple[nn.Module, Tensor]:
-    """Copies a network to the device. The copy's frozen weights are views of the vector [P]."""
+    """Copies a network to the device, with frozen weights that are views of one vector [P]."""
     network = copy.deepcopy(w).to(context.device).requires_grad_(False).eval()
     weights = _vector(network)
     nn.utils.vector_to_parameters(weights, network.parameters())

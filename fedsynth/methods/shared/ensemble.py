@@ -189,7 +189,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
 
 
 def generated_facts(tallies: Tensor) -> dict[str, float]:
-    """Computes quality measures of the generated images, averaged over the round's epochs.
+    """Computes the generated images' quality measures, averaged over the round's epochs.
 
     `evaluation.generated` defines the measures.
 

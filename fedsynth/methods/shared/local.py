@@ -1,4 +1,4 @@
-"""Methods whose clients train the global model on their own data and send it.
+"""Base classes for methods whose clients train the global model on their own data.
 
 A method defines the addition to a client's cross-entropy (`task`), the server's message
 (`broadcast`), and the models' aggregation (`combine`). `TrainsLocally` implements the settings, the
@@ -66,7 +66,7 @@ PARTS = 100
 
 @dataclass(frozen=True)
 class Trained:
-    """Facts about one client's finished training, from which the client's upload is made.
+    """Facts about one client's finished training, from which the upload is built.
 
     Args:
         weight: the upload's weight in the average.
@@ -80,7 +80,7 @@ class Trained:
 
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
-    """Makes a plain upload with only the trained model, and an empty client state."""
+    """Returns an upload with only the trained model, and an empty client state."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
@@ -121,7 +121,7 @@ class LocalObjective(sgd.Objective):
 def _report_client(
     report: Callable[..., None], client: int, clients: int, stage: str, completed: int, total: int
 ) -> None:
-    """Reports one client's progress. All clients contribute equally."""
+    """Reports one client's progress as its equal share of the group's progress."""
     report(stage, client * total + completed, clients * total)
 
 
@@ -224,7 +224,7 @@ class TrainsLocally(Measurements):
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
             raise SettingError(
-                "method", "momentum", "must be below 1 for Adam, got 1. Use Adam's usual β₁, 0.9"
+                "method", "momentum", "is 1, but must be below 1 for Adam. Use Adam's usual β₁, 0.9"
             )
 
     def task(
@@ -236,16 +236,14 @@ class TrainsLocally(Measurements):
     def _objective(
         self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Returns the client's task. For data with masks, a task without a loss gets the
-        segmentation loss."""
+        """Returns the client's task. For masks, a task without a loss gets the segmentation loss."""
         objective = self.task(client, message, state, context)
         if context.spec.has_masks and objective.loss is None:
             return replace(objective, loss=network_losses)
         return objective
 
     def local_optimiser(self) -> sgd.Optimiser:
-        """Returns the optimiser of local training, which is the same with and without differential
-        privacy."""
+        """Returns the optimiser for local training, with and without differential privacy."""
         if self.optimiser == "adam":
             return sgd.Adam(self.lr, self.momentum, weight_decay=self.weight_decay)
         return sgd.MomentumSgd(self.lr, self.momentum, self.weight_decay)
@@ -337,7 +335,7 @@ class TrainsLocally(Measurements):
     def _plain_objectives(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[LocalObjective]:
-        """Returns the objectives of all clients if all are plain, and an empty list otherwise."""
+        """Returns all clients' objectives if all are plain, otherwise an empty list."""
         objectives: list[LocalObjective] = []
         for client, state in zip(clients.ids, states, strict=True):
             objective = self._objective(client, message, state, context)
@@ -382,8 +380,7 @@ class TrainsLocally(Measurements):
         straggler_epochs: int | None,
         context: RoundContext,
     ) -> many_clients.Learner:
-        """Returns the network, examples and settings that determine a one-client group's
-        training."""
+        """Returns the network, examples and settings for a single client's training."""
         return many_clients.Learner(
             model,
             client.examples(0),
@@ -421,7 +418,7 @@ class TrainsLocally(Measurements):
         return {active[i]: int(rng.integers(1, self.local_epochs + 1)) for i in sorted(drawn)}
 
     def keeps_cache(self) -> bool:
-        """Returns whether the server keeps every client's last model."""
+        """Returns True if the server stores each client's latest model."""
         return self.final == "oca"
 
     def combine(
@@ -490,7 +487,7 @@ class TrainsLocally(Measurements):
         return (plan,)
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns the plans with the client's own number of steps and model dimension.
+        """Returns the plans with the client's number of steps and its model's dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.
         """
@@ -503,7 +500,7 @@ class TrainsLocally(Measurements):
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> sgd.SgdSettings:
-        """Returns the SGD settings for `epochs` passes, or for a common number of steps."""
+        """Returns the SGD settings for `epochs` passes, or for equally many steps at all clients."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes or (context.nominal_size,)

@@ -93,10 +93,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pictures == "yes" and not self.images_each:
-            reason = (
-                "must be 'auto' or 'no', got 'yes', because no images are requested. Set "
-                "method.ipc=400 to request them"
-            )
+            reason = "is 'yes', but no images are requested. Set method.ipc=400"
             raise SettingError("method", "pictures", reason)
 
     @property
@@ -198,8 +195,7 @@ def check_differentiable(model: FeatureLinear) -> None:
         embedded = model.embed_pixels(image)
     if not embedded.requires_grad:
         reason = (
-            "must be 0, because the feature map has no gradient with respect to the pixels. "
-            "Remove torch.no_grad from the feature map, or set method.ipc=0 and "
-            "method.drawn_ipc=400"
+            "is above 0, but the feature map has no gradient with respect to the pixels. Remove "
+            "torch.no_grad from the feature map, or set method.ipc=0 and method.drawn_ipc=400"
         )
         raise SettingError("method", "ipc", reason)

@@ -1,5 +1,5 @@
-"""Post-processing of summed class statistics: a classifier in closed form, steps on noisy
-gradients, and the whitening of features.
+"""Post-processing of summed class statistics: a closed-form classifier, steps with noisy gradients,
+and whitening of features.
 
 Let z = clip₁(T(φ(x) − m)/R), e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C). Clients release noisy sums of
 √½·[svec(z zᵀ); z ⊗ e/b] (`fedsynth.privacy.products.Moments`), and in later rounds noisy sums of
@@ -47,7 +47,7 @@ EXACT = 1e-6
 
 
 def target_norm(classes: int) -> float:
-    """Returns b = ‖e_y − 1/C‖, which is the same for every class."""
+    """Returns the centred one-hot target's norm b = ‖e_y − 1/C‖, the same for every class y."""
     return math.sqrt(1 - 1 / classes)
 
 
@@ -60,7 +60,7 @@ def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
 def moment_rows(
     z_Nd: Tensor, labels_N: Tensor, classes: int, *, has_second: bool
 ) -> Moments | Outer:
-    """Returns each example's contribution to the moments.
+    """Returns each example's contribution to the released moments.
 
     Without second moments, it is e/b ⊗ z, of norm at most 1.
     """
@@ -137,8 +137,7 @@ class Spectrum:
 
 
 def total_weight(steps: int, momentum: float) -> float:
-    """Computes the total weight Σ_t (1 − mᵗ)/(1 − m) that steps with momentum give to all
-    gradients, which is τ divided by the rate.
+    """Computes the total weight Σ_t (1 − mᵗ)/(1 − m) of all gradients in steps with momentum m.
 
     >>> total_weight(2, 0.5)
     2.5
@@ -149,7 +148,7 @@ def total_weight(steps: int, momentum: float) -> float:
 def step_rate(
     noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
 ) -> float:
-    """Returns the step size η, at most `max_rate`, with which all steps add noise of about
+    """Returns the step size η ≤ `max_rate` with which all steps together add noise of about
     `logit_noise` to a logit.
 
     The steps are v ← m·v + g and W ← W − η·v.
@@ -181,7 +180,7 @@ FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns each example's contribution [p·svec(U Uᵀ); q·svec(Uᵀ U)] to the covariances.
+    """Returns each example's contribution to the covariance release, [p·svec(U Uᵀ); q·svec(Uᵀ U)].
 
     U are the matrices of u. Its norm is at most 1.
     """
@@ -189,7 +188,7 @@ def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the mean contribution's norm if channels and spatial cells are white.
+    """Returns the norm of the mean contribution for white channels and spatial cells.
 
     The norm shows whether a flat spectrum is above the noise. All feature-map blocks are assumed to
     have equal norms.
@@ -206,7 +205,7 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """Computes the whitening T's matrices from the released covariances, by their names in a model
+    """Computes the whitening matrices of T from the released covariances, by state name
     (`fedsynth.models.on_features.root_names`).
 
     Args:
@@ -237,7 +236,7 @@ def released_roots(
 
 
 def noise_edge(noise: float, size: int) -> float:
-    """Returns noise·√(2d), the edge of a symmetric noise matrix's spectrum.
+    """Returns noise·√(2d), the largest eigenvalue expected of a symmetric noise matrix.
 
     By chance, single eigenvalues exceed the edge by up to a quarter.
 
@@ -265,7 +264,7 @@ def denoised(values_d: Tensor, floor: float) -> Tensor:
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """Computes the symmetric matrix that flattens a covariance's spectrum.
+    """Computes the symmetric matrix that partly whitens a covariance.
 
     A limited factor roughly keeps the trace.
 

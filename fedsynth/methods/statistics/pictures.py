@@ -74,7 +74,7 @@ FEWEST = 1e-3
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution √½·[svec(u uᵀ); e_y ⊗ u] to the small-picture release, of
+    """Returns each example's contribution to the small-picture release, √½·[svec(u uᵀ); e_y ⊗ u] of
     norm at most 1.
     """
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
@@ -150,7 +150,7 @@ class PixelMoments:
         return PixelMoments(means, blurred * lost.clamp_max(REGAINED))
 
     def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
-        """Averages images of symmetric classes with their mirror images, in random shares."""
+        """Blends images of symmetric classes with their mirror images, in random shares."""
         channels, height, width = images_CICHW.shape[2:]
         mean = self.means.view(len(self.means), *cells_of((channels, height, width)))
         flat = mean.flatten(1)
@@ -187,7 +187,7 @@ def rendered(
     shape: Shape,
     generator: torch.Generator,
 ) -> Tensor:
-    """Renders images of each class.
+    """Renders images of each class from the moments.
 
     The images have the shape [C, count, channels, H, W], with pixels in [0, 1], on the CPU.
 
@@ -235,7 +235,7 @@ def _embedded(statistics: ReleasedStatistics, images_CICHW: Tensor) -> Tensor:
 def sharpened_images(
     moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws pictures and sharpens them, each by its own curve, [C, count, channels, H, W]."""
+    """Draws pictures and sharpens each by its own curve, [C, count, channels, H, W]."""
     blurred_NCHW = moments.drawn(count, shape, VARIETY, generator).flatten(0, 1)
     steepness, middle = _curves(len(blurred_NCHW), SHARPENED_STEEPNESS, SHARPENED_MIDDLE, generator)
     return sharpened(blurred_NCHW, steepness, middle).view(-1, count, *shape)

@@ -1,4 +1,4 @@
-"""Random transformations of images, for condensation and for the training of students.
+"""Random image transformations for condensation and for training students.
 
 Siamese augmentation (Zhao & Bilen 2021, "Differentiable Siamese Augmentation") applies the same
 transformation to the real and the synthetic images of a (client, class) pair. Each step draws a new
@@ -99,7 +99,7 @@ AUGMENTATIONS = ("none", "siamese")
 def augmentations(
     kind: str, label_S: Tensor, context: RoundContext, *, flip: bool, period: int | None = None
 ) -> Iterator[Augmentation | None]:
-    """Yields each condensation step's random augmentation, with one transformation per class.
+    """Yields a random augmentation for each condensation step, with one transformation per class.
 
     It applies to real and synthetic images alike. All clients share it, because it is drawn from
     the round's public seed.
@@ -208,7 +208,7 @@ class Views:
         return x_NCHW
 
     def edge(self, spec: DatasetSpec) -> int:
-        """Returns each edge's padding, in pixels, before a random crop.
+        """Returns the padding in pixels at each edge before a random crop.
 
         It is 4 for sides of 28 or 32 pixels and a crop of 1/8.
         """
@@ -216,7 +216,7 @@ class Views:
 
 
 def _cropped(x_NCHW: Tensor, edge: int, black: Tensor, draws: torch.Generator) -> Tensor:
-    """Cuts a random window out of each image with a black border of `edge` pixels.
+    """Pads each image with a black border of `edge` pixels, and cuts out a random window.
 
     `black` is the normalised value of a black pixel, [1, C, 1, 1].
     """

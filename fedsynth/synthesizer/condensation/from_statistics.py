@@ -34,7 +34,7 @@ AT_ONCE = 48
 
 @dataclass(frozen=True, eq=False)
 class ReleasedStatistics:
-    """The public and released values from which images are made.
+    """Public and released values for making images.
 
     Attributes:
         embed: a differentiable function, pixels in [0, 1] [N, C, H, W] -> z [N, d].
@@ -99,7 +99,7 @@ def public_start(
     generator: torch.Generator,
     candidates: int = CANDIDATES,
 ) -> Tensor:
-    """Selects public start images for each class from images of random processes.
+    """Selects each class's start images among public images from random processes.
 
     It takes the images that the released classifier assigns to a class most confidently. No image
     is used twice.
@@ -133,7 +133,7 @@ def images_from_statistics(
     settings: ImageSteps,
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Tensor:
-    """Moves start images towards released statistics.
+    """Optimises start images to match released statistics.
 
     Args:
         statistics: the released statistics.

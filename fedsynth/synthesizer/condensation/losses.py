@@ -57,7 +57,7 @@ def average_over_holders(
 def collaborative_distance(
     u_SC: Tensor, v_SC: Tensor, client_S: Tensor, *, distance: str, directions_PC: Tensor
 ) -> Tensor:
-    """Returns the distance between the synthetic images' mean logits and the global ones.
+    """Computes the distance between the synthetic images' mean logits and the global mean logits.
 
     It is the scalar collaborative loss Σ_c SWD(u_{k,c}, v_c), summed over all clients (Eq. 10).
 
@@ -95,7 +95,7 @@ def _sorted_by_client(values_SP: Tensor, client_S: Tensor) -> Tensor:
 
 
 def point_factor(dimension: int) -> float:
-    """Returns E|θ₁|, a random unit vector's mean absolute coordinate."""
+    """Returns E|θ₁|, the mean absolute first coordinate of a random unit vector θ."""
     ratio = math.exp(math.lgamma(dimension / 2) - math.lgamma((dimension + 1) / 2))
     return ratio / math.sqrt(math.pi)
 
@@ -107,8 +107,8 @@ def logits_gradient(
     distance: Callable[[Tensor], Tensor],
     weight: float,
 ) -> Tensor:
-    """Returns weight·∇_S distance(u), the gradient of a loss on mean logits with respect to the
-    synthetic images, [S, ipc, C, H, W].
+    """Returns the logit loss's gradient with respect to the synthetic images, weight·∇_S
+    distance(u), [S, ipc, C, H, W].
 
     Args:
         features, synthetic_SICHW: see `matching_gradient`. The logits' weight b must be 1.
@@ -125,8 +125,7 @@ def logits_gradient(
 
 
 def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields endless uniformly random unit vectors [count, dimension], on the generator's
-    device."""
+    """Yields uniformly random unit vectors [count, dimension] forever, on the generator's device."""
     while True:
         drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
         yield drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
@@ -210,7 +209,7 @@ def register_loss_file(setting: str) -> str:
 
 
 def check_matching(name: str) -> None:
-    """Raises an error if no matching loss has the name."""
+    """Raises an error if a matching loss's name is unknown."""
     if names_code(name) and name not in _CUSTOM:
         raise unloaded_file("method", "matching", name)
     check_choice("method", "matching", name, (*MATCHINGS, *_CUSTOM))
@@ -219,12 +218,12 @@ def check_matching(name: str) -> None:
 def refuse_private(kind: str) -> None:
     """Raises SettingError for a matching loss that no privacy mechanism protects."""
     if kind != "mean":
-        reason = f"must be 'mean' with differential privacy, got {kind!r}. Set method.matching=mean"
+        reason = f"is {kind!r}, which has no differential privacy. Set method.matching=mean"
         raise SettingError("method", "matching", reason)
 
 
 class DistributionMatcher(matching.MatchingObjective):
-    """Matches whole feature distributions, without differential privacy.
+    """Matches entire feature distributions, without differential privacy.
 
     It computes ∇_S Σ_c divergence(u(B_c), u(S_c)).
 

@@ -114,8 +114,8 @@ class NetworkFeatures:
         )
 
     def real(self, x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-        """Returns real images' features u [N, D] without an autograd graph, computed channels-last
-        in the reduced precision.
+        """Computes real images' features u [N, D] without an autograd graph, in channels-last
+        layout and reduced precision.
 
         On a CPU, the batches fit into the cache.
         """
@@ -259,8 +259,8 @@ def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, 
 
 
 def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
-    """Returns the number of (client, class) pairs in one pass, with `ipc` images each, whatever the
-    total number of pairs.
+    """Returns the number of (client, class) pairs in one pass, with `ipc` images each. It does not
+    depend on the total number of pairs.
     """
     return max(1, features.images_at_once(x_NCHW) // ipc)
 

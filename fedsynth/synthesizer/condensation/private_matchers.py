@@ -1,7 +1,7 @@
-"""Mechanisms that compute the condensation gradient from charged, noisy sums. One further
-mechanism, `paper`, gives no guarantee. `residual` and `gradient` release sums at every step.
-`features` releases the following sums once for each of M networks, with the synthetic images at the
-time of the release:
+"""Mechanisms that compute condensation gradients from noisy sums, which are charged to ledgers. One
+further mechanism, `paper`, gives no guarantee. `residual` and `gradient` release sums at every
+step. `features` releases the following sums once for each of M networks, with the synthetic images
+at the time of the release:
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
 
@@ -171,7 +171,7 @@ def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
 def vectors_at_once(
     features: matching.NetworkFeatures, synthetic_SICHW: Tensor, expected: float
 ) -> int:
-    """Returns how many of a (client, class) pair's vectors one backward pass handles.
+    """Returns the number of vectors per (client, class) pair in one backward pass.
 
     It is a power of two. On average, half of the last pass is padding.
 
@@ -185,7 +185,7 @@ def vectors_at_once(
 
 
 def ones(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-    """Returns the row [1] for each image, so that class sums are class counts."""
+    """Returns ones [N, 1], whose class sums are the class counts."""
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
 
@@ -240,7 +240,7 @@ class FeatureSumMatcher(matching.MatchingObjective):
 
 @dataclass(eq=False)
 class PaperMatcher(matching.MatchingObjective):
-    """The mechanism `paper`, which is NOT differentially private and serves only for comparison.
+    """The mechanism `paper`, which is NOT differentially private, for comparisons only.
 
     It implements lines 15 to 17 of FedDM's Algorithm 1 as printed. Clipping a class's batch
     gradient to 𝒞 bounds its norm, but not one example's influence. The sensitivity is up to 2𝒞, not

@@ -1,5 +1,5 @@
-"""Real minibatches and start images for condensation, uploads of synthetic images with their
-checks, and the server's training on all clients' images.
+"""Parts of condensation methods: real minibatches, start images, uploads of synthetic images with
+checks, and the server's training on these.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
 
 
 def check_set(upload: SyntheticSet, ipc: int) -> None:
-    """Checks that a set has one label for each image, and at most `ipc` images of each class.
+    """Checks that a set contains one label per image, and at most `ipc` images per class.
 
     The server concatenates all sets' images, and separately their labels. One missing label would
     shift the labels of every later client.
@@ -91,11 +91,11 @@ def check_set(upload: SyntheticSet, ipc: int) -> None:
     """
     images = len(upload.images)
     if len(upload.labels) != images:
-        reason = f"must have one entry for each of the {images} images, got {len(upload.labels)}"
+        reason = f"contain {len(upload.labels)} entries for {images} images"
         raise UploadRejectedError("labels", reason)
     largest = max(torch.bincount(upload.labels).tolist(), default=0)
     if largest > ipc:
-        reason = f"must contain each class at most {ipc} times, got {largest} times"
+        reason = f"contain a class {largest} times, but at most {ipc} times are allowed"
         raise UploadRejectedError("labels", reason)
 
 
@@ -188,8 +188,8 @@ def averaged_start(
 def split_uploads(
     images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Returns one upload for each client of the group, with the (client, class) pairs that
-    `uploaded_S` selects.
+    """Splits a group's synthetic images into one upload per client, for the (client, class) pairs
+    in `uploaded_S`.
 
     With None, uploads contain all pairs.
     """
@@ -232,8 +232,8 @@ def train_on_union(
         if context.privacy is not None or len(uploads) < context.clients:
             return
         reason = (
-            "is larger than every client's number of examples of any class. Lower it, or lower "
-            "partition.clients"
+            "is larger than the number of examples in every class at every client. Lower it, or "
+            "lower partition.clients"
         )
         raise SettingError("method", "min_examples", reason)
     images = torch.cat([u.normalised(context.spec) for u in sets])
@@ -255,7 +255,7 @@ SMALL_CLASS = ("all", "resample")
 
 
 class BatchIndices:
-    """Draws the real examples of each condensation step, for every (client, class) pair.
+    """Draws real examples for each condensation step and (client, class) pair.
 
     A pair's batch B_c has `batch` examples, drawn without replacement. If a class has fewer
     examples, `small_class` decides. With "all" every example is used at every step, which gives the

@@ -63,7 +63,7 @@ class StudentSettings:
 
 
 def settings_for(image_shape: Shape, **chosen: Any) -> StudentSettings:
-    """Returns the default settings for an image shape, with which training takes minutes.
+    """Returns default settings for an image shape, for a training of a few minutes.
 
     Above 32×32 pixels, there are fewer steps, at least 200, to process the same number of pixels.
 
@@ -87,7 +87,7 @@ def train_student(
     teacher: nn.Module | None = None,
     report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> None:
-    """Trains a network in place on synthetic images only.
+    """Trains a network in place, on synthetic images only.
 
     Args:
         student: any network from normalised images to logits.
@@ -136,7 +136,7 @@ def train_student(
 
 
 def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Returns labels [N] as one-hot rows, one column per class of the student.
+    """Converts labels [N] to one-hot rows, with a column for each of the student's classes.
 
     Rows [N, C] are returned unchanged.
     """

@@ -31,7 +31,7 @@ AT_ONCE = 512  # images that a decoder generates in a pass
 def _layers(
     kind: Callable[..., nn.Module], widths: list[int], norm: str, last: int | None = None
 ) -> list[nn.Module]:
-    """Returns convolutions of stride 2, each with norm and ReLU, and one to `last` channels."""
+    """Returns stride-2 convolutions with norms and ReLUs, and one convolution to `last` channels."""
     eps = 1e-5 if last is None else 1e-3  # the public code has 1e-3 in the decoder only
     layers: list[nn.Module] = []
     for width, out in pairwise(widths):
@@ -42,7 +42,7 @@ def _layers(
 
 
 class Decoder(nn.Module):
-    """The decoder, from [z; one-hot label] [N, latent + classes] to logits [N, C, H, W]."""
+    """The decoder, which maps [z; one-hot label] [N, latent + classes] to logits [N, C, H, W]."""
 
     def __init__(self, spec: DatasetSpec, latent: int, width: int, norm: str) -> None:
         super().__init__()
@@ -117,8 +117,8 @@ class Cvae(nn.Module):
 
 
 def reconstruction_losses(logits_NCHW: Tensor, pixels_NCHW: Tensor) -> Tensor:
-    """Computes each image's reconstruction loss [N], summed over its pixels: the cross-entropy for
-    one-channel images, and the squared distance for others.
+    """Computes each image's reconstruction loss [N], summed over pixels: cross-entropy for one
+    channel, otherwise squared distance.
     """
     if logits_NCHW.shape[1] == 1:
         losses = F.binary_cross_entropy_with_logits(logits_NCHW, pixels_NCHW, reduction="none")

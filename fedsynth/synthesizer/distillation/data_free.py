@@ -142,8 +142,8 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise ValueError(
-            "the teacher contains no linear layer, whose inputs are the features. Define `embed` and "
-            "`classifier`"
+            "the teacher contains no linear layer, whose inputs would be the features. Define "
+            "`embed` and `classifier`"
         )
     inputs: list[Tensor] = []
     with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):

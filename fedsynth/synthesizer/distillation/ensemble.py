@@ -49,8 +49,7 @@ class Batch(NamedTuple):
 
 
 def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
-    """Returns the average of the models' logits, [N, C], which is the ensemble of DENSE (Eq. 1) and
-    FedDF.
+    """Returns the models' average logits [N, C], the ensemble in DENSE (Eq. 1) and FedDF.
 
     >>> average_of_logits(torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]]]), torch.tensor([0]))
     tensor([[0.5000, 1.5000]])
@@ -232,7 +231,7 @@ class OneShotDistillation:
     def _generator_step(
         self, z: Tensor, y: Tensor, optimisers: Sequence[torch.optim.Optimizer]
     ) -> Batch:
-        """Takes one generator step down the loss L_Gen. Returns the images from before the step."""
+        """Takes one generator step on the loss L_Gen. Returns the images before the step."""
         settings = self.settings
         with torch.enable_grad():
             x = self._generated(z)
@@ -274,12 +273,12 @@ class OneShotDistillation:
         self._average_student(epoch)
 
     def measure_student(self, epoch: int) -> None:
-        """Records the student's accuracy after an epoch. On a GPU, it waits for the device."""
+        """Records the student's accuracy after an epoch, which synchronises with a GPU."""
         self.accuracies[epoch] = self.measure(self.student)
 
     @torch.no_grad()
     def _average_student(self, epoch: int) -> None:
-        """Adds the student to the average, if the epoch is in the last quarter."""
+        """Adds the student to the average of weights, in the last quarter of the epochs."""
         epochs = self.settings.server_epochs
         count = epoch + 1 - (epochs - math.ceil(epochs / 4))
         if count < 1:
@@ -325,8 +324,8 @@ class OneShotDistillation:
 
 
 def _lower_loss(first: Batch, second: Batch) -> Batch:
-    """Returns the batch with the lower loss, compared on the device, or the first one if the losses
-    are equal.
+    """Returns the batch with the lower loss, or the first batch for equal losses. The losses are
+    compared on the device.
     """
     lower = second.loss < first.loss
     return Batch(*(torch.where(lower, b, a) for a, b in zip(first, second, strict=True)))

@@ -17,7 +17,7 @@ from fedsynth.models.layers import batch_statistics
 
 
 def information_entropy_loss(logits_NC: Tensor) -> Tensor:
-    """Returns a loss that is small if a batch's predictions use all classes equally often.
+    """Returns the information-entropy loss, which is small for balanced predictions.
 
     It is the mean prediction's negative entropy, divided by log C, in [−1, 0]. The value is −1 if
     all classes are predicted equally often. FedKF's Eq. 3 has −IE. The official code divides it by
@@ -94,7 +94,7 @@ def student_loss(ensemble_NC: Tensor, student_NC: Tensor, hard_weight: float) ->
 
 
 def has_statistics(model: nn.Module) -> bool:
-    """Returns whether a model has batch-norm layers with running statistics."""
+    """Returns True if a model has batch-norm layers with running statistics."""
     return any(map(_with_statistics, model.modules()))
 
 
@@ -134,7 +134,7 @@ def batch_norm_matching(models: Sequence[nn.Module]) -> Iterator[Callable[[], Te
 
 
 def diversity_loss(noise_NE: Tensor, embeddings_ND: Tensor) -> Tensor:
-    """Returns a loss that is small if different noise yields different embeddings.
+    """Returns the diversity loss, which is small if different noise yields different embeddings.
 
     The loss is exp(−mean over all pairs of ‖ε_i − ε_j‖²/E · ‖G_i − G_j‖₁/D), as in FedGen's public
     code.

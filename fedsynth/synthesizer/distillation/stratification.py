@@ -87,7 +87,7 @@ def pair_losses(
 
 
 def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
-    """Returns the parameters of `count` equal generators, each [count, …]."""
+    """Stacks `count` copies of a generator's parameters, each [count, …]."""
     stacked = {}
     for name, p in generator.named_parameters():
         stacked[name] = p.detach()[None].repeat(count, *[1] * p.dim()).requires_grad_()
@@ -108,8 +108,7 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tens
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
-    """Returns the matrix U [C, m], which measures how well each client's model can teach each
-    class.
+    """Returns the guidance matrix U [C, m]: how well each of the m models can teach each class.
 
     An entry is (max_t − min_t)/min_t over a (class, client) pair's losses (Eqs. 2 and 3).
 
@@ -126,7 +125,7 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
-    """Returns Ū_r, which is U with each row divided by its sum (Eqs. 4 and 5).
+    """Returns Ū_r: U with rows normalised to sum 1 (Eqs. 4 and 5).
 
     A row of zeros becomes uniform.
     """
@@ -185,7 +184,7 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Combines all models' probabilities in place of their logits, and returns log P, [N, C].
+    """Combines probabilities instead of logits, and returns the ensemble's log P, [N, C].
 
     P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
     A weight then scales how much a client's vote for a class counts. With logits, a weight scales
