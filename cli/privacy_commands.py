@@ -324,9 +324,7 @@ def _settings_to_audit(
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(
-            f"the options contradict the settings of {run}. Remove the options or --run"
-        )
+        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
     return settings, f"settings of {run}"
 
 
