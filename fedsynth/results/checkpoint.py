@@ -274,7 +274,9 @@ class CheckpointFolder:
                     path.unlink()
 
     def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
+        return CheckpointError(
+            f"the checkpoint in {self.path} is damaged: {why}. Restore it from a backup"
+        )
 
 
 # Settings that determine on which hardware and from which data folder a run computes. They do not
