@@ -48,28 +48,35 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     setting open, the reason for the default is given below. `CondensingMethod` and `TrainsInBall`
     document the remaining settings.
 
-    Args: ipc: number of synthetic images per class. The paper uses 10, and 5 on CIFAR-100.
-    min_examples: smallest number of examples with which a client sends a class. The default of 10
-    is inferred from Table 3. With the mechanism `features`, it is compared with the released count.
-    matching: what is matched. "mean" is Eq. 9. image_momentum: momentum of the image updates. The
-    default is 0, because Algorithm 1 has plain gradient steps. FedAF's paper runs FedDM with 0.9.
-    restart: whether images start again in each round. The default is False, because ClientUpdate
-    has no initialisation. radius: ρ, which bounds the networks' perturbation and the server's
-    training. perturbation: how the networks around w_r are drawn. "sphere" is Eq. 24: a Gaussian
-    perturbation is rescaled to length ρ if it is longer, which is always the case in 300,000
-    dimensions. "ball" is not in the paper: the length is uniform in [0, ρ]. augment: augmentation
-    of real and synthetic images, "none" (the paper's) or "siamese". flip: whether "siamese" may
-    mirror images. Digits and letters are not symmetric. logit_weight: b, the factor of the logits
-    in the features [h; b·z]. Their term in Eq. 9 then has the weight b². 1 is Eq. 9. image_clip:
-    upper bound on the norm of each client's image gradient, for stability; 0 means no bound.
-    FedAF's paper runs FedDM with a bound of 2, and does not specify on which images' gradient. The
-    bound is not a privacy mechanism. networks_per_round: number of networks that the T steps of a
-    round use in turn (`NetworkMeansMatcher`). With 0, each step draws a new network and a new
-    minibatch, as in the paper. Other values need a network without batch norm, `matching="mean"`,
-    and no differential privacy, where the mechanism `features` does the same. networks: M, the
-    number of networks of the mechanism `features`. count_noise: for `features`, the class counts'
-    noise multiplier, in units of σ/√M, the noise multiplier of all M sums together. Counts then use
-    the share 1/(1 + count_noise²) of the budget μ².
+    Args:
+        ipc: number of synthetic images per class. The paper uses 10, and 5 on CIFAR-100.
+        min_examples: smallest number of examples with which a client sends a class. The default of
+            10 is inferred from Table 3. With the mechanism `features`, it is compared with the
+            released count.
+        matching: what is matched. "mean" is Eq. 9.
+        image_momentum: momentum of the image updates. The default is 0, because Algorithm 1 has
+            plain gradient steps. FedAF's paper runs FedDM with 0.9.
+        restart: whether images start again in each round. The default is False, because
+            ClientUpdate has no initialisation.
+        radius: ρ, which bounds the networks' perturbation and the server's training.
+        perturbation: how the networks around w_r are drawn. "sphere" is Eq. 24: a Gaussian
+            perturbation is rescaled to length ρ if it is longer, which is always the case in
+            300,000 dimensions. "ball" is not in the paper: the length is uniform in [0, ρ].
+        augment: augmentation of real and synthetic images, "none" (the paper's) or "siamese".
+        flip: whether "siamese" may mirror images. Digits and letters are not symmetric.
+        logit_weight: b, the factor of the logits in the features [h; b·z]. Their term in Eq. 9 then
+            has the weight b². 1 is Eq. 9.
+        image_clip: upper bound on the norm of each client's image gradient, for stability; 0 means
+            no bound. FedAF's paper runs FedDM with a bound of 2, and does not state on which images'
+            gradient. The bound is not a privacy mechanism.
+        networks_per_round: number of networks that the T steps of a round use in turn
+            (`NetworkMeansMatcher`). With 0, each step draws a new network and a new minibatch, as
+            in the paper. Other values need a network without batch norm, `matching="mean"`, and no
+            differential privacy, where the mechanism `features` does the same.
+        networks: M, the number of networks of the mechanism `features`.
+        count_noise: for `features`, the class counts' noise multiplier, in units of σ/√M, the noise
+            multiplier of all M sums together. Counts then use the share 1/(1 + count_noise²) of the
+            budget μ².
 
     >>> from fedsynth import FedDM, ModelSettings, PartitionSettings, RunSettings, simulate
     >>> method = FedDM(ipc=5, iterations=5, image_lr=5.0, server_epochs=50)

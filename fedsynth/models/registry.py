@@ -235,13 +235,15 @@ def register_model(
     `embed(x)` returns image embeddings [N, embedding_size]. `classifier` is an nn.Linear that maps
     embeddings to logits. `classifier(embed(x))` must be the network's output.
 
-    Args: name: the new name, which no built-in architecture may have. An existing custom
-    architecture of the same name is replaced. model: a class or function that builds the network,
-    or a module. A class or function is called with `image_shape` (channels, height, width) and
-    `classes`, and with `norm`, `width` and `depth` if it has such parameters. Weights must be drawn
-    from torch's global generator, which is seeded by the run. A module is copied with its weights,
-    which with differential privacy you declare public by passing it. norms: the names of the
-    allowed norms. The first is the default.
+    Args:
+        name: the new name, which no built-in architecture may have. An existing custom architecture
+            of the same name is replaced.
+        model: a class or function that builds the network, or a module. A class or function is
+            called with `image_shape` (channels, height, width) and `classes`, and with `norm`,
+            `width` and `depth` if it has such parameters. Weights must be drawn from torch's global
+            generator, which is seeded by the run. A module is copied with its weights, which with
+            differential privacy you declare public.
+        norms: the names of the allowed norms. The first is the default.
 
     Returns:
         The settings that select this architecture.

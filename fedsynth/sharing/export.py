@@ -53,12 +53,14 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 class Share:
     """An export's content: a run's synthetic images, and all that is exported with them.
 
-    Attributes: synthetic: the images, with their privacy guarantee. made_by: the version of
-    fedsynth and the name of the method. report: the privacy report, or None without differential
-    privacy. accuracy: the accuracy of the run's model on test images, or None if it was not
-    measured. trained_on_images: whether the run's model was trained on these synthetic images.
-    model: the model and its architecture, or None if the model is not exported. public_test:
-    whether the test images are public. False if the run does not state this.
+    Attributes:
+        synthetic: the images, with their privacy guarantee.
+        made_by: the version of fedsynth and the name of the method.
+        report: the privacy report, or None without differential privacy.
+        accuracy: the accuracy of the run's model on test images, or None if it was not measured.
+        trained_on_images: whether the run's model was trained on these synthetic images.
+        model: the model and its architecture, or None if the model is not exported.
+        public_test: whether the test images are public. False if the run does not state this.
     """
 
     synthetic: SharedSet
