@@ -278,8 +278,8 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
     model.train(mode)
     if logits.shape != (2, spec.classes):
         reason = (
-            f"{name} does not map {spec.image_shape} images to {spec.classes} logits. Choose "
-            "another"
+            f"must map {spec.image_shape} images to {spec.classes} logits, but {name} does not. "
+            "Choose another"
         )
         raise SettingError(None, "teacher", reason)
     return model
