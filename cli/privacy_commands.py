@@ -197,8 +197,7 @@ def audit(
     unusable = (run, config, guesses) if function is not None else (page,)
     if any(option is not None for option in unusable):
         raise OptionError(
-            "--run, --config and --guesses have no effect with --function, and --page none "
-            "without it. Remove them"
+            "--run, --config or --guesses is set with --function, or --page without it. Remove it"
         )
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)

@@ -407,7 +407,7 @@ def test_functions_are_audited(fedsynth: Call, tmp_path: Path) -> None:
         "other than --dp-sigma, --dp-epsilon"
     )
     fedsynth(f"{command} --run x").assert_refused("is set with --function")
-    fedsynth(f"privacy audit {FEDDM} --page x").assert_refused("--page none without it")
+    fedsynth(f"privacy audit {FEDDM} --page x").assert_refused("--page without it")
     fedsynth(command).assert_refused("sigma or epsilon must be set")
 
 
