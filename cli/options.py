@@ -60,7 +60,7 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
             )
         if name in chosen.get(section, {}):
             raise OptionError(
-                f"{section}.{name} is set both by an option and by --set. Remove one of them"
+                f"{section}.{name} is set by an option and by --set. Remove one of them"
             )
         sections.setdefault(section, {})[name] = value.strip()
     return sections

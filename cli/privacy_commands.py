@@ -156,7 +156,9 @@ def audit(
         int | None, _audit_option(help="An even number. Default: 2/5 of --canaries.")
     ] = None,
     confidence: Annotated[float, _audit_option(help="The confidence of each bound.")] = 0.999,
-    repeats: Annotated[int, _audit_option(help="Audit the canaries of so many runs together.")] = 1,
+    repeats: Annotated[
+        int, _audit_option(help="Audit the canaries of this many runs together.")
+    ] = 1,
     run: Annotated[
         Path | None,
         options.path_option("Audit this run, and add the result to its report.", panel=AUDIT),
@@ -195,8 +197,7 @@ def audit(
     unusable = (run, config, guesses) if function is not None else (page,)
     if any(option is not None for option in unusable):
         raise OptionError(
-            "--run, --config and --guesses have no effect with --function, and --page none "
-            "without it. Remove them"
+            "--run, --config or --guesses is set with --function, or --page without it. Remove it"
         )
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
@@ -324,9 +325,7 @@ def _settings_to_audit(
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(
-            f"the options contradict the settings of {run}. Remove the options or --run"
-        )
+        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
     return settings, f"settings of {run}"
 
 
@@ -377,9 +376,10 @@ for command in (report, verify, sign, audit):
 def plan(chosen: options.Sections, as_json: options.AsJson = False) -> None:
     """Compute the noise σ that a privacy budget ε requires, or the ε that a given σ costs.
 
-    The plan uses only public numbers and reads no data. With --data, these are in the declaration of
-    your data, and the ledgers tell what earlier runs have spent. Without --data and --dataset, these
-    are MNIST's. It also shows the signal-to-noise ratio that each release can have.
+    The plan uses only public numbers and reads no data. With --data, these are in the declaration
+    of your data, and the ledgers contain what earlier runs have spent. Without --data and
+    --dataset, these are MNIST's. It also shows the signal-to-noise ratio that each release can
+    have.
 
     Examples: `fedsynth privacy plan --dp-epsilon 8 --rounds 5`, `fedsynth privacy plan --data scans
     --dp-epsilon 1 --method fedstats`.

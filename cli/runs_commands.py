@@ -47,7 +47,7 @@ def runs(
     ] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Compare finished runs in a table of results and of settings that differ.
+    """Compare finished runs in a table of their results and differing settings.
 
     For methods with a generator, the table also describes how the teacher (or the ensemble of
     teachers) classifies the generated images in the last round. The additional columns show the
@@ -100,7 +100,7 @@ def plot(
     suffix = output.suffix.lower()
     if suffix not in (".svg", ".png", ".html"):
         raise OptionError(
-            f"--output={output.name!r} does not end in .svg, .png or .html. Add an extension"
+            f"--output={output.name!r} does not end in .svg, .png or .html. Rename it"
         )
     lines = curves(_loaded(runs), metric, by, mean=mean, note=note)
     if suffix == ".png":
@@ -250,9 +250,7 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(
-            f"{cell!r} is not one of {preset}'s selected cells. Choose one from --list"
-        )
+        raise OptionError(f"{cell!r} is not a selected cell of {preset}. Choose one from --list")
     if listed:
         _list_cells(table, cells)
         return
@@ -264,9 +262,7 @@ def reproduce(
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(
-            f"none of {preset}'s selected cells can be run. Select others from --list"
-        )
+        raise OptionError(f"none of {preset}'s selected cells can run. Select others from --list")
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(output, deadline, report=say, watch=make_observer, download=download)

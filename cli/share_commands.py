@@ -126,9 +126,7 @@ def distill(
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError(
-            f"--set must be a setting of the method, got a setting in {list(sections)}"
-        )
+        raise OptionError(f"--set must be a setting of the method, got sections {list(sections)}")
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:
@@ -180,9 +178,7 @@ def describe(
     proposal = description.toml.encode()
     if path.exists():
         if read_declaration(path).signed_by:
-            raise OptionError(
-                f"{path} is signed, so it cannot be replaced. Name a new file with --output"
-            )
+            raise OptionError(f"{path} is signed, so it is not replaced. Name a new --output")
         if not overwrite and read_regular(path) != proposal:
             raise OptionError(
                 f"{path} exists and contains another proposal. Name a new file with --output, or "

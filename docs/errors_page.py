@@ -46,9 +46,9 @@ SHOWS_ARGUMENT = {
 VERBS = (
     "Add|Ask|Call|Change|Charge|Check|Choose|Clip|Close|Complete|Compute|Continue|Convert|Copy|Correct|Create|Declare|"
     "Define|Divide|Download|Enlarge|Enter|Export|Fill|Follow|Get|Increase|Inherit|Install|Keep|Let|Load|"
-    "Lower|Make|Move|Name|Override|Pass|Put|Raise|Read|Reduce|Remove|Rename|Repair|Repeat|Replace|Rescale|"
-    "Restore|Return|Resume|Run|Sample|Save|Select|Send|Set|Split|Start|Train|Try|Unpack|Update|Use|Verify|"
-    "Wait|Write"
+    "Lower|Make|Move|Name|Override|Pass|Plan|Put|Raise|Read|Reduce|Remove|Rename|Repair|Repeat|Replace|"
+    "Rescale|Resize|Restart|Restore|Return|Resume|Run|Sample|Save|Select|Send|Set|Shorten|Split|Start|Train|"
+    "Try|Unpack|Update|Use|Verify|Wait|Write"
 )
 IMPERATIVE = re.compile(
     rf"((To|For|If|With|In|On) [^.]*?, )?({VERBS}|{VERBS.lower()})\b|pip install|did you mean"

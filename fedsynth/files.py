@@ -85,9 +85,7 @@ def expand_home(path: str | Path) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(
-            errno.ENOENT, "~ cannot be expanded to a home folder", str(path)
-        ) from None
+        raise FileNotFoundError(errno.ENOENT, "~ has no home folder", str(path)) from None
 
 
 def open_regular(

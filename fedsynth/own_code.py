@@ -138,7 +138,7 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
     definition = getattr(module, name, None)
     if definition is None:
         raise SettingError(
-            section, key, f"names {name!r}, which is not defined in {path}. Correct the name"
+            section, key, f"names {name!r}, which {path} does not define. Correct it"
         )
     SOURCES[code.label] = code
     return definition, code.label

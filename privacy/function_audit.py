@@ -54,7 +54,7 @@ class Design:
 
 @dataclass(frozen=True)
 class FunctionAudit:
-    """The result of an audit of a function.
+    """A function audit's result.
 
     Attributes:
         name: the name of the function.

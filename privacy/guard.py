@@ -104,9 +104,7 @@ class GuardSettings(Part):
         with faults_as(partial(damaged, file), f"{file}"):
             settings = cls.model_validate(table)
         if (settings.rounds is None) == (settings.noise_multiplier is None):
-            raise damaged(
-                file, f"{file} must set either rounds or noise_multiplier. Set one of them"
-            )
+            raise damaged(file, f"{file} must set rounds or noise_multiplier. Set one of them")
         return settings
 
     @property

@@ -57,7 +57,7 @@ def coefficients(count: int) -> list[float]:
 
 
 def column_norm(periods: int) -> float:
-    """Returns ‖c‖, the norm of the longest column of C, for a number of periods.
+    """Returns ‖c‖, the largest column norm of C, for a number of periods.
 
     >>> round(column_norm(12) ** 2, 3)
     1.851

@@ -162,7 +162,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Addends:
-    """Public upper bounds on the number of clients and of records in a sum over clients.
+    """Public upper bounds on a sum's numbers of clients and records.
 
     Args:
         clients: the maximum number of clients in the sum.

@@ -259,7 +259,7 @@ def step_bound(
 ) -> float:
     """Computes a lower bound on ε from the scores of single sampled steps.
 
-    The auditor is told which canaries a step sampled. The bound refutes the noise and the clip, but
+    The auditor knows which canaries a step sampled. The bound refutes the noise and the clip, but
     not the sampling, which it composes as it was charged.
 
     Args:

@@ -1,7 +1,7 @@
 """Private selection of the best among a random number of private runs (Papernot and Steinke 2022).
 
 One trial draws a candidate uniformly, runs it, and releases a noisy score. A selection draws the
-number K of trials from a public law, and hands over only the outputs of the trial with the highest
+number K of trials from a public law, and releases only the outputs of the trial with the highest
 score. It costs less than all trials together, because nobody learns K and the other trials. Let one
 trial be (λ, ε(λ))-RDP for every order λ > 1 ("Hyperparameter Tuning with Rényi Differential
 Privacy", ICLR 2022). The selection is then (λ, ε'(λ))-RDP:

@@ -163,9 +163,7 @@ def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) ->
     """Moves `model.features` to a method with its own `features` setting, such as FedStats."""
     if sections["model"].get("features") and "features" in field_types(method):
         if "features" in sections["method"]:
-            raise SettingError(
-                "model", "features", "is also set as method.features. Remove one of them"
-            )
+            raise SettingError("model", "features", "is also set as method.features. Remove one")
         sections["method"]["features"] = sections["model"].pop("features")
 
 
@@ -245,9 +243,7 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError(
-            "data", next(iter(values)), "has no effect without data.folder. Set data.folder"
-        )
+        raise SettingError("data", next(iter(values)), "has no effect without data.folder. Set it")
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = f"is {name}, the name of a published data set. Choose another name"

@@ -159,9 +159,7 @@ class Packed:
             values[f.name] = value
         unused = sorted([*tensors, *header.values])
         if unused:
-            raise MessageError(
-                f"the received {cls.__name__} contains the unknown entry {unused[0]!r:.80}"
-            )
+            raise MessageError(f"the {cls.__name__} contains the unknown entry {unused[0]!r:.80}")
         return cls(**values)
 
     def to(self, device: torch.device | str) -> Self:
@@ -239,9 +237,7 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
-        raise MessageError(f"the received message is missing the field {what}").with_code(
-            "message.missing"
-        )
+        raise MessageError(f"the message is missing the field {what}").with_code("message.missing")
     value = values.pop(name)
     if isinstance(value, list):
         mapping = {}

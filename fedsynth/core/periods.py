@@ -1,8 +1,8 @@
 """Methods whose clients release running sums over several periods, each with new records.
 
 Each period is a run of one round. The clients' mechanisms add the sums of the new records to those
-of earlier periods (`fedsynth.privacy.periods`), so the server computes its results anew from the
-sums of all periods so far.
+of earlier periods (`fedsynth.privacy.periods`), so the server recomputes its results from the sums
+of all periods so far.
 """
 
 from __future__ import annotations

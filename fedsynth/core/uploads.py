@@ -163,7 +163,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Creates the validation rule for uploaded tensors with these names, shapes and dtypes."""
+        """Creates the validation rule for uploaded tensors with given names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property

@@ -345,9 +345,7 @@ class FolderSettings:
             reason = "has no effect without test images. Set data.test_folder"
             raise SettingError("data", "test", reason, value=self.test)
         if self.channels not in (0, 1, 3):
-            raise SettingError(
-                "data", "channels", f"must be 1 (grey) or 3 (colour), got {self.channels}"
-            )
+            raise SettingError("data", "channels", f"must be 1 or 3, got {self.channels}")
         check_number("data", "slice", self.slice, -1, 10**6)
         self.size()
         self.decoding()

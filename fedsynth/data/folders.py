@@ -59,9 +59,7 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
             and "test").
     """
     if not folder.exists():
-        raise DataFilesMissingError(
-            f"the folder {one_line(folder)} does not exist. Correct its path"
-        )
+        raise DataFilesMissingError(f"the folder {one_line(folder)} does not exist. Check its path")
     if sites_with_masks(folder):
         raise DataError(
             f"{one_line(folder)} contains images with masks, which private runs cannot use. Use "

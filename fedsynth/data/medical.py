@@ -84,9 +84,7 @@ class Decoding:
         if self.slice < 0:
             return count // 2
         if self.slice >= count:
-            raise UnsupportedImageError(
-                f"slice {self.slice} does not exist, only slices 0 to {count - 1}"
-            )
+            raise UnsupportedImageError(f"slice {self.slice} does not exist, only 0 to {count - 1}")
         return self.slice
 
 
@@ -167,9 +165,7 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     finite = wide[np.isfinite(wide)]
     low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     if not math.isfinite(high - low):
-        raise UnsupportedImageError(
-            "all pixel values are NaN or infinite, or some exceed the range of float32"
-        )
+        raise UnsupportedImageError("all pixel values are NaN or infinite, or some are too large")
     if window is not None:
         low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
     if low == high:
@@ -228,9 +224,7 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
         tags = [tag for tag in DicomDictionary if tag >> 16 == 0x0028]
         data = _dataset(io.BytesIO(content), [*tags, "PixelData", _SHARED, _PER_FRAME])
         if "PixelData" not in data:
-            raise UnsupportedImageError(
-                "the DICOM file contains no integer pixels (the element PixelData)"
-            )
+            raise UnsupportedImageError("the DICOM file contains no integer pixels (PixelData)")
         frames = int(data.get("NumberOfFrames") or 1)
         position = decoding.position(frames)
         _check_frame(data, position, frames)
@@ -265,9 +259,7 @@ def _dataset(file: BinaryIO, tags: list[Any], *, header_only: bool = False) -> A
     read_preamble(file, False)
     meta = read_dataset(file, False, True, stop_when=lambda tag, *_: tag >> 16 != 2)
     if meta.get("TransferSyntaxUID") == _DEFLATED:  # pydicom inflates without a limit
-        raise UnsupportedImageError(
-            "the DICOM file is compressed as a whole (deflated). Decompress it"
-        )
+        raise UnsupportedImageError("the whole DICOM file is compressed (deflated). Decompress it")
     file.seek(0)
     return dcmread(file, specific_tags=tags, stop_before_pixels=header_only)
 
@@ -523,9 +515,7 @@ def read_volume(path: Path) -> Floats:
 
         image = nibabel.as_closest_canonical(nibabel.Nifti1Image.from_stream(file))
         if image.ndim != 3 or image.get_data_dtype().kind not in "iuf":
-            raise UnsupportedImageError(
-                "the NIfTI file contains more than one grey volume. Split it"
-            )
+            raise UnsupportedImageError("the NIfTI file is not a single grey volume. Split it")
         volume = np.asarray(image.dataobj, np.float64)
         if not np.isfinite(volume).all():
             raise UnsupportedImageError("the volume contains NaN or infinite values")

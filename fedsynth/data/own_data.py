@@ -515,7 +515,7 @@ def _slices(values: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
     if position < 0 or values.ndim != 4 or {1, 3} & {values.shape[1], values.shape[3]}:
         return values
     if position >= values.shape[1]:
-        reason = f"must be below the number of slices, {values.shape[1]}, got {position}"
+        reason = f"must be below the number of slices, {values.shape[1]}, got {position}. Lower it"
         raise SettingError("data", "slice", reason)
     return values[:, position]
 

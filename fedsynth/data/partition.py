@@ -84,7 +84,7 @@ def partition(
     if settings.clients > len(y):
         raise PartitionError(
             f"partition.clients must be at most {len(y)}, the number of examples, got "
-            f"{settings.clients}"
+            f"{settings.clients}. Lower it"
         ).with_code("partition.clients")
     rng = numpy_generator(settings.seed or 0, "partition")
     if settings.kind == NATURAL:
@@ -131,7 +131,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
         if indices.ndim != 1 or (len(indices) and not np.issubdtype(indices.dtype, np.integer)):
             raise PartitionError(
                 f"client {client}'s example indices must be a vector of integers, got "
-                f"{indices.dtype} {indices.shape}"
+                f"{indices.dtype} {indices.shape}. Convert them"
             ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(
@@ -182,7 +182,7 @@ def _of_domains(
     if settings.clients % len(present):
         raise PartitionError(
             f"partition.clients must be a multiple of {len(present)}, the number of domains, got "
-            f"{settings.clients}"
+            f"{settings.clients}. Change it"
         ).with_code("partition.domains")
     parts: list[IntArray] = [np.empty(0, np.int64)] * settings.clients
     for number, domain in enumerate(present):
@@ -205,7 +205,8 @@ def _of_groups(
     if settings.clients > len(large):
         raise PartitionError(
             f"partition.clients must be at most {len(large)}, the number of groups with "
-            f"partition.min_group={settings.min_group} or more examples, got {settings.clients}"
+            f"partition.min_group={settings.min_group} or more examples, got {settings.clients}. "
+            "Lower one of them"
         ).with_code("partition.groups")
     chosen = np.sort(rng.permutation(large)[: settings.clients])
     order = np.argsort(groups, kind="stable")  # stable: positions stay ascending within a group

@@ -139,7 +139,7 @@ class Part:
         return "".join(usual)
 
     def _existing(self, name: str, option: str) -> str:
-        """Returns a column's name in this part. The given name may contain another split's name."""
+        """Returns the part's name for a column. The given name may contain another split's name."""
         if name not in self.readers and self.numbers is None:
             name = _split_of(name)[1]
         if name not in self.readers:
@@ -169,9 +169,7 @@ class Part:
             if array.dtype.kind not in "biufUO":
                 raise ValueError(f"the values must be numbers or text, got the type {array.dtype}")
             if not array.ndim:
-                raise ValueError(
-                    "the array must contain a value for each record, got a single value"
-                )
+                raise ValueError("the array must contain one value per record, got a single value")
             if not len(array):
                 raise ValueError(_NO_RECORDS)
             return array
@@ -385,22 +383,18 @@ def _read_npy(file: IO[bytes], length: int) -> Array:
     shape, by_columns, dtype = headers[npy_format.read_magic(file)](file)
     if dtype.hasobject:
         raise ValueError(
-            "the array contains Python objects, which may execute code. Save numbers or text"
+            "Python objects are not read, as they may execute code. Save numbers or text"
         )
     size = math.prod(shape) * dtype.itemsize
     if not 0 <= size == length - file.tell() <= MAX_ARRAY_BYTES:
-        raise ValueError(
-            f"the data's size does not match the {size:,} bytes declared in the header"
-        )
+        raise ValueError(f"the data's size is not the {size:,} bytes declared in the header")
     return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _check_expanded(size: int, path: Path) -> None:
     limit = max(path.stat().st_size, MAX_EXPANDED_BYTES)
     if size > limit:
-        raise ValueError(
-            f"the decompressed data exceed {limit:,} bytes. Split or decompress the file"
-        )
+        raise ValueError(f"decompressed data exceed {limit:,} bytes. Split or decompress the file")
 
 
 def _npz_readers(path: Path) -> Readers:
@@ -577,7 +571,7 @@ def _column(read: Callable[[], Any], name: str) -> Array:
             raise ValueError("all cells are empty. Fill in or remove the column")
         if cells.null_count:
             raise ValueError(
-                f"{cells.null_count} cells are empty. Fill in the cells, or remove their rows"
+                f"{cells.null_count} cells are empty. Fill them in, or remove their rows"
             )
         if not (pyarrow.types.is_nested(cells.type) and hasattr(cells.type, "value_type")):
             break

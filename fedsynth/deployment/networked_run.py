@@ -178,9 +178,7 @@ def _begun(proposal: Proposal, output: Path, resume: Path | None) -> tuple[Propo
     folder = RunFolder.reopen(resume)
     begun = served_proposal(folder.path)
     if begun.agreement != proposal.agreement:
-        raise CheckpointError(
-            f"the settings in {folder.path} have changed since the run began. Restore them"
-        )
+        raise CheckpointError(f"the settings in {folder.path} have changed. Restore them")
     return begun, folder
 
 

@@ -333,9 +333,7 @@ class Node(Place):
             return self._sessions[run]
         state = read_state(self.folder(run)) if RUN_NAME.fullmatch(run) else None
         if state is None:
-            raise MessageError(
-                "this client has not joined the run. Restart the node and the server"
-            )
+            raise MessageError("the client has not joined the run. Restart the node and the server")
         session = self._open(state.proposal, state)
         session.resume()
         self._sessions[run] = session
@@ -351,9 +349,7 @@ class Node(Place):
             )
             return Session(self, proposal, data, ledger, state)
         except Exception as error:
-            raise RecordsError(
-                f"the owner's records or their ledger cannot be used: {error}"
-            ) from None
+            raise RecordsError(f"the owner's records or ledger cannot be used: {error}") from None
 
     def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run at the server's request, and writes the owner's privacy report."""

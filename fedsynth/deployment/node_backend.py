@@ -162,9 +162,7 @@ class NodeBackend(protocol.Backend):
                 "node's number or --key"
             )
         if number in self._present:
-            raise MessageError(
-                f"another node has already joined as client {number}. Correct one node's number"
-            )
+            raise MessageError(f"another node has joined as client {number}. Correct one's number")
         if frame.kind != frames.ANSWER:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
@@ -186,9 +184,7 @@ class NodeBackend(protocol.Backend):
     def _check_name(self, number: int, history: History | None) -> None:
         """Checks that a private run's client has sent its ledger history, under its own name."""
         if history is None and self._settings.privacy is not None:
-            raise MessageError(
-                f"client {number} sent no ledger history, which a private run requires"
-            )
+            raise MessageError(f"client {number} sent no ledger history, but the run is private")
         if history is not None and history.client != self._names[number]:
             raise MessageError(
                 f"client {number} sent the ledger of {history.client!r:.80}. Correct its number "
@@ -367,7 +363,5 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(
-            f"the answer has {len(answer)} bytes, but at most {max_bytes} are allowed"
-        )
+        raise MessageError(f"the answer has {len(answer)} bytes, more than {max_bytes}")
     return Frame.from_bytes(answer)

@@ -13,9 +13,9 @@ at the site passes it unchanged:
 PATH is `fedsynth.deployment.nvflare_filter.GuardFilter`, and FOLDER contains guard.toml
 (`fedsynth.privacy.guard`). The client's name is the site's.
 
-Every result is written anew. Weights, or their differences, pass the guard. Metrics are the nominal
-values of guard.toml. Results of other kinds are refused. All failures of a job have the same code,
-since a job could state records by the choice of a code. Federated events, such as
+Every result is rebuilt from checked parts. Weights, or their differences, pass the guard. Metrics
+are the nominal values of guard.toml. Results of other kinds are refused. All failures of a job have
+the same code, since a job could state records by the choice of a code. Federated events, such as
 those of NVFlare's SummaryWriter, pass no filter, so they are switched off.
 """
 

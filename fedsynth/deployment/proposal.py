@@ -262,4 +262,6 @@ def damage_is_named(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, MessageError) as error:
-        raise CheckpointError(f"{folder} is damaged: {error!r:.120}") from None
+        raise CheckpointError(
+            f"{folder} is damaged: {error!r:.120}. Restore it from a backup"
+        ) from None

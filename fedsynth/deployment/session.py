@@ -169,7 +169,7 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if this process holds the client's latest stored state."""
+        """Returns True if the session's state is the latest one on disk."""
         file = self.folder / STATE
         return file.is_file() and read_regular(file) == self._stored
 
@@ -194,9 +194,7 @@ class Session:
         client_states = {n for name, n in files.items() if name == f"{MAIN}-{n}"}
         last = max((number for number in client_states if number <= last_round), default=0)
         if last_round and not last and len(client_states) >= STORED_ROUNDS:
-            raise MessageError(
-                f"this client's state of round {last_round} is no longer stored. Start a new run"
-            )
+            raise MessageError(f"the client's state of round {last_round} is lost. Start a new run")
         for number in client_states:
             # rounds that the server repeats, unless their answers are stored, too
             if number > last_round and f"answer-{number}-{MAIN}-{frames.STEP}" not in files:
@@ -256,13 +254,9 @@ class Session:
             return
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
-            raise MessageError(
-                f"the server sent {len(terms.sizes)} client sizes for {clients} clients"
-            )
+            raise MessageError(f"the server sent {len(terms.sizes)} sizes for {clients} clients")
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError(
-                f"the server changed the run's noise multiplier from {self.state.sigma:g}"
-            )
+            raise MessageError(f"the server changed the noise multiplier {self.state.sigma:g}")
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
@@ -320,9 +314,7 @@ class Session:
         rounds = runtime.settings.rounds
         participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(
-                f"the server's list of participants is not ascending and below {clients}"
-            )
+            raise MessageError(f"the server's participants are not ascending and below {clients}")
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
                 f"the server's round must be from 1 to {rounds}, got {question.round!s:.20}"
@@ -374,7 +366,7 @@ class Session:
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError(
-                "the server requested a plain upload, but this client requires a secure sum"
+                "the client refuses a plain upload, and requires a secure sum"
             )
         message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
@@ -425,9 +417,7 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise primitives.SecureSumError(
-                "the server requested a secure sum that this client has not begun"
-            )
+            raise primitives.SecureSumError("the client has not begun the requested secure sum")
         client = SumClient.stored(read_regular(file), self.runtime.number, terms)
         try:
             yield client

@@ -70,7 +70,7 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     smaller = min(len(synthetic), len(real))
     if smaller < 2:
         raise DataError(
-            f"FID and KID need at least 2 real and 2 synthetic images, got {smaller}. Add images"
+            f"FID and KID need 2 real and 2 synthetic images, got {smaller}. Add images"
         )
     if not (synthetic.isfinite().all() and real.isfinite().all()):
         raise DataError("the network's features are not finite. Use another network")

@@ -141,7 +141,7 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
 
 @dataclass(eq=False)
 class Runner:
-    """Executes published tables' runs in this process.
+    """Executes published tables' runs in the current process.
 
     Args:
         folder: the folder of the results. `TABLE.jsonl` has a row for each finished run of a table,
@@ -293,7 +293,7 @@ def locked(sweep: Sweep) -> Iterator[FileIO]:
 
 
 def _note_process(lock: FileIO, process_id: int) -> None:
-    """Appends this process's number to the lock file, for other processes' error messages."""
+    """Appends the process's number to the lock file, for other processes' error messages."""
     with suppress(OSError):  # the disk is full
         lock.write(f"{process_id}\n".encode())
 

@@ -1,4 +1,4 @@
-"""Private selection: runs a random number of trials of a sweep, and keeps only the best one.
+"""Private selection: executes a random number of a sweep's runs as trials, and keeps the best one.
 
 One row in each client's ledger, charged before the first trial, pays for all trials
 (`fedsynth.privacy.selection`). A trial draws a run of the sweep at random, executes it in a hidden
@@ -159,9 +159,7 @@ def _check(sweep: Sweep) -> None:
             different data.
     """
     if sweep.jobs != 1:
-        reason = (
-            "must be 1, because a selection executes its trials one after another. Set sweep.jobs=1"
-        )
+        reason = "must be 1, because trials are executed one after another. Set sweep.jobs=1"
         raise SettingError("sweep", "jobs", reason, value=sweep.jobs)
     for cell in sweep.cells:
         privacy = cell.settings.privacy
@@ -223,9 +221,7 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
-            reason = (
-                "has no privacy guarantee, so a selection would have none. Use another mechanism"
-            )
+            reason = "has no guarantee, so a selection would have none. Use another mechanism"
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":
@@ -241,9 +237,7 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
     """
     folder = plan.privacy.ledger_folder
     if folder is None:
-        reason = (
-            "is not a folder, but a selection must be charged to permanent ledgers. Name a folder"
-        )
+        reason = "is not a folder, but a selection needs permanent ledgers. Name a folder"
         raise PrivacySettingError("privacy", "ledger", reason)
     return folder
 

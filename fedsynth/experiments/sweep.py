@@ -208,7 +208,7 @@ def _common_axes(grid: Values) -> dict[str, list[Any]]:
             continue
         first = names.setdefault(setting_of(name), name)
         if first != name:
-            raise SweepError(f"{first!r} and {name!r} both name the same setting. Remove {name!r}")
+            raise SweepError(f"{first!r} and {name!r} are the same setting. Remove {name!r}")
         axes[name.removeprefix("run.")] = _choices(name, values)
     return axes
 

@@ -88,9 +88,7 @@ class FeatureMap:
         """
         shape = tuple(pixels_NCHW.shape[1:])
         if shape != self.image_shape:
-            raise self._wrong(
-                "image_shape", f"is {self.image_shape}, but the images' shape is {shape}"
-            )
+            raise self._wrong("image_shape", f"is {self.image_shape}, but images have {shape}")
         x = pixels_NCHW.float()
         if pixels_NCHW.dtype == torch.uint8:
             x = x / 255

@@ -145,9 +145,7 @@ def _timm(
     try:
         import timm
     except ImportError:
-        raise _refused(
-            place, name, "requires the package timm. Run pip install 'fedsynth[encoders]'"
-        ) from None
+        raise _refused(place, name, "requires timm. Run pip install 'fedsynth[encoders]'") from None
     if not timm.is_model(model.partition(".")[0]):
         raise _refused(place, name, "is unknown to timm. Choose a network from timm.list_models()")
     network = timm.create_model(model, pretrained=download, num_classes=0)

@@ -275,9 +275,7 @@ def register_features(name: str, build: Builder) -> None:
     1
     """
     if name in _BUILT_IN:
-        reason = (
-            f"of a custom feature map is {name!r}, the name of a built-in map. Choose another name"
-        )
+        reason = f"of a custom feature map is {name!r}, a built-in map's name. Choose another"
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = build
     _build.cache_clear()

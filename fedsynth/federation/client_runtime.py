@@ -290,9 +290,7 @@ class ClientRuntime:
             self.budget = self._new_budget(plan)
             self.context = plan.in_context(self.context)
         elif terms.noise_multiplier is not None:
-            raise RequestRefusedError(
-                "the server sent a noise multiplier, but the run is not private"
-            )
+            raise RequestRefusedError("the server sent a noise multiplier for a non-private run")
         else:
             self.context = replace(self.context, sizes=terms.sizes)
         self._has_terms = True

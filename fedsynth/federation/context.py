@@ -99,7 +99,7 @@ LONG = 1000
 
 
 def choose_speed(settings: RunSettings, device: torch.device) -> RunSettings:
-    """Replaces the value "auto" of `precision` and `compile` by the faster choice on this machine.
+    """Replaces the value "auto" of `precision` and `compile` by the faster choice on the machine.
 
     The choices other than "fp32" and "off" are those that were measured (docs/speed.md): for
     condensation without differential privacy, with a ConvNet of at least `WIDE` channels.

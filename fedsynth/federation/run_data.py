@@ -356,7 +356,7 @@ def _image_specification(settings: RunSettings) -> DatasetSpec:
 
 
 def declared(settings: RunSettings) -> Declaration:
-    """Returns the signed declaration of the owner of custom images.
+    """Returns the owner's signed declaration of custom images.
 
     Raises:
         DataError: there is no declaration, or it is not signed. The message states what to do.

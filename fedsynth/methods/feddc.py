@@ -42,7 +42,7 @@ from fedsynth.models.flat import flatten_named
 from fedsynth.training.sgd import Pull
 from fedsynth.validation import in_range
 
-# The prefix of the drift's names in a client's state, beside the control variate.
+# The prefix of the drift's names in a client's state, next to the control variate.
 DRIFT = "drift."
 
 

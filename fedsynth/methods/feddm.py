@@ -5,7 +5,7 @@ The code follows Algorithm 1, and the comments name its lines. ClientUpdate (lin
 steps. Each draws a network w ~ P_w(w_r) and batches of real images, and moves the synthetic images
 down the gradient of Σ_c L_c (Eq. 9). The server (lines 2 to 8) trains w from w_r on the union of
 all synthetic sets. After every step, it projects w onto ‖w − w_r‖ ≤ ρ (Eqs. 3, 10 and 23). The
-paper does not say when to project.
+paper does not specify when to project.
 
 With differential privacy, a mechanism of `fedsynth.synthesizer.condensation.private_matchers`
 computes the gradient. `paper` follows lines 15 to 17 as printed: it starts from real images, clips
@@ -67,7 +67,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         logit_weight: b, the factor of the logits in the features [h; b·z]. Their term in Eq. 9 then
             has the weight b². 1 is Eq. 9.
         image_clip: upper bound on the norm of each client's image gradient, for stability; 0 means
-            no bound. FedAF's paper runs FedDM with a bound of 2, and does not say on which images'
+            no bound. FedAF's paper runs FedDM with a bound of 2, and does not state on which images'
             gradient. The bound is not a privacy mechanism.
         networks_per_round: number of networks that the T steps of a round use in turn
             (`NetworkMeansMatcher`). With 0, each step draws a new network and a new minibatch, as

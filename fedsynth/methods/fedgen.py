@@ -175,9 +175,7 @@ class FedGen(TrainsLocally):
             reason = f"sum to {total:g}, more than the client's {size:g} examples"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
-            reason = (
-                f"are all 0, but the upload's weight is {upload.weight:g}. Send a count above 0"
-            )
+            reason = f"are all 0, but the weight is {upload.weight:g}. Send a count above 0"
             raise UploadRejectedError("counts", reason)
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:

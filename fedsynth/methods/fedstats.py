@@ -597,7 +597,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             z = z.replace("= (", "= T(") + "; T is made of the released covariances"
         pictures = "products of small pictures with labels, and their second moments"
         u = (
-            "u of each example, an image averaged in cells over its own norm, beside a constant; "
+            "u of each example, an image averaged in cells over its own norm, and a constant; "
             "the joint vector of its products has norm at most 1"
         )
         pixels = pixel_width(low_pass(context.spec.image_shape).dimension, classes)

@@ -288,9 +288,7 @@ class ConvNet(EmbeddingNetwork):
         height = height + 2 * (first_padding - 1)
         side = side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
-            reason = (
-                f"is too large for {height}×{side} images, because each block halves them. Lower it"
-            )
+            reason = f"is too large for {height}×{side} images, which each block halves. Lower it"
             raise SettingError("model", "depth", reason, value=depth)
         blocks: list[nn.Module] = []
         padding = first_padding

@@ -73,9 +73,7 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, current in network.state_dict().items():
         value = weights.get(name, current)
         if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
-            raise ValueError(
-                f"the tensor {name} must have the type {current.dtype}, got {value.dtype}"
-            )
+            raise ValueError(f"the tensor {name} must be {current.dtype}, got {value.dtype}")
         if not torch.isfinite(value.to(current.dtype)).all():
             raise ValueError(f"the tensor {name} contains NaN or infinite values")
     try:

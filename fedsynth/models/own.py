@@ -76,7 +76,9 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
             `classifier`.
     """
     if not isinstance(network, nn.Module):
-        raise _refused(name, f"must return a torch.nn.Module, got {type(network).__name__}")
+        raise _refused(
+            name, f"must return a torch.nn.Module, got {type(network).__name__}. Return one"
+        )
     if next(network.parameters(), None) is None:
         raise _refused(name, "has no parameters to train. Use a network with parameters")
     training = network.training
@@ -89,12 +91,14 @@ def check_network(name: str, network: Any, shape: Shape, classes: int) -> None:
     network.train(training)
     returned = list(getattr(logits, "shape", []))
     if returned != [2, classes]:
-        raise _refused(name, f"must return logits [N, {classes}], got {returned}")
+        raise _refused(
+            name, f"must return logits [N, {classes}], got {returned}. Correct `forward`"
+        )
     last = getattr(network, "classifier", None)
     if isinstance(features, Tensor) and isinstance(last, nn.Linear):
         if features.shape != (2, last.in_features):
             reason = f"must return [N, {last.in_features}] from `embed`, the input of `classifier`"
-            raise _refused(name, f"{reason}, got {list(features.shape)}")
+            raise _refused(name, f"{reason}, got {list(features.shape)}. Correct `embed`")
         if not hasattr(network, "embedding_size"):
             network.embedding_size = last.in_features  # type: ignore[assignment]
 
@@ -120,7 +124,10 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         logits = twin.train()(torch.rand(2, *shape, device=next(twin.parameters()).device))
         logits.sum().backward()
     if logits.shape != (2, classes):
-        reason = f"must return logits [N, {classes}] in training, got {list(logits.shape)}"
+        reason = (
+            f"must return logits [N, {classes}] in training, got {list(logits.shape)}. Correct "
+            "`forward`"
+        )
         raise _refused(name, reason)
     if shapes != {key: value.shape for key, value in twin.state_dict().items()}:
         raise _refused(

@@ -185,7 +185,7 @@ class ModelSettings:
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
             raise SettingError(
-                "model", "projection", "is above 0, but model.features is set. Set it to 0"
+                "model", "projection", "must be 0 if model.features is set. Set it to 0"
             )
 
     @property
@@ -242,7 +242,7 @@ def register_model(
             called with `image_shape` (channels, height, width) and `classes`, and with `norm`,
             `width` and `depth` if it has such parameters. Weights must be drawn from torch's global
             generator, which is seeded by the run. A module is copied with its weights, which with
-            differential privacy you thereby declare public.
+            differential privacy you declare public.
         norms: the names of the allowed norms. The first is the default.
 
     Returns:
@@ -263,9 +263,7 @@ def register_model(
         reason = f"{name!r} is a built-in architecture's name. Choose another name"
         raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
-        reason = (
-            f"must be a torch.nn.Module, or a function that returns one, got {type(model).__name__}"
-        )
+        reason = f"must be a torch.nn.Module or return one, got {type(model).__name__}"
         raise SettingError("model", "name", reason, value=name)
     _MODELS[name] = _Architecture(builder(name, model), norms, True, isinstance(model, nn.Module))
     return ModelSettings(name)
@@ -319,9 +317,7 @@ def build_model(
         count = count_parameters(settings, images, classes)
         if count > MAX_PARAMETERS:
             key = "width" if settings.width > _COUNTED else "projection"
-            reason = (
-                f"gives {count:,} parameters, more than the maximum of {MAX_PARAMETERS:,}. Lower it"
-            )
+            reason = f"gives {count:,} parameters, more than {MAX_PARAMETERS:,}. Lower it"
             raise SettingError("model", key, reason, value=getattr(settings, key))
     with forked_rng(seed, "model initialisation"):
         return _build(settings, images, classes)

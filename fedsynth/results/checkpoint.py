@@ -180,9 +180,7 @@ class CheckpointFolder:
         if pointer["format"] != FORMAT:
             raise self._damaged(f"{POINTER} has another format than {FORMAT}")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(
-                f"{self.path} belongs to a run with other settings or data. Restore them"
-            )
+            raise CheckpointError(f"{self.path} belongs to other settings or data. Restore them")
         return pointer
 
     def _content(self, name: str) -> bytes:
@@ -276,7 +274,9 @@ class CheckpointFolder:
                     path.unlink()
 
     def _damaged(self, why: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint in {self.path} is damaged: {why}")
+        return CheckpointError(
+            f"the checkpoint in {self.path} is damaged: {why}. Restore it from a backup"
+        )
 
 
 # Settings that determine on which hardware and from which data folder a run computes. They do not

@@ -154,7 +154,7 @@ def finished_runs(folders: Sequence[Path]) -> list[Path]:
         runs += run_folders(folder) or deeper
     if not runs:
         raise RunFolderError(
-            f"there is no finished run in {', '.join(map(str, folders))}. Check the path"
+            f"no finished run is in {', '.join(map(str, folders))}. Check the path"
         )
     return runs
 
@@ -181,9 +181,7 @@ def read_summary(folder: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path} is not a run's summary: the content is not a JSON object")
     for key, declaration in disclosed.SUMMARY.items():
         if key in summary and not declaration.fits(summary[key]):
-            raise RunFolderError(
-                f"{path} is not a run's summary: the value of {key} has the wrong type"
-            )
+            raise RunFolderError(f"{path} is not a run's summary: {key} has the wrong type")
     return {key: summary[key] for key in disclosed.SUMMARY if key in summary}
 
 

@@ -126,9 +126,7 @@ class RunFolder:
         """
         path = path.resolve()
         if not (path / CONFIG).is_file():
-            raise OutputError(
-                f"{path} is not a run folder: it contains no {CONFIG}. Name a run folder"
-            )
+            raise OutputError(f"{path} contains no {CONFIG}. Name a run folder")
         if path.suffix != INCOMPLETE:
             raise OutputError(
                 f"the run in {path} cannot be resumed, because it has finished. Start a new run"

@@ -152,9 +152,7 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
-            raise OutputError(
-                f"a model for {spec.classes} classes of {spec.image_shape} images is too large"
-            )
+            raise OutputError(f"{spec.classes} classes of {spec.image_shape} images are too large")
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
@@ -224,9 +222,7 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     """
     weights, metadata = _read(file)
     if metadata.get("format") != FORMAT:
-        raise OutputError(
-            f"{file} is not a model file: it contains no architecture. Name a model file"
-        )
+        raise OutputError(f"{file} contains no model's architecture. Name a model file")
     try:
         parameters = sum(map(Tensor.numel, weights.values()))
         architecture = Architecture.from_metadata(metadata, method, parameters)

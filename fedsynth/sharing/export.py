@@ -68,7 +68,7 @@ class Share:
         accuracy: the accuracy of the run's model on test images, or None if it was not measured.
         trained_on_images: whether the run's model was trained on these synthetic images.
         model: the model and its architecture, or None if the model is not exported.
-        public_test: whether the test images are public. False if the run does not say so.
+        public_test: whether the test images are public. False if the run does not state this.
         evidence: the evidence pack, or None if it was not requested.
     """
 

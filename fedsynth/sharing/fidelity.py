@@ -179,9 +179,7 @@ def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec)
             return feature_map(str(network), spec.image_shape)
         network = load_model(network)
     if not hasattr(network, "embed"):
-        raise SettingError(
-            None, "network", "has no function `embed`, which returns features. Define it"
-        )
+        raise SettingError(None, "network", "has no `embed`, which returns features. Define it")
     embed: Embed = network.eval().embed  # type: ignore[assignment]
     return lambda images_NCHW: embed(normalise(images_NCHW, spec))
 

@@ -169,9 +169,7 @@ def student_of_set(
     student_settings = student_settings or settings_for(synthetic.spec.image_shape)
     check_choice(None, "labels", labels, LABELS)
     if labels == SOFT and synthetic.soft_labels is None:
-        reason = (
-            "must be 'hard' or 'auto', because the set contains no soft labels. Choose one of them"
-        )
+        reason = "must be 'hard' or 'auto', as the set contains no soft labels. Choose one of them"
         raise SettingError(None, "labels", reason)
     kind, target = HARD, synthetic.labels
     if labels != HARD and synthetic.soft_labels is not None:
@@ -280,8 +278,8 @@ def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
     model.train(mode)
     if logits.shape != (2, spec.classes):
         reason = (
-            f"{name} does not map {spec.image_shape} images to {spec.classes} logits. Choose "
-            "another"
+            f"must map {spec.image_shape} images to {spec.classes} logits, but {name} does not. "
+            "Choose another"
         )
         raise SettingError(None, "teacher", reason)
     return model

@@ -383,9 +383,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     sigma = value_at(summary, "differential_privacy.noise_multiplier")
     rounds = summary.get("rounds")
     if settings.privacy is None or not sigma or not rounds:
-        reason = (
-            "is not a finished private run's folder with at least one round. Name such a folder"
-        )
+        reason = "is not a finished private run's folder with a round. Name such a folder"
         raise SettingError(None, "folder", reason, value=folder)
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)
@@ -410,7 +408,5 @@ def write_audit(folder: Path, settings: RunSettings, entry: Mapping[str, Any]) -
 def _report(folder: Path, settings: RunSettings) -> dict[str, Any]:
     report = sound_report(folder)
     if report["provenance"].get("config") != provenance(settings)["config"]:
-        raise PrivacyError(
-            f"{folder}/config.toml does not match the settings in the folder's privacy report"
-        )
+        raise PrivacyError(f"{folder}/config.toml does not match the settings in its report")
     return report

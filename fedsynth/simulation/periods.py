@@ -53,9 +53,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     for section, values in sections.items():
         for key in values:
             if section not in FREE_SECTIONS and key not in FREE_SETTINGS:
-                reason = (
-                    "cannot be changed, because all periods must have the same value. Remove it"
-                )
+                reason = "cannot be changed, because it is the same in all periods. Remove it"
                 raise SettingError(section, key, reason)
     folder = _ledger_folder(sections)
     (client,) = report["ledger_heads"]

@@ -388,7 +388,7 @@ def condense(
     if start is not None:
         if start.shape != synthetic.shape:
             raise ValueError(
-                f"start must have the shape {list(synthetic.shape)}, got {list(start.shape)}"
+                f"start must have shape {list(synthetic.shape)}, got {list(start.shape)}"
             )
         synthetic.copy_(start)
     optimiser = MomentumSgd(lr, momentum)

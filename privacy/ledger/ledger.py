@@ -171,9 +171,7 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
         raise LedgerError(f"{path} does not begin with a ledger's header (schema {LEDGER_SCHEMA})")
     if client is not None and owner != client:
-        raise LedgerError(
-            f"{path} is the ledger of client {short_repr(owner)}, not of {short_repr(client)}"
-        )
+        raise LedgerError(f"{path} is the ledger of {short_repr(owner)}, not {short_repr(client)}")
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
@@ -203,7 +201,7 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
             may_change=False,
         )
     raise LedgerError(
-        f"ledger {path} contains an unknown kind of line after release {rows}. Update fedsynth"
+        f"ledger {path} contains an unknown line after release {rows}. Update fedsynth"
     )
 
 
@@ -211,9 +209,7 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
     try:
         return Release.from_json(entry)
     except PrivacySettingError as error:
-        raise LedgerError(
-            f"line {number} of ledger {path} is not a valid release: {error}"
-        ) from error
+        raise LedgerError(f"line {number} of ledger {path} is no valid release: {error}") from error
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:

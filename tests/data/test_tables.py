@@ -173,7 +173,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ),
         ("a.npz", {}, {"bounds": "3,1"}, "two ascending numbers"),
         ("a.npz", {}, {"test": "public", "bounds": "0,1"}, "has no effect without test records"),
-        ("a.npz", {"y": np.int64(1)}, {}, "'y' .* a value for each record, got a single value"),
+        ("a.npz", {"y": np.int64(1)}, {}, "'y' .* one value per record, got a single value"),
         ("a.npz", {"x": X[:0]}, {}, "'x' .* contain no records"),
         ("a.npz", {"z": Y[:3]}, {"feature_columns": "x,z"}, "columns of the same length, got"),
         ("a.npz", {"split": np.where(Y, "train", "val")}, {}, r"splits train, val .*test_folder"),

@@ -294,7 +294,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "unnumbered": (lambda answer: Frame("answer", {}).to_bytes(), "expected client 1's answer"),
     "another client": (altered(client=2), "expected client 1's answer"),
     "an earlier request": (altered(number=1), "expected client 1's answer"),
-    "long": (lambda answer: answer.to_bytes() + bytes(140 * 2**20), "but at most"),
+    "long": (lambda answer: answer.to_bytes() + bytes(140 * 2**20), "bytes, more than"),
     "error": (altered("error", text="x" * 9999), "failed: xxx"),
     "refusal": (altered("refusal", kind="request", reason="no"), "refuses: no"),
     "declined": (altered("refusal", kind="budget", reason="spent"), "declines: spent"),

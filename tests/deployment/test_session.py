@@ -377,7 +377,7 @@ def test_ledgers_replaced_within_a_run_are_rejected(setup: Setup) -> None:
 def test_resuming_needs_same_settings_and_intact_checkpoint(setup: Setup) -> None:
     settings = sections("feddm", privacy=PRIVATE)
     folder = kill(setup, settings, setup.link(), CLIENTS + 1)
-    with pytest.raises(CheckpointError, match=r"have changed since the run began\. Restore"):
+    with pytest.raises(CheckpointError, match=r"have changed\. Restore"):
         setup.serve(sections("feddm", privacy=PRIVATE, run={"rounds": 5}), resume=folder)
     file = folder / "checkpoint" / "clients.json"
     text = file.read_text()

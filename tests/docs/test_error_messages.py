@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-MOST_SHARED = 391  # messages without their own remedy: may only decrease
+MOST_SHARED = 316  # messages without their own remedy: may only decrease
 
 
 @pytest.fixture(scope="module")

@@ -67,9 +67,7 @@ def test_reopened_ledger_has_same_releases(path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
     assert os.listdir(path.parent) == [path.name]  # no temporary file is left
     for client, dataset in (("bob", "digits/0"), ("alice", "mnist")):
-        with pytest.raises(
-            LedgerError, match=r"belongs to data set|is the ledger of client 'alice'"
-        ):
+        with pytest.raises(LedgerError, match=r"belongs to data set|is the ledger of 'alice'"):
             Ledger(client, path, dataset=dataset)
 
 

@@ -118,7 +118,7 @@ def test_report_describes_run_and_files(tmp_path: Path) -> None:
 
 
 def test_invalid_report_settings_are_rejected() -> None:
-    with pytest.raises(SettingError, match=r"report\.sites must name 2 sites"):
+    with pytest.raises(SettingError, match=r"report\.sites.* for 2 clients"):
         simulate(resolve({**TINY, "partition": {"clients": 2}}))
     for invalid in ({"sites": "a,,b"}, {"purpose": "x\ny"}, {"responsible": "x" * 301}):
         with raises(SettingError, f"report.{next(iter(invalid))}"):

@@ -255,7 +255,7 @@ def test_repeated_rounds_are_charged_again(method: str, external: bool, tmp_path
     assert deviation.startswith("resumed after 1 of 3 rounds: earlier releases in round 2 are")
     (folder_of(result) / RESUMED).unlink()
     problems = "\n".join(map(str, verify_run(folder_of(result)).problems))
-    assert ("events has 1" if external else "not planned by config.toml") in problems
+    assert ("events has 1" if external else "is not planned by config.toml") in problems
 
 
 def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:

@@ -317,7 +317,7 @@ def test_networks_and_losses_are_checked_before_use() -> None:
     with pytest.raises(PrivacyError, match="draws random numbers"):
         condense(random_loss)
     assert data_owner.spent() == 0
-    with pytest.raises(ValueError, match="start must have the shape"):
+    with pytest.raises(ValueError, match="start must have shape"):
         condense(random_loss, per_class=2, start=torch.zeros(3, 1, 1, 8, 8))
     with pytest.raises(TypeError, match="must be a function that returns a network"):
         residual(data_owner, fixed_network(), steps=1).begin()

@@ -165,9 +165,7 @@ def _reply(message: Message, answer: Answer) -> Message:
     """Answers a message. Returns an error if the message does not come from this package."""
     try:
         if message.has_error():
-            raise MessageError(
-                "the server sent an error message instead of a request. Read the server's log"
-            )
+            raise MessageError("the server sent an error message. Read the server's log")
         run, frame = from_record(message.content)
     except MessageError as error:
         return Message(Error(ErrorCode.UNKNOWN, str(error)), reply_to=message)

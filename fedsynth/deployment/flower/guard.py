@@ -11,9 +11,10 @@ The folder of the guard comes from the node's configuration, which is the data o
 Flower's SuperNode runs the app that the server sends. So the mod protects an owner who has checked
 the app, or who runs an app of their own.
 
-Every answer is written anew. Its arrays pass the guard, with the arrays of the request as the
-received model. Its metrics are the nominal values of guard.toml. The names of its records follow from
-the request, and it has no text of the job, since a job could state records in either.
+Every answer is rebuilt from checked parts. Its arrays pass the guard, with the arrays of the
+request as the received model. Its metrics are the nominal values of guard.toml. The names of its
+records follow from the request, and it has no text of the job, since a job could state records in
+either.
 """
 
 from __future__ import annotations

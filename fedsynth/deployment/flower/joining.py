@@ -67,9 +67,7 @@ class ServerConnection:
     def __post_init__(self) -> None:
         host, _, port = self.server.rpartition(":")
         if not host or not port.isdigit():
-            raise SettingError(
-                None, "server", f"must have the form HOST:PORT, got {self.server!r:.80}"
-            )
+            raise SettingError(None, "server", f"must be HOST:PORT, got {self.server!r:.80}")
         if self.ca is None and (host not in (LOCALHOST, "localhost", "[::1]") or self.key):
             raise SettingError(
                 None,

@@ -129,9 +129,7 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Pa
         with suppress(OSError), socket.create_connection((LOCALHOST, port), timeout=1):
             return
         time.sleep(0.1)
-    raise FlowerError(
-        f"the {name} does not listen on port {port} after {START_SECONDS:g} s. Read its log"
-    )
+    raise FlowerError(f"the {name} does not listen on port {port} after {START_SECONDS:g} s")
 
 
 def free_port() -> int:

@@ -229,9 +229,7 @@ class SuperLink:
                 f"the run failed: {outcome['error']}. Correct the cause and resume the run"
             )
         if "folder" not in outcome:
-            raise FlowerError(
-                "the run did not finish. Read the reason in the server's messages above"
-            )
+            raise FlowerError("the run did not finish. Read the server's messages above")
         return Path(outcome["folder"])
 
 

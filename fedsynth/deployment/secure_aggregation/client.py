@@ -154,9 +154,7 @@ class SumClient(Parcel):
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
         if self.step != step:
-            raise SecureSumError(
-                f"client {self.number} received request {step}, but expected {self.step}"
-            )
+            raise SecureSumError(f"client {self.number} expected request {self.step}, got {step}")
         self.step += 1
 
     def keys(self, identities: Identities | None = None) -> Keys:
@@ -308,9 +306,7 @@ class SumClient(Parcel):
                 f"{self.terms.threshold}, all with secret shares"
             ).with_code("sums.survivors")
         if self.number not in clients:
-            raise SecureSumError(
-                f"the server lists client {self.number} as absent, although it is present"
-            )
+            raise SecureSumError(f"the server lists client {self.number} as absent")
         shares = self.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},

@@ -81,9 +81,7 @@ class FixedPoint:
             raise SecureSumError(f"the vector to sum must have 1 dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.grid.bound
         if not bool(inside.all()):
-            raise SecureSumError(
-                f"the vector to sum contains NaN, infinity or values beyond ±{self.grid.bound:g}"
-            )
+            raise SecureSumError(f"the vector contains NaN or values beyond ±{self.grid.bound:g}")
         steps = np.rint(values / self.grid.spacing)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -138,9 +136,7 @@ def combine(shares: Mapping[int, bytes], threshold: int) -> bytes:
         SecureSumError: if there are too few shares, or if they do not give a secret of 32 bytes.
     """
     if len(shares) < threshold:
-        raise SecureSumError(
-            f"only {len(shares)} secret shares arrived, but {threshold} are needed"
-        )
+        raise SecureSumError(f"got {len(shares)} secret shares, but {threshold} are needed")
     points = [(k + 1, int.from_bytes(share, "big")) for k, share in sorted(shares.items())]
     points = points[:threshold]
     secret = 0

@@ -139,12 +139,11 @@ def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, 
     """Returns the client weights for each class, Ū_r, and the class weights for each client, Ū_c,
     both [C, m].
 
-    The paper says "We first normalize each row of U … Then, we normalize each column of U" (Sec.
-    3.2). fedsynth takes it to mean in place, so that columns are normalised after rows. A class
-    that no model teaches easily then counts as much as a class that all models teach easily.
-    In-place normalisation also keeps a client's weights from concentrating on a few classes.
-    Otherwise they concentrate where a loss falls to near zero, because u is unbounded and then very
-    large.
+    The paper states: "We first normalize each row of U … Then, we normalize each column of U" (Sec.
+    3.2). In fedsynth, both are in place, so columns are normalised after rows. A class that no
+    model teaches easily then counts as much as a class that all models teach easily. In-place
+    normalisation also keeps a client's weights from concentrating on a few classes. Otherwise they
+    concentrate where a loss falls to near zero, because u is unbounded and then very large.
 
     Args:
         u_CM: the matrix U.
