@@ -280,8 +280,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             number = state.parameters["shortened"].numel()
             draws = torch_generator(context.seed, "fedstats' subspace")
             shape = context.spec.image_shape
-            found = principal_directions(pictures, teacher.embed_pixels, number, shape, draws)
-            state = _with_parameters(state, {"directions": found})
+            directions = principal_directions(pictures, teacher.embed_pixels, number, shape, draws)
+            state = _with_parameters(state, {"directions": directions})
         return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model

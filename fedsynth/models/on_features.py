@@ -172,10 +172,10 @@ class Embedding:
 
     def same(self, other: Embedding) -> bool:
         """Returns True if both embeddings have equal constants, and so are the same function."""
-        mine, others = self._tensors(), other._tensors()
-        if self.radius != other.radius or len(mine) != len(others):
+        tensors, other_tensors = self._tensors(), other._tensors()
+        if self.radius != other.radius or len(tensors) != len(other_tensors):
             return False
-        return all(map(torch.equal, mine, others))
+        return all(map(torch.equal, tensors, other_tensors))
 
     def _tensors(self) -> list[Tensor]:
         tensors = [self.centre, *chain.from_iterable(self.roots)]

@@ -271,9 +271,9 @@ def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening,
     values, vectors = torch.linalg.eigh(smat(sums, k))
     floor = max(SHORTENED * noise_edge(pool.noise_std / pool.records, k), EXACT)
     factors = (values.clamp_min(floor) / floor) ** -0.5
-    left = 1 - float(((1 - factors**2) * values).sum())
+    square = 1 - float(((1 - factors**2) * values).sum())
     turned = directions_dk @ vectors.to(directions_dk)
-    return Shortening(turned, (1 - factors).float()), max(left, floor) ** -0.5
+    return Shortening(turned, (1 - factors).float()), max(square, floor) ** -0.5
 
 
 def noise_edge(noise: float, size: int) -> float:

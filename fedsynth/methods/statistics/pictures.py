@@ -247,9 +247,9 @@ def principal_directions(
         shape: the shape (channels, H, W) of an image.
         generator: a CPU generator.
     """
-    each = math.ceil(SPANNING / len(STYLES) / len(moments.means))
+    per_style = math.ceil(SPANNING / len(STYLES) / len(moments.means))
     images_CICHW = torch.cat(
-        [style(moments, each, shape, generator) for style in STYLES.values()], dim=1
+        [style(moments, per_style, shape, generator) for style in STYLES.values()], dim=1
     )
     z_Nd = _embedded(embed, images_CICHW, moments.means.device).flatten(0, 1).double()
     _, vectors = torch.linalg.eigh(z_Nd.T @ z_Nd)
