@@ -9,12 +9,15 @@ method such as FedDM or FedStats with a single client, and exports the results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import check_sections, resolve
@@ -25,7 +28,7 @@ from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.errors import PrivacySettingError, SettingError, short_repr
-from fedsynth.federation import run_data
+from fedsynth.federation import ranks, run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
@@ -36,6 +39,7 @@ from fedsynth.results.run_folder import RunFolder
 from fedsynth.results.run_messages import StderrObserver
 from fedsynth.results.run_record import RunResult
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
+from fedsynth.simulation.following import Following
 from fedsynth.simulation.periods import continued_sections, released_model
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.trial import Trial
@@ -94,6 +98,10 @@ def simulate(
         trial: the trial of a private selection (`fedsynth.experiments.selection`) that this run is.
             Its releases are not charged, as they were with the selection.
 
+    In a program that torchrun has started, the ranks compute the clients' steps together. Call
+    `simulate` with the same arguments at all ranks. Only rank 0 writes files and calls the
+    observer. At the other ranks, the result has no uploads and no artefacts.
+
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
         rounds: `metrics` is empty, and `deviations` states the reason.
@@ -117,36 +125,79 @@ def simulate(
     check_periods(settings, continued, resume)
     if settings.privacy is not None:
         check_method(settings.method)
-    device = resolve_device(settings.device)
     if observer is None:
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
-    run_data.require_a_ledger(loaded.settings, loaded.train.spec)
-    loaded, clients = among_clients(loaded, parts, names)
-    loaded = run_data.encoded(loaded, clients.parts, device, observer.step)
-    settings = loaded.settings
-    test_images = loaded.test
-    if test_images is not None:
-        test_images = test_images.to(device)
-    with cpu_threads(settings.threads):
-        result = Simulation(
-            settings,
-            clients,
-            loaded.train.to(device),
-            (test_images, loaded.test_kind),
-            observer,
-            None if output is None else Path(output),
-            download,
-            None if resume is None else RunFolder.reopen(Path(resume)),
-            None if trained is None else Path(trained),
-            None if continued is None else released_model(Path(continued), type(settings.method)),
-            trial,
-        ).run()
+    links = ranks.connect()
+    with nullcontext() if links is None else links.run():
+        if links is not None and (trial is not None or has_periods(settings.method)):
+            reason = "must be 1 for a private selection or several periods. Start without torchrun"
+            raise SettingError(None, "WORLD_SIZE", reason)
+        load = partial(_load, settings, data, parts, names, test)
+        if links is not None and links.rank:
+            return _follow(links, settings, load, download=download)
+        loaded, clients, device = load(observer, download=download)
+        settings = loaded.settings
+        test_images = loaded.test
+        if test_images is not None:
+            test_images = test_images.to(device)
+        with cpu_threads(settings.threads):
+            result = Simulation(
+                settings,
+                clients,
+                loaded.train.to(device),
+                (test_images, loaded.test_kind),
+                observer,
+                None if output is None else Path(output),
+                download,
+                None if resume is None else RunFolder.reopen(Path(resume)),
+                None if trained is None else Path(trained),
+                None
+                if continued is None
+                else released_model(Path(continued), type(settings.method)),
+                trial,
+                links,
+            ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")
     return result
+
+
+def _load(
+    settings: RunSettings,
+    data: run_data.CustomData | None,
+    parts: Sequence[IntArray] | None,
+    names: Sequence[str] | None,
+    test: str | None,
+    observer: Observer,
+    *,
+    download: bool,
+) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
+    """Returns the data of a run, its clients and its device, given the arguments of `simulate`."""
+    device = resolve_device(settings.device)
+    loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
+    run_data.require_a_ledger(loaded.settings, loaded.train.spec)
+    loaded, clients = among_clients(loaded, parts, names)
+    return run_data.encoded(loaded, clients.parts, device, observer.step), clients, device
+
+
+def _follow(
+    links: ranks.Links,
+    settings: RunSettings,
+    load: Callable[..., tuple[run_data.RunData, run_data.Clients, torch.device]],
+    *,
+    download: bool,
+) -> RunResult:
+    """Takes part in a run at another rank than 0, and returns the result without uploads.
+
+    If rank 0 downloads the data or stores encoded images, this rank waits until it has.
+    """
+    started = None
+    if download or (settings.encoder is not None and settings.encoder.encoder_cache):
+        started = links.next()
+    with cpu_threads(settings.threads):
+        return Following(*load(Observer(), download=False), links).run(started)
 
 
 def _require_settings(settings: object) -> None:
