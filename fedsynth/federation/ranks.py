@@ -34,7 +34,7 @@ from datetime import timedelta
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -134,8 +134,7 @@ class Links:
                 f"rank {rank.this_rank()} cannot connect all {rank.num_ranks()} ranks: "
                 f"{one_line(error)}. Start all ranks with the same free port"
             ).with_code("ranks.connection") from None
-        assert isinstance(group, dist.ProcessGroup)  # all ranks are in it
-        self._group = group
+        self._group = cast(dist.ProcessGroup, group)  # all ranks are in it
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.lost: set[int] = set()
         self.locate: Callable[[], str] = str
@@ -186,9 +185,7 @@ class Links:
         header = json.dumps({"run": self._run, "kind": kind, "facts": dict(facts)})
         tensors = {name: _bytes(part) for name, part in parts.items()}
         content = _bytes(safetensors.torch.save(tensors, {"header": header}))
-        sending = self._sending.setdefault(peer, [])
-        if kind in ("step", "answer"):  # the peer has received everything before
-            sending.clear()
+        sending = self._sending.setdefault(peer, [])  # gloo reads the tensors later
         with suppress(RuntimeError):  # the connection is closed, which `_read` notices
             for tensor in (torch.tensor([len(content)]), content):
                 sending.append((dist.isend(tensor, peer, group=self._group), tensor))
@@ -209,6 +206,8 @@ class Links:
                 return None
         if frame is None:
             raise self.lost_error()
+        if frame.kind in ("step", "answer"):  # the peer has received all that was sent to it
+            self._sending.pop(frame.peer, None)
         if frame.kind == "gone":
             reason = f"rank {frame.peer} was interrupted. Start again with --resume"
             raise RankError(reason).with_code("ranks.lost")
