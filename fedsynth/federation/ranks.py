@@ -480,10 +480,10 @@ class Ranks(InProcess):
         messages: dict[int, Message] = {}
         for number in answer.facts["clients"]:
             client = self.clients[number]
-            if number not in lost:
-                client.store_state(exchange, _state(answer, number, context.device), context)
-            elif lost[number] == TIMED_OUT:
+            if lost.get(number) == TIMED_OUT:
                 client.rollback(client.client_state)
+            elif lost.get(number) != CRASHED:
+                client.store_state(exchange, _state(answer, number, context.device), context)
             try:
                 if f"upload {number}" in answer.parts:
                     sent = upload.from_bytes(answer.parts[f"upload {number}"])
