@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from fedsynth.federation import ranks
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.links import Frame, Links
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import Clients, RunData, divided, new_ledgers
 from fedsynth.privacy.ledger import Ledger
@@ -37,7 +37,7 @@ class Following(ActiveRun):
     backend: InProcess
 
     def __init__(
-        self, loaded: RunData, clients: Clients, device: torch.device, links: ranks.Links
+        self, loaded: RunData, clients: Clients, device: torch.device, links: Links
     ) -> None:
         settings = choose_speed(loaded.settings, device)
         context = public_context(settings, loaded.train.spec, device)
@@ -48,7 +48,7 @@ class Following(ActiveRun):
         train = loaded.train
         records, _ = divided(settings, parts, train)
         if settings.participation == 1:  # so that each rank has the same clients in all rounds
-            train, records = self._own_part(train, records)
+            train, records = self._part_of_rank(train, records)
         train = train.to(device)
         ledgers: Sequence[Ledger | None] = [None] * len(parts)
         if settings.privacy is not None:
@@ -59,50 +59,43 @@ class Following(ActiveRun):
             runtimes.append(ClientRuntime(number, settings, self.context, data, ledger))
         self.backend = InProcess(runtimes)
 
-    def _own_part(
+    def _part_of_rank(
         self, train: ImageData, records: Sequence[Tensor]
     ) -> tuple[ImageData, list[Tensor]]:
         """Returns the records of this rank's clients, and their positions for each client."""
         sizes = dict(enumerate(map(len, records)))
         assigned = ranks.owners(self.method, sizes, self.context, self._links.size)
-        own = [
-            part if assigned[k] == self._links.rank else part[:0] for k, part in enumerate(records)
-        ]
-        used = torch.cat(own).unique().numpy()
+        parts = []
+        for number, part in enumerate(records):
+            parts.append(part if assigned[number] == self._links.rank else part[:0])
+        used = torch.cat(parts).unique()
         if not len(used):  # more ranks than clients
-            return train, own
-        return train.subset(used), [
-            torch.from_numpy(np.searchsorted(used, part.numpy())) for part in own
-        ]
+            return train, parts
+        return train.subset(used.numpy()), [torch.searchsorted(used, part) for part in parts]
 
-    def run(self, started: ranks.Frame | None) -> RunResult:
-        """Computes the steps that rank 0 requests, and returns the result of the run."""
-        stated = ranks.statement(self._identity)
-        self._links.send(0, "hello", {"stated": stated})
+    def run(self, started: Frame | None) -> RunResult:
+        """Computes the steps that rank 0 requests, and returns the result of the run.
+
+        Args:
+            started: the frame with the run terms, if it was received already.
+        """
+        self._links.send(0, "hello", ranks.statement(self._identity))
         frame = ranks.serve(self.backend, self._links, started)
         parameters = ranks.NamedTensors.from_bytes(frame.parts["model"]).tensors
-        facts = dict(frame.facts)
-        folder = facts.pop("folder")
         return RunResult(
             settings=self.settings,
             model=self.context.load(parameters),
             uploads={},
-            folder=None if folder is None else Path(folder),
-            deviations=tuple(facts.pop("deviations")),
-            **facts,
+            folder=Path(frame.facts["summary"]["folder"])
+            if "folder" in frame.facts["summary"]
+            else None,
+            **frame.facts,
         )
 
 
-def send_result(links: ranks.Links, result: RunResult) -> None:
+def send_result(links: Links, result: RunResult) -> None:
     """Sends the result of a run to all ranks, without uploads and artefacts."""
-    facts = {
-        "accuracy": result.accuracy,
-        "metrics": result.metrics,
-        "privacy": result.privacy,
-        "folder": None if result.folder is None else str(result.folder),
-        "summary": result.summary,
-        "deviations": result.deviations,
-    }
+    names = ("accuracy", "metrics", "privacy", "summary", "deviations")
+    facts = {name: getattr(result, name) for name in names}
     model = ranks.NamedTensors(result.model.state_dict()).to_bytes()
-    for peer in links.peers:
-        links.send(peer, "end", facts, {"model": model})
+    links.send_all("end", facts, {"model": model})

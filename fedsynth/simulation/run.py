@@ -33,9 +33,10 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.links import Links
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
-from fedsynth.federation.ranks import Links, Ranks
+from fedsynth.federation.ranks import Ranks
 from fedsynth.federation.run_data import Clients, divided, new_ledgers
 from fedsynth.formatting import format_epsilon
 from fedsynth.methods import is_own_method

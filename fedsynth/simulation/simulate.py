@@ -9,10 +9,9 @@ method such as FedDM or FedStats with a single client, and exports the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,9 @@ from fedsynth.data.images import IntArray, require_all_classes
 from fedsynth.data.partition import check_one_client_each, check_parts, partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.errors import PrivacySettingError, SettingError, short_repr
-from fedsynth.federation import ranks, run_data
+from fedsynth.federation import run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
+from fedsynth.federation.links import connect
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_model
@@ -129,22 +129,35 @@ def simulate(
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    links = ranks.connect()
+
+    def load(
+        observer: Observer, *, download: bool
+    ) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
+        device = resolve_device(settings.device)
+        loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
+        run_data.require_a_ledger(loaded.settings, loaded.train.spec)
+        loaded, clients = among_clients(loaded, parts, names)
+        return run_data.encoded(loaded, clients.parts, device, observer.step), clients, device
+
+    links = connect()
     with nullcontext() if links is None else links.run():
         if links is not None and (trial is not None or has_periods(settings.method)):
             reason = "must be 1 for a private selection or several periods. Start without torchrun"
             raise SettingError(None, "WORLD_SIZE", reason)
-        load = partial(_load, settings, data, parts, names, test)
         if links is not None and links.rank:
-            return _follow(links, settings, load, download=download)
+            cached = settings.encoder is not None and settings.encoder.encoder_cache
+            # Rank 0 downloads the data and stores encoded images before it sends a frame.
+            started = links.next() if download or cached else None
+            with cpu_threads(settings.threads):
+                return Following(*load(Observer(), download=False), links).run(started)
         loaded, clients, device = load(observer, download=download)
-        settings = loaded.settings
-        test_images = loaded.test
-        if test_images is not None:
-            test_images = test_images.to(device)
+        test_images = None if loaded.test is None else loaded.test.to(device)
+        released = None
+        if continued is not None:
+            released = released_model(Path(continued), type(settings.method))
         with cpu_threads(settings.threads):
             result = Simulation(
-                settings,
+                loaded.settings,
                 clients,
                 loaded.train.to(device),
                 (test_images, loaded.test_kind),
@@ -153,51 +166,13 @@ def simulate(
                 download,
                 None if resume is None else RunFolder.reopen(Path(resume)),
                 None if trained is None else Path(trained),
-                None
-                if continued is None
-                else released_model(Path(continued), type(settings.method)),
+                released,
                 trial,
                 links,
             ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")
     return result
-
-
-def _load(
-    settings: RunSettings,
-    data: run_data.CustomData | None,
-    parts: Sequence[IntArray] | None,
-    names: Sequence[str] | None,
-    test: str | None,
-    observer: Observer,
-    *,
-    download: bool,
-) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
-    """Returns the data of a run, its clients and its device, given the arguments of `simulate`."""
-    device = resolve_device(settings.device)
-    loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
-    run_data.require_a_ledger(loaded.settings, loaded.train.spec)
-    loaded, clients = among_clients(loaded, parts, names)
-    return run_data.encoded(loaded, clients.parts, device, observer.step), clients, device
-
-
-def _follow(
-    links: ranks.Links,
-    settings: RunSettings,
-    load: Callable[..., tuple[run_data.RunData, run_data.Clients, torch.device]],
-    *,
-    download: bool,
-) -> RunResult:
-    """Takes part in a run at another rank than 0, and returns the result without uploads.
-
-    If rank 0 downloads the data or stores encoded images, this rank waits until it has.
-    """
-    started = None
-    if download or (settings.encoder is not None and settings.encoder.encoder_cache):
-        started = links.next()
-    with cpu_threads(settings.threads):
-        return Following(*load(Observer(), download=False), links).run(started)
 
 
 def _require_settings(settings: object) -> None:

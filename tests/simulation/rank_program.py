@@ -23,6 +23,7 @@ from fedsynth import FedAvg, RunResult, load_dataset, resolve, simulate
 from fedsynth.core.messages import Tensors
 from fedsynth.errors import DivergedError, FedsynthError
 from fedsynth.federation import ranks
+from fedsynth.federation.links import RankError
 from fedsynth.privacy import randomness
 from fedsynth.rank import this_rank
 from tests.quick_runs import interrupt_in_round, quick_sections
@@ -69,6 +70,7 @@ def numbers(result: RunResult) -> list[float]:
 
 
 def equal(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any]
     values = {name: facts(simulate(settings_of(EQUAL[name]), quiet=True)) for name in EQUAL}
     for name, sections in CLOSE.items():
         values[name] = numbers(simulate(settings_of(sections), quiet=True))
@@ -77,7 +79,7 @@ def equal(folder: Path) -> dict[str, Any]:
 
 def interrupted(folder: Path) -> dict[str, Any]:
     """Interrupts a run after its first round."""
-    with interrupt_in_round(2), suppress(KeyboardInterrupt, ranks.RankError):
+    with interrupt_in_round(2), suppress(KeyboardInterrupt, RankError):
         simulate(resolve(RESUMED), output=folder, quiet=True)
     return {}
 
