@@ -23,7 +23,7 @@ from fedsynth import FedAvg, RunResult, load_dataset, resolve, simulate
 from fedsynth.core.messages import Tensors
 from fedsynth.errors import DivergedError, FedsynthError
 from fedsynth.federation import ranks
-from fedsynth.federation.links import RankError
+from fedsynth.federation.links import RankError, connect
 from fedsynth.privacy import randomness
 from fedsynth.rank import this_rank
 from tests.quick_runs import interrupt_in_round, quick_sections
@@ -138,6 +138,7 @@ def failing(folder: Path) -> dict[str, Any]:
 
 
 def hanging(folder: Path) -> dict[str, Any]:
+    """Stops rank 1 for good. No other case can follow."""
     original = FedAvg.client_step
 
     def stopped(self: FedAvg, *arguments: Any) -> Any:
@@ -145,7 +146,7 @@ def hanging(folder: Path) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGSTOP)
         return original(self, *arguments)
 
-    with patch.object(FedAvg, "client_step", stopped):
+    with patch.object(FedAvg, "client_step", stopped), patch.object(connect(), "_seconds", 5.0):
         try:
             simulate(settings_of(case("fedavg")), quiet=True)
         except FedsynthError as error:
