@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -104,6 +104,7 @@ class Links:
         self._lost: set[int] = set()
         self._frames: SimpleQueue[Frame | None] = SimpleQueue()
         self._heard: dict[int, float] = {}
+        self._lock = Lock()  # of the two messages of a frame
         self._sending: dict[int, list[tuple[Any, Tensor]]] = {}
         rank.connected = True
 
@@ -139,7 +140,8 @@ class Links:
         tensors = {name: _bytes(part) for name, part in parts.items()}
         content = _bytes(safetensors.torch.save(tensors, {"header": header}))
         sending = self._sending.setdefault(peer, [])  # gloo reads the tensors later
-        with suppress(RuntimeError):  # the connection is closed, which `_read` notices
+        # The connection may be closed, which `_read` notices.
+        with suppress(RuntimeError), self._lock:
             for tensor in (torch.tensor([len(content)]), content):
                 sending.append((dist.isend(tensor, peer, group=self._group), tensor))
         self._heard[peer] = time.monotonic()
