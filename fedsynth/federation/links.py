@@ -94,7 +94,7 @@ class Links:
         except (RuntimeError, ValueError) as error:  # a port that is taken, a missing rank
             raise RankError(
                 f"rank {rank.this_rank()} cannot connect all {rank.num_ranks()} ranks: "
-                f"{one_line(error)}. Start all ranks with the same free port"
+                f"{one_line(error).rstrip('.')}. Start all ranks with the same free port"
             ).with_code("ranks.connection") from None
         self._group = cast(dist.ProcessGroup, group)  # all ranks are in it
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
