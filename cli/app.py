@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from fedsynth import rank
 from fedsynth.cli import application, options, share_commands
 from fedsynth.cli.application import say
 from fedsynth.cli.deploy_commands import client, deploy_app, server
@@ -61,6 +62,9 @@ def _root(
 ) -> None:
     if context.invoked_subcommand is None:
         print(context.get_help())
+    elif rank.num_ranks() > 1 and context.invoked_subcommand != "train":
+        reason = f"{context.invoked_subcommand} runs in one process. Start it without torchrun"
+        raise application.OptionError(reason)
 
 
 @app.command()
@@ -81,6 +85,8 @@ def train(
 
     A run that was interrupted (Ctrl-C, SIGTERM) or killed can be resumed with --resume.
 
+    To use N processes, such as one for each GPU: `torchrun --nproc-per-node=N -m fedsynth train …`
+
     Settings that you do not give have the default values of the method (`fedsynth methods show
     NAME`). For the built-in digits, a preset shortens the run. The file config.toml in the run
     folder contains all settings of the run.
@@ -99,9 +105,13 @@ def train(
         sections = options.merged(options.read_config(config), chosen, say)
     settings = resolve(sections)
     if dry_run:
-        print_dry_run(settings, as_json)
+        if rank.this_rank() == 0:
+            print_dry_run(settings, as_json)
         return
     application.keep_large_allocations()
+    if rank.this_rank():
+        simulate(settings, download=download, quiet=True)
+        return
     folder = output if resume is None else resume.parent
     loggers = make_loggers(log or [], folder, private=settings.privacy is not None, note=say)
     with make_observer(settings, options.from_preset(sections)) as display:

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, TextIO
 import typer
 from typer.core import TyperGroup
 
+from fedsynth import rank
 from fedsynth.errors import FedsynthError
 
 # SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then. On Windows, SIGBREAK
@@ -121,8 +122,9 @@ def fail(text: str) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Prints a line on stderr."""
-    print(text, file=sys.stderr, flush=True)
+    """Prints a line on stderr, at rank 0."""
+    if rank.this_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def note(text: str) -> None:
@@ -142,6 +144,8 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except FedsynthError as error:
+        if not rank.speaks(error.code):
+            sys.exit(2)
         text = ". Also: ".join((str(error), *getattr(error, "__notes__", ())))
         if as_json:
             print(json.dumps({"error": {"code": error.code, "message": text}}, indent=2))

@@ -32,12 +32,12 @@ def machine() -> dict[str, Any]:
 def peak_growth(run: Callable[[], object]) -> float:
     """Returns by how many MiB a call raises the resident memory at its peak. Linux only."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = _peak_mib()
+    before = peak_mib()
     run()
-    return _peak_mib() - before
+    return peak_mib() - before
 
 
-def _peak_mib() -> float:
+def peak_mib() -> float:
     [kilobytes] = re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(kilobytes) / 1024
 

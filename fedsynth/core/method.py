@@ -216,6 +216,13 @@ class Method(ABC):
         """
         return None
 
+    def client_cost(self, examples: int, context: RoundContext) -> float:
+        """Estimates the relative duration of a client's step, given its number of examples.
+
+        A simulation on several ranks shares out the clients by it. It does not change results.
+        """
+        return examples
+
     def check_model(self, model: nn.Module) -> None:
         """Raises SettingError if the method cannot use the network architecture."""
 

@@ -182,10 +182,14 @@ class InProcess:
     Args:
         clients: all clients in the order of their indices. They must have the same settings, and
             their records must be in one data set in memory.
+
+    Attributes:
+        stepping: the indices of the clients whose step was computed last.
     """
 
     def __init__(self, clients: Sequence[ClientRuntime]) -> None:
         self.clients = list(clients)
+        self.stepping: list[int] = []
         self._settings = self.clients[0].settings
         self._max_group = len(self.clients)  # halved when the device's memory runs out
 
@@ -235,6 +239,7 @@ class InProcess:
         messages: dict[int, Message] = {}
         while len(messages) < len(stepping):
             group = stepping[len(messages) :][: self._group_size(context)]
+            self.stepping = [client.number for client in group]
             report = partial(_report_group, context, len(messages), len(group), len(stepping))
             group_context = replace(context, report=report)
             try:

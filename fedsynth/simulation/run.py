@@ -33,8 +33,10 @@ from fedsynth.errors import SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.links import Links
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
+from fedsynth.federation.ranks import Ranks
 from fedsynth.federation.run_data import Clients, divided, new_ledgers
 from fedsynth.formatting import format_epsilon
 from fedsynth.methods import is_own_method
@@ -49,6 +51,7 @@ from fedsynth.results.charges import plan_when_it_began
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
 from fedsynth.results.run_folder import ROUNDS, RunFolder
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
+from fedsynth.simulation.following import send_result
 from fedsynth.simulation.trial import Trial
 from fedsynth.synthesizer.condensation.sets import synthetic_sets
 from fedsynth.validation import to_toml
@@ -72,6 +75,7 @@ class Simulation(ActiveRun):
         continued: the released model of the first period, from which a later period takes the
             centre and the whitening of the features. None in a first period.
         trial: the trial of a private selection that this run is, or None.
+        links: the connections to the other ranks, or None in a single process.
     """
 
     backend: InProcess
@@ -89,11 +93,13 @@ class Simulation(ActiveRun):
         trained: Path | None = None,
         continued: Tensors | None = None,
         trial: Trial | None = None,
+        links: Links | None = None,
     ) -> None:
         settings = choose_speed(settings, train.labels.device)
         parts = list(map(torch.from_numpy, clients.parts))
         context = public_context(settings, train.spec, train.labels.device)
         super().__init__(settings, context, observer, download=download)
+        self._links = links
         if continued is not None:
             self.context.architecture.load_state_dict(continued)
         self._keep_features(train, test[0], torch.cat(parts).unique())
@@ -204,6 +210,8 @@ class Simulation(ActiveRun):
             runtimes.append(
                 ClientRuntime(number, settings, self.context, data, ledger, sequence=sequence)
             )
+        if self._links is not None:
+            return Ranks(runtimes, self._links, self._identity())
         return InProcess(runtimes)
 
     def _original_plan(
@@ -246,6 +254,8 @@ class Simulation(ActiveRun):
             if self._trial is not None:
                 self._trial.measure(result.model, self.backend.clients, self.context)
             summary = result.summary
+            if self._links is not None:
+                send_result(self._links, result)
             return result
         except KeyboardInterrupt:
             self.observer.note(self._interrupted("interrupted"))

@@ -10,6 +10,7 @@ method such as FedDM or FedStats with a single client, and exports the results.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.errors import PrivacySettingError, SettingError, short_repr
 from fedsynth.federation import run_data
 from fedsynth.federation.context import cpu_threads, resolve_device
+from fedsynth.federation.links import connect
 from fedsynth.federation.protocol import Observer
 from fedsynth.methods import DEFAULT_METHOD
 from fedsynth.models.registry import usual_model
@@ -39,6 +41,7 @@ from fedsynth.results.run_record import RunResult
 from fedsynth.results.saved_model import load_model
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
 from fedsynth.sharing.fidelity import RealImages
+from fedsynth.simulation.following import Following
 from fedsynth.simulation.periods import continued_sections
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.trial import Trial
@@ -97,6 +100,10 @@ def simulate(
         trial: the trial of a private selection (`fedsynth.experiments.selection`) that this run is.
             Its releases are not charged, as they were with the selection.
 
+    In a program that torchrun has started, the ranks compute the clients' steps together. Call
+    `simulate` with the same arguments at all ranks. Only rank 0 writes files and calls the
+    observer. At the other ranks, the result has no uploads and no artefacts.
+
     Returns:
         The result. If earlier runs on the same ledgers have exhausted the cap, the result has no
         rounds: `metrics` is empty, and `deviations` states the reason.
@@ -120,36 +127,51 @@ def simulate(
     check_periods(settings, continued, resume)
     if settings.privacy is not None:
         check_method(settings.method)
-    device = resolve_device(settings.device)
     if observer is None:
         observer = Observer() if quiet else StderrObserver(settings)
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
-    loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
-    run_data.require_a_ledger(loaded.settings, loaded.train.spec)
-    loaded, clients = among_clients(loaded, parts, names)
-    loaded = run_data.encoded(loaded, clients.parts, device, observer.step)
-    settings = loaded.settings
-    test_images = loaded.test
-    if test_images is not None:
-        test_images = test_images.to(device)
-    released = None
-    if continued is not None:  # with the centre and whitening of period 1
-        released = load_model(continued, method=type(settings.method)).state_dict()
-    with cpu_threads(settings.threads):
-        result = Simulation(
-            settings,
-            clients,
-            loaded.train.to(device),
-            (test_images, loaded.test_kind),
-            observer,
-            None if output is None else Path(output),
-            download,
-            None if resume is None else RunFolder.reopen(Path(resume)),
-            None if trained is None else Path(trained),
-            released,
-            trial,
-        ).run()
+
+    def load(
+        observer: Observer, *, download: bool
+    ) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
+        device = resolve_device(settings.device)
+        loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
+        run_data.require_a_ledger(loaded.settings, loaded.train.spec)
+        loaded, clients = among_clients(loaded, parts, names)
+        return run_data.encoded(loaded, clients.parts, device, observer.step), clients, device
+
+    links = connect()
+    with nullcontext() if links is None else links.run():
+        if links is not None and (trial is not None or has_periods(settings.method)):
+            reason = "must be 1 for a private selection or several periods. Start without torchrun"
+            raise SettingError(None, "WORLD_SIZE", reason)
+        if links is not None and links.rank:
+            cached = settings.encoder is not None and settings.encoder.encoder_cache
+            # Rank 0 downloads the data and stores encoded images before it sends a frame.
+            started = links.next() if download or cached else None
+            with cpu_threads(settings.threads):
+                return Following(*load(Observer(), download=False), links).run(started)
+        loaded, clients, device = load(observer, download=download)
+        test_images = None if loaded.test is None else loaded.test.to(device)
+        released = None
+        if continued is not None:  # with the centre and whitening of period 1
+            released = load_model(continued, method=type(settings.method)).state_dict()
+        with cpu_threads(settings.threads):
+            result = Simulation(
+                loaded.settings,
+                clients,
+                loaded.train.to(device),
+                (test_images, loaded.test_kind),
+                observer,
+                None if output is None else Path(output),
+                download,
+                None if resume is None else RunFolder.reopen(Path(resume)),
+                None if trained is None else Path(trained),
+                released,
+                trial,
+                links,
+            ).run()
     if loaded.left_out:
         observer.note(f"excluded from the data: {loaded.left_out}")
     return result

@@ -408,6 +408,9 @@ class TrainsLocally(Measurements):
             return None
         return many_clients.learner_bytes(context.architecture, self.batch, context.spec)
 
+    def client_cost(self, examples: int, context: RoundContext) -> float:
+        return min(examples, self.local_steps) or examples
+
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
         """Returns each straggler's number of passes in the round, by client index."""
         if not self.stragglers:

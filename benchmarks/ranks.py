@@ -1,0 +1,165 @@
+"""Time and memory of simulations on several ranks: the table of docs/speed.md.
+
+    python benchmarks/ranks.py [--quick] [--only FedDM]
+
+Each case runs in one process with one thread, in one with two threads, and on two ranks with one
+thread each. Images of noise, 28×28. Seconds are the wall's, the median of the rounds after the
+first, or of the whole run if it has one round; MiB are the peak of each rank, with libraries. In
+the cases "exchange", a client's step only waits for a second, and each rank has one client, so that
+the difference between one and two ranks is the exchange. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedsynth import FedAvg, ImageData, ModelParameters, RunSettings, from_arrays, simulate
+from fedsynth.cli.application import keep_large_allocations
+from fedsynth.config.resolve import resolve
+from fedsynth.data.registry import custom_spec
+from fedsynth.privacy.settings import NO_LEDGER
+from fedsynth.rank import this_rank
+from library.machine import peak_mib, run_cases, timing_options
+
+FOLDER = "RANKS_FOLDER"  # of the ranks' peaks
+SECONDS = 1.0  # of a step that only waits
+LENET = {"name": "lenet5"}
+CONVNET = {"width": 64, "depth": 3}
+ONE_SHOT = {"server_epochs": 2, "generator_steps": 10, "generator_batch": 64, "local_epochs": 1}
+PRIVATE = {"noise_multiplier": 1.0, "sample_rate": 0.1, "ledger": NO_LEDGER}
+
+
+@dataclass(frozen=True)
+class Waiting(FedAvg):
+    """FedAvg whose clients wait for a second and send the server's model."""
+
+    name = "waiting"
+
+    def client_step(self, message: Any, clients: Any, states: Any, context: Any) -> Any:
+        time.sleep(SECONDS * len(clients.ids))
+        return [(ModelParameters(message.parameters, 1.0), state) for state in states]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The settings of a case. Clients have `images` records each."""
+
+    method: str
+    clients: int
+    model: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    images: int = 60
+    rounds: int = 4
+    privacy: Mapping[str, Any] | None = None
+
+
+WORKS = {
+    "FedAvg, LeNet-5, 100 clients": Work("fedavg", 100, LENET, {"local_epochs": 2, "batch": 20}),
+    "FedDM, ConvNet-64, 10 clients": Work(
+        "feddm", 10, CONVNET, {"iterations": 5, "batch": 64, "server_epochs": 1}, images=200
+    ),
+    "FedKF, LeNet-5, 20 clients": Work(
+        "fedkf", 20, LENET, {"local_epochs": 5, "generator_batch": 32}, images=300
+    ),
+    "FedHydra, LeNet-5, 10 clients": Work(
+        "fedhydra", 10, LENET, {**ONE_SHOT, "stratification_steps": 10}, images=300, rounds=1
+    ),
+    "DP-SGD, LeNet-5, 20 clients": Work(
+        "fedavg", 20, LENET, {"local_steps": 5}, images=600, privacy=PRIVATE
+    ),
+    "FedAvg, linear, 1,000 clients": Work(
+        "fedavg", 1000, {"name": "linear"}, {"local_epochs": 1, "batch": 20}, images=20
+    ),
+    "FedAvg, linear, 10,000 clients": Work(
+        "fedavg", 10_000, {"name": "linear"}, {"local_epochs": 1, "batch": 20}, images=20
+    ),
+    "exchange, LeNet-5": Work("waiting", 0, LENET, {}),
+    "exchange, ConvNet-128": Work("waiting", 0, {"width": 128, "depth": 3}, {}),
+}
+ARRANGEMENTS = ((1, 1), (1, 2), (2, 1))  # ranks, and threads of each
+CASES = {}
+for title, work in WORKS.items():
+    for ranks, threads in ARRANGEMENTS:
+        if work.method != "waiting" or threads == 1:
+            CASES[f"{title}; {ranks} × {threads}"] = (work, ranks, threads)
+
+
+def noise(images: int) -> ImageData:
+    """Returns grey images of noise in ten classes."""
+    facts: dict[str, Any] = {"train_size": images, "source": "noise"}
+    spec = custom_spec("noise", (1, 28, 28), map(str, range(10)), **facts)
+    pixels = np.random.default_rng(0).integers(0, 256, (images, 1, 28, 28), dtype=np.uint8)
+    return from_arrays(pixels, np.arange(images) % 10, spec)
+
+
+def settings_of(work: Work, clients: int, options: argparse.Namespace) -> RunSettings:
+    """Returns the settings of a run; fewer clients and steps with --quick."""
+    rounds = min(work.rounds, 2) if options.quick else work.rounds
+    sections: dict[str, Mapping[str, Any]] = {
+        "run": {"method": work.method, "rounds": rounds, "device": "cpu", "evaluate_every": 100},
+        "partition": {"kind": "iid", "clients": clients},
+        "model": dict(work.model),
+        "method": dict(work.settings),
+        "privacy": dict(work.privacy or {}),
+    }
+    if work.method != "waiting":
+        return resolve(sections)
+    settings = resolve({**sections, "run": {**sections["run"], "method": "fedavg"}})
+    return settings.__class__(
+        Waiting(), rounds=rounds, model=settings.model, partition=settings.partition, device="cpu"
+    )
+
+
+def measure(case: tuple[Work, int, int], options: argparse.Namespace) -> dict[str, Any]:
+    """Measures one case in this process, or on ranks that it starts."""
+    work, ranks, threads = case
+    if ranks > 1 and "RANK" not in os.environ:
+        return launched(ranks)
+    torch.set_num_threads(threads)
+    keep_large_allocations()
+    clients = work.clients or ranks
+    if options.quick:
+        clients = min(clients, 4)
+    settings = settings_of(work, clients, options)
+    data = noise(clients * work.images)
+    result = simulate(settings, data=(data, None), quiet=True)
+    if FOLDER in os.environ:
+        (Path(os.environ[FOLDER]) / str(this_rank())).write_text(str(peak_mib()))
+    if this_rank():
+        sys.exit(0)
+    times = [row["seconds"] for row in result.metrics]
+    seconds = statistics.median(times[1:] or times)
+    return {"clients": clients, "seconds a round": seconds, "peak_mib": [round(peak_mib(), 1)]}
+
+
+def launched(ranks: int) -> dict[str, Any]:
+    """Starts this script's case on ranks, and returns its row."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", *sys.argv]
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, FOLDER: folder, "OMP_NUM_THREADS": "1"}
+        output = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=environment
+        ).stdout
+        peaks = [float((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
+    row: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return {**row, "peak_mib": [round(peak, 1) for peak in peaks]}
+
+
+if __name__ == "__main__":
+    arguments = timing_options(__doc__).parse_args()
+    run_cases("ranks", arguments, CASES, measure, separate_processes=True)

@@ -1,0 +1,269 @@
+"""The connections between the ranks of a simulation, by torch.distributed.
+
+Messages go through a gloo group, also between ranks with GPUs, since packed messages are bytes in
+main memory. A message is a safetensors file, whose reading executes no code. Threads receive the
+messages, so that signals always interrupt the main thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from types import MappingProxyType
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedsynth import rank
+from fedsynth.data.files import unpack_tensors
+from fedsynth.errors import DivergedError, FedsynthError, one_line
+from fedsynth.validation import MAX_SECONDS, check_number
+
+# The environment variable with the number of seconds after which a rank without a sign is lost.
+SECONDS = "FEDSYNTH_RANK_SECONDS"
+DEFAULT_SECONDS = "1800"
+CHECK_SECONDS = 1.0  # between two looks at the time
+# The number of seconds that a rank waits for the others at the end of a run that has failed.
+STOP_SECONDS = 5.0
+FOREVER = timedelta(days=1000)  # for gloo: the server may compute for days
+FINAL = ("end", "stop", "bye")  # the kinds of the last frame of a run
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+# The types of the values that JSON can encode, and of the packed messages, by name.
+Facts = Mapping[str, Any]
+Parts = Mapping[str, bytes]
+
+
+class RankError(FedsynthError, code="ranks.failed"):
+    """Raised if the ranks of a run cannot work together, or if another rank has failed."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message from another rank.
+
+    Args:
+        peer: the rank that has sent the frame.
+        run: the number of the run in the program.
+        kind: the kind of the frame (`fedsynth.federation.ranks`).
+        facts: values that JSON can encode.
+        parts: packed messages by name.
+    """
+
+    peer: int
+    run: int
+    kind: str
+    facts: Facts
+    parts: Parts
+
+
+class Links:
+    """The connections between rank 0 and each of the other ranks.
+
+    Attributes:
+        rank, size: the number of this rank, and the number of ranks.
+        peers: the ranks to which this rank is connected.
+        locate: a function that names the clients whose step this rank computes.
+
+    Raises:
+        RankError: not all ranks can be connected in time.
+        SettingError: the environment variable `SECONDS` is not a number of seconds.
+    """
+
+    def __init__(self) -> None:
+        seconds: Any = os.environ.get(SECONDS, DEFAULT_SECONDS)
+        with suppress(ValueError):
+            seconds = float(seconds)
+        check_number(None, SECONDS, seconds, 0, MAX_SECONDS)
+        self._seconds = seconds
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank.local_rank() % torch.cuda.device_count())
+        try:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
+            group = dist.new_group(backend="gloo", timeout=FOREVER)
+        except (RuntimeError, ValueError) as error:  # a port that is taken, a missing rank
+            raise RankError(
+                f"rank {rank.this_rank()} cannot connect all {rank.num_ranks()} ranks: "
+                f"{one_line(error).rstrip('.')}. Start all ranks with the same free port"
+            ).with_code("ranks.connection") from None
+        self._group = cast(dist.ProcessGroup, group)  # all ranks are in it
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.peers = range(1, self.size) if self.rank == 0 else range(1)
+        self.locate: Callable[[], str] = str
+        self._run = 0
+        self._lost: set[int] = set()
+        self._frames: SimpleQueue[Frame | None] = SimpleQueue()
+        self._heard: dict[int, float] = {}
+        self._lock = Lock()  # of the two messages of a frame
+        self._sending: dict[int, list[tuple[Any, Tensor]]] = {}
+        rank.connected = True
+
+    def _read(self, peer: int) -> None:
+        """Receives the frames of a rank in a run.
+
+        The thread ends with the run. A thread that waits in C++ would abort a Python that ends.
+        """
+        with suppress(RuntimeError):  # the connection was closed
+            while True:
+                length = torch.empty(1, dtype=torch.int64)
+                dist.recv(length, peer, group=self._group)
+                content = torch.empty(int(length), dtype=torch.uint8)
+                dist.recv(content, peer, group=self._group)
+                tensors, metadata = unpack_tensors(content.numpy().tobytes())
+                parts = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+                frame = Frame(peer, **json.loads(metadata["header"]), parts=parts)
+                self._heard[peer] = time.monotonic()
+                if frame.run != self._run:  # a run that has failed
+                    continue
+                if frame.kind != "bye":
+                    self._frames.put(frame)
+                    if frame.kind in FINAL:
+                        self.send(peer, "bye")
+                if frame.kind in FINAL:
+                    return
+        self._lost.add(peer)
+        self._frames.put(None)
+
+    def send(self, peer: int, kind: str, facts: Facts = EMPTY, parts: Parts = EMPTY) -> None:
+        """Sends a frame without waiting until it has arrived."""
+        header = json.dumps({"run": self._run, "kind": kind, "facts": dict(facts)})
+        tensors = {name: _bytes(part) for name, part in parts.items()}
+        content = _bytes(safetensors.torch.save(tensors, {"header": header}))
+        sending = self._sending.setdefault(peer, [])  # gloo reads the tensors later
+        # The connection may be closed, which `_read` notices.
+        with suppress(RuntimeError), self._lock:
+            for tensor in (torch.tensor([len(content)]), content):
+                sending.append((dist.isend(tensor, peer, group=self._group), tensor))
+        self._heard[peer] = time.monotonic()
+
+    def send_all(self, kind: str, facts: Facts, parts: Parts = EMPTY) -> None:
+        """Sends a frame to all peers."""
+        for peer in self.peers:
+            self.send(peer, kind, facts, parts)
+
+    def poll(self, seconds: float = 0.0) -> Frame | None:
+        """Returns the next frame, or None if none arrives within `seconds`.
+
+        Raises:
+            DivergedError: training has diverged at another rank.
+            RankError: a rank is lost or has failed.
+        """
+        frame = None
+        try:
+            frame = self._frames.get(timeout=seconds) if seconds else self._frames.get_nowait()
+        except Empty:
+            if not self._lost:
+                return None
+        if frame is None:
+            raise self._loss()
+        if frame.kind in ("step", "answer"):  # the peer has received all that was sent to it
+            self._sending.pop(frame.peer, None)
+        if "code" not in frame.facts:
+            return frame
+        text, code = frame.facts["text"], frame.facts["code"]
+        raise (DivergedError if code == DivergedError.code else RankError)(text).with_code(code)
+
+    def next(self, waiting: Sequence[int] = ()) -> Frame:
+        """Waits for the next frame. The ranks in `waiting` must give a sign in time.
+
+        Raises:
+            DivergedError, RankError: as for `poll`, or a rank has given no sign.
+        """
+        while True:
+            frame = self.poll(CHECK_SECONDS)
+            if frame is not None:
+                return frame
+            for peer in waiting:
+                if time.monotonic() - self._heard[peer] > self._seconds:
+                    raise RankError(
+                        f"rank {peer} has given no sign for {self._seconds:g} seconds. Start again "
+                        f"with --resume, or increase {SECONDS}"
+                    ).with_code("ranks.silent")
+
+    def _loss(self) -> RankError:
+        """Returns the error that names a lost rank."""
+        peer = min(self._lost)
+        return RankError(
+            f"rank {peer} has ended unexpectedly. Read its last lines, then start again with "
+            "--resume"
+        ).with_code("ranks.lost" if peer else "ranks.server")
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Returns a context manager for one run, which tells the other ranks if it fails."""
+        self._run += 1
+        self._frames = SimpleQueue()
+        self.locate = str
+        readers = []
+        for peer in sorted(set(self.peers) - self._lost):
+            readers.append(Thread(target=self._read, args=(peer,), daemon=True))
+            readers[-1].start()
+        seconds = STOP_SECONDS
+        try:
+            yield
+            seconds = self._seconds
+        except KeyboardInterrupt:
+            lost = self.rank == 0 and bool(self._lost)  # which is why torchrun ends this rank
+            text = f"rank {self.rank} was interrupted. Start again with --resume"
+            self.send_all("stop", {"text": text, "code": "ranks.stopped"})
+            if lost:
+                raise self._loss() from None
+            raise
+        except Exception as error:
+            self._report(error)
+            raise
+        finally:
+            for reader in readers:
+                reader.join(seconds)
+
+    def _report(self, error: Exception) -> None:
+        """Tells the other ranks that this rank has failed.
+
+        Another rank than 0 waits until rank 0 has read it, since torchrun then ends all ranks.
+        """
+        text, code = one_line(error, 1000), getattr(error, "code", RankError.code)
+        if self.rank == 0:
+            text = f"rank 0 has ended the run: {text}"
+            self.send_all("stop", {"text": text, "code": "ranks.stopped"})
+        elif not isinstance(error, RankError):  # which came from rank 0
+            if not isinstance(error, FedsynthError):
+                text = f"{type(error).__name__}: {text}"
+            self.send(
+                0, "error", {"text": f"rank {self.rank}{self.locate()}: {text}", "code": code}
+            )
+            with suppress(RankError):
+                while True:
+                    self.next()
+
+
+def _bytes(content: bytes) -> Tensor:
+    """Returns bytes as a tensor, uint8."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+_LINKS: list[Links] = []
+
+
+def connect() -> Links | None:
+    """Connects the ranks that torchrun has started, once for the program.
+
+    Returns None in a program with a single process.
+
+    Raises:
+        RankError: not all ranks can be connected in time.
+    """
+    if rank.num_ranks() == 1:
+        return None
+    if not _LINKS:
+        _LINKS.append(Links())
+    return _LINKS[0]

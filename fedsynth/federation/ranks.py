@@ -1,0 +1,310 @@
+"""Simulated clients in several processes, the ranks, which torchrun has started.
+
+Rank 0 is the server. It also has every client's ledger and state, and writes all files. In each
+exchange, the clients of the round are shared out over all ranks by their estimated cost. Rank 0
+charges the clients of another rank and then sends their states and the request to this rank. The
+rank computes the clients' steps, as `InProcess` does, and sends the uploads and the new states
+back. A client's step depends neither on the rank nor on the number of ranks.
+
+In a private run, a rank draws the noise of its clients with its own secret keys. It has ledgers in
+memory only, which mirror the charges that rank 0 has made before.
+
+The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages:
+
+    rank 0 sends    start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
+                    with the request and the states, end {results} with the model
+    others send     hello {fedsynth, torch, settings and data}, report {clients, stage, completed,
+                    total}, note {text}, answer {clients, refusals, rejected} with uploads and
+                    states, error {text, code}
+    all send        stop {text, code} if the run fails, and bye {} after the last message of a run
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+
+import torch
+
+from fedsynth.config.participation import CRASHED, TIMED_OUT
+from fedsynth.core.capabilities import exchange_of
+from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Message, Packed, Tensors
+from fedsynth.core.method import Method
+from fedsynth.errors import BudgetExceededError, MessageError
+from fedsynth.federation import protocol
+from fedsynth.federation.client_runtime import ClientRuntime
+from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.links import Frame, Links, RankError
+from fedsynth.privacy.plans import MAIN
+from fedsynth.training.loop import LoopCheckpointer
+from fedsynth.version import __version__
+
+REPORT_SECONDS = 1.0  # between two reports of a rank's progress
+
+
+@dataclass(frozen=True)
+class NamedTensors(Packed):
+    """Tensors that one rank sends to another: a client's state or the final model.
+
+    Args:
+        tensors: the tensors by name.
+    """
+
+    tensors: Tensors
+
+
+def owners(
+    method: Method, sizes: Mapping[int, int], context: RoundContext, ranks: int
+) -> dict[int, int]:
+    """Returns the rank of each client, by the longest-processing-time rule.
+
+    The clients with the highest estimated cost are assigned first, each to the rank that has the
+    lowest total cost so far.
+
+    Args:
+        method: the method, which estimates the cost.
+        sizes: the number of training records of each client of the round.
+        context: the context of any round.
+        ranks: the number of ranks.
+    """
+    costs = {client: method.client_cost(size, context) for client, size in sizes.items()}
+    totals = [0.0] * ranks
+    assigned = {}
+    for client in sorted(costs, key=lambda client: (-costs[client], client)):
+        lowest = totals.index(min(totals))
+        totals[lowest] += costs[client]
+        assigned[client] = lowest
+    return assigned
+
+
+def statement(identity: str) -> dict[str, str]:
+    """Returns the values that must be equal at all ranks.
+
+    Args:
+        identity: the identity of the settings and data (`run_identity`).
+    """
+    return {"fedsynth": __version__, "torch": torch.__version__, "settings and data": identity}
+
+
+class Ranks(InProcess):
+    """Passes the server's requests to the clients at all ranks. It is the `Backend` of rank 0.
+
+    Args:
+        clients: all clients in the order of their indices.
+        links: the connections to the other ranks.
+        identity: the identity of the settings and data.
+    """
+
+    def __init__(self, clients: Sequence[ClientRuntime], links: Links, identity: str) -> None:
+        super().__init__(clients)
+        self._links = links
+        self._stated = statement(identity)
+
+    def start(self, terms: protocol.RunTerms) -> None:
+        """Sends the run terms to all ranks, which must have the same versions and data.
+
+        Raises:
+            RankError: a rank differs, has failed, or is lost.
+        """
+        super().start(terms)
+        self._links.send_all("start", asdict(terms))
+        waiting = set(self._links.peers)
+        while waiting:
+            frame = self._links.next(sorted(waiting))
+            waiting.remove(frame.peer)
+            for name, value in self._stated.items():
+                if frame.facts[name] != value:
+                    raise RankError(
+                        f"rank {frame.peer} has {name} {frame.facts[name]}, but rank 0 has "
+                        f"{value}. Start all ranks with the same {name}"
+                    ).with_code("ranks.differ")
+
+    def step(
+        self, exchange: str, message: Message, context: RoundContext, numbers: Sequence[int]
+    ) -> protocol.Replies:
+        # A group's loops may not resume with another group, and other ranks have no checkpoints.
+        context = replace(context, keeper=LoopCheckpointer())
+        lost = self._failing(exchange, numbers, context)
+        shares = self._shares(context, numbers)
+        try:  # before any other rank begins
+            for number in set(numbers) - set(shares[0]):
+                if self.clients[number].private and lost.get(number) != CRASHED:
+                    self.clients[number].charge(exchange, context)  # its rank draws the noise
+        except BudgetExceededError as error:
+            return protocol.Replies(refusals=(protocol.Refusal(str(error), spent=error.spent),))
+        facts = {"exchange": exchange, "round": context.round, "participants": context.participants}
+        packed = {"request": message.to_bytes()}
+        stepping = [peer for peer in self._links.peers if shares[peer]]
+        for peer in stepping:
+            states = {k: self.clients[k].load_state(exchange, context) for k in shares[peer]}
+            parts = packed | _packed_states(states)
+            self._links.send(peer, "step", {**facts, "clients": shares[peer]}, parts)
+        exchanged = Exchanged(self._links, context, len(numbers))
+        report = partial(exchanged.report, 0, len(shares[0]))
+        replies = super().step(exchange, message, replace(context, report=report), shares[0])
+        messages, refusals = dict(replies.messages), [*replies.refusals]
+        rejected: dict[int, str] = {}
+        for answer in exchanged.wait(stepping):
+            rejected |= {int(k): reason for k, reason in answer.facts["rejected"].items()}
+            refusals += [protocol.Refusal(*values) for values in answer.facts["refusals"]]
+            if not refusals:
+                messages |= self._received(exchange, answer, context, lost)
+        return protocol.Replies(messages, tuple(refusals), lost, rejected)
+
+    def _shares(self, context: RoundContext, numbers: Sequence[int]) -> list[list[int]]:
+        """Returns the clients of each rank, among those that are asked for a step."""
+        sizes = {number: len(self.clients[number].data.records) for number in context.active}
+        assigned = owners(self.clients[0].method, sizes, context, self._links.size)
+        shares: list[list[int]] = [[] for _ in range(self._links.size)]
+        for number in numbers:
+            shares[assigned[number]].append(number)
+        return shares
+
+    def _received(
+        self, exchange: str, answer: Frame, context: RoundContext, lost: Mapping[int, str]
+    ) -> dict[int, Message]:
+        """Stores the states in a rank's answer, and returns the uploads."""
+        upload = exchange_of(self.clients[0].method, exchange).upload
+        messages: dict[int, Message] = {}
+        for number in answer.facts["clients"]:
+            client = self.clients[number]
+            if lost.get(number) == TIMED_OUT:
+                client.rollback(client.client_state)
+            elif lost.get(number) != CRASHED:
+                client.store_state(exchange, _state(answer, number, context.device), context)
+            if f"upload {number}" in answer.parts:
+                sent = upload.from_bytes(answer.parts[f"upload {number}"])
+                messages[number] = sent.to(context.device)
+        return messages
+
+
+class Exchanged:
+    """The frames of the other ranks in one exchange: progress, notes and answers.
+
+    Args:
+        links: the connections to the other ranks.
+        context: the context of the round, which receives the progress and the notes.
+        clients: the number of clients at all ranks.
+    """
+
+    def __init__(self, links: Links, context: RoundContext, clients: int) -> None:
+        self._links = links
+        self._context = context
+        self._clients = clients
+        self._finished: dict[int, float] = {}  # by rank, the number of finished clients
+        self._answers: dict[int, Frame] = {}
+
+    def report(self, peer: int, clients: int, stage: str, completed: int, total: int) -> None:
+        """Reports the progress of a rank together with that of the others.
+
+        Args:
+            peer: the rank.
+            clients: the number of the rank's clients.
+            stage, completed, total: the progress, as for `RoundContext.report`.
+        """
+        self._finished[peer] = clients * completed / max(1, total)
+        steps = total * self._clients // max(1, clients)
+        finished = sum(self._finished.values()) / self._clients
+        self._context.report(stage, int(finished * steps), steps)
+        if peer == 0 and (frame := self._links.poll()) is not None:
+            self._process(frame)
+
+    def _process(self, frame: Frame) -> None:
+        if frame.kind == "report":
+            self.report(frame.peer, *frame.facts["progress"])
+        elif frame.kind == "note":
+            self._context.note(frame.facts["text"])
+        else:
+            self._answers[frame.peer] = frame
+
+    def wait(self, stepping: Sequence[int]) -> list[Frame]:
+        """Waits for the answers of the given ranks, and returns them."""
+        while waiting := sorted(set(stepping) - self._answers.keys()):
+            self._process(self._links.next(waiting))
+        return list(self._answers.values())
+
+
+def serve(backend: InProcess, links: Links, frame: Frame | None) -> Frame:
+    """Computes the steps of clients at another rank than 0, until the run has ended.
+
+    Args:
+        backend: the clients.
+        links: the connection to rank 0.
+        frame: the frame with the run terms, if it was received already.
+
+    Returns:
+        The frame with the results of the run.
+    """
+    while True:
+        frame = frame or links.next()
+        if frame.kind == "end":
+            return frame
+        if frame.kind == "start":
+            sizes, sigma = frame.facts["sizes"], frame.facts["noise_multiplier"]
+            backend.start(protocol.RunTerms(sizes and tuple(sizes), sigma))
+        else:
+            _answer(backend, links, frame)
+        frame = None
+
+
+def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
+    """Computes the step that rank 0 has requested, and sends the answer."""
+    numbers, exchange = frame.facts["clients"], frame.facts["exchange"]
+    participants = frame.facts["participants"]
+    clients = [backend.clients[number] for number in numbers]
+    context = replace(
+        clients[0].context,
+        round=frame.facts["round"],
+        participants=participants and tuple(participants),
+        report=reporter(links, len(numbers)),
+        note=lambda text: links.send(0, "note", {"text": text}),
+    )
+    request = exchange_of(clients[0].method, exchange).request.from_bytes(frame.parts["request"])
+    for client in clients:
+        client.rollback(_state(frame, client.number, context.device))
+    links.locate = lambda: f", one of the clients {backend.stepping}"
+    replies = backend.step(exchange, request.to(context.device), context, numbers)
+    parts = _packed_states({client.number: client.load_state(MAIN, context) for client in clients})
+    for client in clients:
+        client.rollback({})  # rank 0 keeps the states
+    rejected = {}
+    for number, message in replies.messages.items():
+        try:
+            parts[f"upload {number}"] = message.to_bytes()
+        except MessageError as error:
+            rejected[number] = str(error)
+    refusals = [(r.reason, r.kind, r.spent) for r in replies.refusals]
+    answer = {"clients": numbers, "refusals": refusals, "rejected": rejected}
+    links.send(0, "answer", answer, parts)
+
+
+def reporter(links: Links, clients: int) -> Callable[..., None]:
+    """Returns a function that sends the progress of another rank, its sign of life, to rank 0.
+
+    It sends the progress at most once in `REPORT_SECONDS`.
+
+    Args:
+        links: the connection to rank 0.
+        clients: the number of this rank's clients.
+    """
+    due = [0.0]
+
+    def report(stage: str, completed: int, total: int) -> None:
+        if time.monotonic() >= due[0]:
+            due[0] = time.monotonic() + REPORT_SECONDS
+            links.send(0, "report", {"progress": [clients, stage, completed, total]})
+
+    return report
+
+
+def _packed_states(states: Mapping[int, Tensors]) -> dict[str, bytes]:
+    return {f"state {k}": NamedTensors(state).to_bytes() for k, state in states.items() if state}
+
+
+def _state(frame: Frame, client: int, device: torch.device) -> Tensors:
+    """Returns a client's state in a frame, which is empty if the frame has none."""
+    packed = frame.parts.get(f"state {client}")
+    return {} if packed is None else NamedTensors.from_bytes(packed).to(device).tensors

@@ -1,0 +1,44 @@
+"""The place of this process among the processes of a run, which torchrun states in the environment.
+
+A rank is one of these processes. This module imports no torch, so that the command line is fast.
+"""
+
+from __future__ import annotations
+
+import os
+
+# The variables that torchrun sets, and with which another launcher starts ranks.
+REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def num_ranks() -> int:
+    """Returns the number of ranks, which is 1 in a process that torchrun has not started."""
+    if not all(map(os.environ.get, REQUIRED)):
+        return 1
+    return int(os.environ["WORLD_SIZE"])
+
+
+def this_rank() -> int:
+    """Returns the number of this process among the ranks. Rank 0 is the server."""
+    return int(os.environ["RANK"]) if num_ranks() > 1 else 0
+
+
+def local_rank() -> int:
+    """Returns the number of this process among the ranks of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def speaks(code: str) -> bool:
+    """Returns True if this process prints an error with the given code.
+
+    Rank 0 prints the errors of all ranks. If rank 0 is lost, rank 1 says so. What happens before
+    the ranks are connected is printed once on each machine.
+    """
+    if this_rank() == 0:
+        return True
+    if code == "ranks.server":
+        return this_rank() == 1
+    return not connected and local_rank() == 0
+
+
+connected = False  # `fedsynth.federation.ranks` sets it

@@ -1,0 +1,313 @@
+"""Tests that a simulation on several ranks gives the results of one process, and reports faults."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from fedsynth import FedAvg
+from fedsynth.cli.app import app
+from fedsynth.federation import ranks
+from fedsynth.federation.in_process import InProcess
+from fedsynth.federation.links import EMPTY, SECONDS, Frame
+from fedsynth.federation.protocol import RunTerms
+from fedsynth.federation.ranks import owners, statement
+from fedsynth.privacy import read_ledger
+from fedsynth.privacy.ledger import Ledger
+from fedsynth.results.verification import verify_run
+from fedsynth.simulation import simulate as simulate_module
+from tests.simulation import rank_program
+from tests.test_cuda import run_on_fake_gpu, small
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="not tried there")
+ROOT = Path(__file__).parents[2]
+PROGRAM = ("-m", "tests.simulation.rank_program")
+TRAIN = ("-m", "fedsynth", "train", "--method", "fedavg", "--model", "linear")
+LIMIT = 300.0  # seconds for all ranks, also on a busy machine
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+@contextmanager
+def started(
+    ranks: int, *arguments: str, size: int = 0, port: int = 0, **more: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts a program at several ranks, as torchrun does, and kills what is left of it."""
+    world = {"WORLD_SIZE": str(size or ranks), "MASTER_ADDR": "127.0.0.1"}
+    world["MASTER_PORT"] = str(port or free_port())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", SECONDS: "120", **world, **more}
+    processes = []
+    try:
+        for number in range(ranks):
+            variables = {**environment, "RANK": str(number), "LOCAL_RANK": str(number)}
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *arguments],
+                    env=variables,
+                    cwd=ROOT,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                )
+            )
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
+    """Waits for all ranks, and returns the exit code, stdout and stderr of each."""
+    results = []
+    for process in processes:
+        out, err = process.communicate(timeout=LIMIT)
+        results.append((process.returncode, out, err))
+    return results
+
+
+def values(folder: Path, name: str, rank: int = 0) -> Any:
+    return json.loads((folder / f"{name}-{rank}.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of one process, which also leaves an interrupted run to two ranks."""
+    folder = tmp_path_factory.mktemp("alone")
+    rank_program.main("equal,interrupted", folder)
+    rank_program.main("resumed", folder / "whole")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    (alone / "interrupted").rename(folder / "interrupted")
+    names = "equal,resumed,interrupted,private,failing,hanging"
+    with started(2, *PROGRAM, names, str(folder)) as both:
+        ((code, _, err),) = ended(both[:1])  # the other one hangs in the end
+        assert code == 0, err
+    return folder
+
+
+@pytest.mark.parametrize("name", rank_program.EQUAL)
+def test_two_ranks_give_equal_results(name: str, alone: Path, two: Path) -> None:
+    assert values(two, "equal")[name] == values(alone, "equal")[name]
+
+
+@pytest.mark.parametrize("name", rank_program.CLOSE)
+def test_only_last_bits_depend_on_who_shares_a_pass(name: str, alone: Path, two: Path) -> None:
+    expected = torch.tensor(values(alone, "equal")[name])
+    torch.testing.assert_close(
+        torch.tensor(values(two, "equal")[name]), expected, rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks_give_equal_results(alone: Path, tmp_path: Path) -> None:
+    with started(4, *PROGRAM, "equal", str(tmp_path)) as processes:
+        assert [code for code, _, _ in ended(processes)] == [0] * 4
+    for name in rank_program.EQUAL:
+        assert values(tmp_path, "equal")[name] == values(alone, "equal")[name]
+
+
+def test_runs_resume_with_another_number_of_ranks(alone: Path, two: Path) -> None:
+    whole = values(alone / "whole", "resumed")
+    assert values(two, "resumed") == whole
+    rank_program.main("resumed", two)
+    assert values(two, "resumed") == whole
+
+
+def test_each_client_is_charged_once_and_no_noise_repeats(two: Path, tmp_path: Path) -> None:
+    released = values(two, "private")
+    assert len(set(released["uploads"])) == 4
+    rank_program.main("private", tmp_path)
+    for client in range(4):
+        name = f"client-{client:03d}.jsonl"
+        charged = read_ledger(two / "private" / "ledgers" / name).releases
+        assert charged == read_ledger(tmp_path / "private" / "ledgers" / name).releases
+    assert not verify_run(Path(released["folder"])).problems
+    assert values(two, "private", rank=1)["metrics"] == released["metrics"]
+
+
+@pytest.mark.slow
+def test_equal_keys_at_two_ranks_are_detected(tmp_path: Path) -> None:
+    with started(2, *PROGRAM, "private", str(tmp_path), EQUAL_KEYS="1") as both:
+        ended(both)
+    assert len(set(values(tmp_path, "private")["uploads"])) < 4
+
+
+def test_rank_0_reports_the_failures_of_other_ranks(two: Path) -> None:
+    errors = values(two, "failing")
+    assert errors["client"][0] == "training.diverged"
+    assert re.fullmatch(
+        r"rank 1, one of the clients \[[0-3]\]: the loss is not finite", errors["client"][1]
+    )
+    assert errors["version"][0] == errors["settings"][0] == "ranks.differ"
+    assert "rank 1 has fedsynth 0.0.1, but rank 0 has 0.0.2" in errors["version"][1]
+    assert errors["diverged"][0] == "training.diverged"
+    assert "nothing" not in errors
+    others = values(two, "failing", rank=1)
+    assert others.keys() == errors.keys()
+    assert others["version"][0] == "ranks.stopped"
+
+
+def test_a_hanging_rank_is_noticed(two: Path) -> None:
+    code, text = values(two, "hanging")["error"]
+    assert code == "ranks.silent"
+    assert "rank 1 has given no sign for 5 seconds" in text
+
+
+def errors_of(err: str) -> list[str]:
+    return [line for line in err.splitlines() if "error" in line.lower()]
+
+
+def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    many = ("--rounds", "100000", "--output", str(tmp_path))
+    with started(2, *TRAIN, *many) as both:
+        assert both[0].stderr is not None
+        for line in both[0].stderr:
+            if line.startswith("round 2/"):
+                break
+        both[1].send_signal(signal.SIGKILL)
+        code, out, err = ended(both)[0]
+    assert (code, out) == (2, "")
+    (line,) = errors_of(err)
+    assert line.startswith("fedsynth: error: rank 1 has ended unexpectedly")
+    assert "To resume: --resume" in err
+
+
+@pytest.mark.slow
+def test_a_killed_server_is_reported_by_one_rank(tmp_path: Path) -> None:
+    many = ("--rounds", "100000", "--output", str(tmp_path))
+    with started(2, *TRAIN, *many) as both:
+        assert both[0].stderr is not None
+        for line in both[0].stderr:
+            if line.startswith("round 2/"):
+                break
+        both[0].send_signal(signal.SIGKILL)
+        _, (code, out, err) = ended(both)
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("fedsynth: error: rank 0 has ended unexpectedly")
+
+
+def test_a_missing_rank_and_a_port_that_is_taken_are_reported() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        taken = listener.getsockname()[1]
+        with (
+            started(1, *TRAIN, size=2, port=taken) as busy,
+            started(1, *TRAIN, size=2, **{SECONDS: "3"}) as lonely,
+        ):
+            results = ended(busy) + ended(lonely)
+    for code, out, err in results:
+        assert (code, out) == (2, "")
+        (line,) = errors_of(err)
+        assert line.startswith("fedsynth: error: rank 0 cannot connect all 2 ranks")
+    assert "EADDRINUSE" in results[0][2]
+
+
+def test_torchrun_starts_a_run(tmp_path: Path) -> None:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [*launcher, *TRAIN, "--rounds", "2", "--output", str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert run.stdout.count("run folder:") == 1
+    assert [line[:10] for line in run.stderr.splitlines() if "accuracy" in line] == [
+        "round 1/2 ", "round 2/2 ",
+    ]  # fmt: skip
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_other_commands_run_in_one_process(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        app(["runs"])
+    assert "runs runs in one process" in capsys.readouterr().err
+
+
+class Loopback:
+    """Links to a second rank in the same process."""
+
+    rank, size, peers = 0, 2, range(1, 2)
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.steps = 0
+
+    def run(self) -> Any:
+        return nullcontext()
+
+    def send_all(self, kind: str, facts: Any, parts: Any = EMPTY) -> None:
+        if kind == "start":
+            rows = [
+                replace(client, ledger=client.ledger and Ledger(client.ledger.client))
+                for client in self.clients
+            ]
+            self.other = InProcess(rows)
+            self.other.start(RunTerms(facts["sizes"], facts["noise_multiplier"]))
+            self.frames.append(Frame(1, 1, "hello", statement(self.identity), {}))
+
+    def send(self, peer: int, kind: str, facts: Any, parts: Any = EMPTY) -> None:
+        frame = Frame(peer, 1, kind, json.loads(json.dumps(facts)), parts)
+        if kind == "step":
+            self.steps += 1
+            ranks._answer(self.other, cast(Any, self), frame)
+        else:
+            self.frames.append(replace(frame, peer=1))
+
+    def poll(self) -> Frame | None:
+        return self.frames.pop(0) if self.frames else None
+
+    def next(self, waiting: Sequence[int]) -> Frame:
+        return self.frames.pop(0)
+
+
+@pytest.mark.parametrize("name", ["scaffold", "fedaf", "fedstats, private"])
+def test_tensors_move_between_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Loopback()
+    original = ranks.Ranks.__init__
+
+    def keep(self: ranks.Ranks, clients: Any, *rest: Any) -> None:
+        links.clients, links.identity = clients, rest[1]
+        original(self, clients, *rest)
+
+    sections = small(name.split(",")[0], ", private" in name)
+    expected, _ = run_on_fake_gpu(sections, monkeypatch)
+    monkeypatch.setattr(ranks.Ranks, "__init__", keep)
+    monkeypatch.setattr(simulate_module, "connect", lambda: links)
+    actual, _ = run_on_fake_gpu(sections, monkeypatch)
+    assert links.steps
+    assert expected["model"] == actual["model"]
+
+
+def test_clients_are_shared_out_by_cost() -> None:
+    sizes = {0: 100, 1: 30, 2: 40, 3: 20, 4: 0}
+    context: Any = None
+    assert owners(FedAvg(batch=10), sizes, context, 2) == {0: 0, 2: 1, 1: 1, 3: 1, 4: 1}
+    steps = owners(FedAvg(local_steps=5, local_epochs=1), sizes, context, 2)
+    assert sorted(steps.values()) == [0, 0, 0, 1, 1]
