@@ -43,7 +43,7 @@ def messages(sources: errors_page.Sources, module: errors_page.Module) -> list[s
             scope = errors_page.Scope(module, node)
             if errors_page.name_of(call) in sources.classes and call.args:
                 found += sorted(m.text for m in sources.of_call(call, scope))[:1]
-            elif call.args and errors_page.name_of(call)[0].isupper():  # helpers lack the place
+            elif call.args and errors_page.name_of(call)[:1].isupper():  # helpers lack the place
                 found.append(sources.texts(call.args[0], scope)[0])
     return found
 
