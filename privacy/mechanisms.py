@@ -192,16 +192,24 @@ def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
 
     A row whose weights are all zero contributes nothing, even if it is not finite.
     """
+    sums = weights_NG.new_zeros(weights_NG.shape[1], rows_ND.shape[1], dtype=torch.float64)
+    add_weighted(sums, weights_NG, rows_ND)
+    return sums
+
+
+def add_weighted(sums_GD: Tensor, weights_NG: Tensor, rows_ND: Tensor) -> None:
+    """Adds the weighted sums of the rows to `sums_GD` (float64) in place, as `weighted_sums`."""
     used = (weights_NG != 0).any(dim=1)
-    sums = [weights_NG.T @ used_rows(columns, used) for columns in _columns(rows_ND)]
-    return torch.cat(sums, dim=1)
+    columns = _columns(rows_ND)
+    for total, rows in zip(sums_GD.split(columns[0].shape[1], dim=1), columns, strict=True):
+        total.addmm_(weights_NG.T, used_rows(rows, used))
 
 
 def used_rows(rows_ND: Tensor, used_N: Tensor) -> Tensor:
-    """Converts rows to float64. Unused rows (bool [N]) become zero."""
+    """Converts rows [N, …] to float64. Unused rows (bool [N]) become zero."""
     exact = rows_ND.to(torch.float64)
     if exact.is_cuda:  # nonzero would wait for the GPU
-        return exact.masked_fill(~used_N[:, None], 0.0)
+        return exact.masked_fill(~used_N.view(-1, *[1] * (exact.dim() - 1)), 0.0)
     unused = (~used_N).nonzero().flatten()
     return exact.index_fill(0, unused, 0.0) if len(unused) else exact
 
@@ -469,8 +477,8 @@ class GaussianSumMechanism:
                 f"the mechanism was charged for a sensitivity of {self.sensitivity:g}, but got "
                 f"vectors of norm up to {products.bound:g}. Clip the vectors to the sensitivity"
             ).with_code("mechanism.sensitivity")
-        sums = products.sums(None if sample is None else sample.shares)
-        self._sums = open_sums.to(sums.device, non_blocking=True) + sums
+        self._sums = open_sums.to(products.device, non_blocking=True)
+        products.add_to(self._sums[0], None if sample is None else sample.shares)
 
     def _open_sums(self, sample: Sample | None) -> Tensor:
         """Returns the sums of the current step.
@@ -511,7 +519,7 @@ class GaussianSumMechanism:
         self._step.release()
         noise = self._noise((self._groups, self._width), sums.device)
         if self.grid is None:
-            return Released((sums + noise).to(torch.float32))
+            return Released(noise.add_(sums).to(torch.float32))
         return Released(on_grid(sums, noise, self.grid))
 
     def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:
