@@ -501,7 +501,7 @@ class ExampleGradients:
                     "the layer that owns it, which must return one tensor"
                 ).with_code("model.parameter")
         blocks = [vectors[p] for p in self._model.parameters()]
-        self.blocks = tuple(map(_lengths, blocks))
+        self.blocks = tuple((*(v.shape[-1] for v in b), *b[0].shape[1:-1]) for b in blocks)
         return torch.cat([vector.flatten(1) for vector in chain.from_iterable(blocks)], dim=1)
 
     @torch.enable_grad()
@@ -553,12 +553,6 @@ class ExampleGradients:
             return self._loss(self._model, x_NCHW, labels_N), calls, uses
 
 
-def _lengths(block: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Returns the lengths of a block's vectors, as in `LayerGradients.blocks`."""
-    terms = block[0].shape[1:-1]  # the number of products, if there are several
-    return (*(vector.shape[-1] for vector in block), *terms)
-
-
 def _stacked(
     uses: Sequence[tuple[nn.Module, Tensor, Tensor]],
 ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
@@ -605,9 +599,8 @@ def _layer_gradients(
 
 
 def _has_few_positions(layer: nn.Conv2d, backprops: Tensor) -> bool:
-    """Tells whether the factors of a convolution's gradient are smaller than the gradient."""
-    plain = layer.groups == 1 and layer.padding_mode == "zeros"
-    return plain and backprops[0, 0].numel() <= MAX_POSITIONS and isinstance(layer.padding, tuple)
+    plain = layer.groups == 1 and layer.padding_mode == "zeros" and layer.padding != "same"
+    return plain and backprops[0, 0].numel() <= MAX_POSITIONS
 
 
 def _convolution_factors(
@@ -617,7 +610,8 @@ def _convolution_factors(
 
     A position multiplies the gradient of its output [P] with its patch of the input [Q].
     """
-    geometry = (layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+    padding = 0 if layer.padding == "valid" else layer.padding
+    geometry = (layer.kernel_size, layer.dilation, padding, layer.stride)
     patches = nn.functional.unfold(inputs, *geometry).mT
     columns = backprops.flatten(2).mT
     factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (columns, patches)}

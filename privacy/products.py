@@ -32,6 +32,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Self
 
 import torch
@@ -182,20 +183,14 @@ class LayerGradients(Products):
 
     def _vectors(self) -> list[tuple[Tensor, ...]]:
         """Returns the vectors of each block: [N, D], or [N, T, P] and [N, T, Q]."""
-        vectors: list[tuple[Tensor, ...]] = []
-        start = 0
-        for block in self.blocks:
-            if len(block) == 1:
-                vectors.append((self.values[:, start : start + block[0]],))
-                start += block[0]
-                continue
-            terms = math.prod(block[2:])
-            column, row = self.values[:, start : start + terms * sum(block[:2])].split(
-                [terms * block[0], terms * block[1]], dim=1
-            )
-            vectors.append((column.unflatten(1, (terms, -1)), row.unflatten(1, (terms, -1))))
-            start += terms * sum(block[:2])
-        return vectors
+        terms = [math.prod(block[2:]) for block in self.blocks]
+        lengths = [n * T for block, T in zip(self.blocks, terms, strict=True) for n in block[:2]]
+        vectors = iter(self.values.split(lengths, dim=1))
+        blocks = [tuple(islice(vectors, min(len(block), 2))) for block in self.blocks]
+        return [
+            tuple(v.unflatten(1, (T, -1)) for v in block) if len(block) > 1 else block
+            for block, T in zip(blocks, terms, strict=True)
+        ]
 
     def _factors(self, blocks: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """Computes the factors [N] that clip the blocks' gradients."""

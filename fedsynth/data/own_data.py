@@ -462,10 +462,8 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
-        if records.decoded is None:
-            headers, faults = read_headers(records.paths)
-        else:
-            headers, faults = records.decoded.headers, records.decoded.faults
+        read = records.decoded
+        headers, faults = (read.headers, read.faults) if read else read_headers(records.paths)
         if faults:
             _refuse_faults(records, faults)
         heights, widths, are_grey = zip(*headers, strict=True)
@@ -487,13 +485,11 @@ def _decoded_once(records: Records, settings: FolderSettings) -> Records:
 
     If another shape is needed, `as_data` decodes them again.
     """
-    first = next(iter(read_headers(records.paths[:1])[0]), None) if records.are_images else None
-    if first is None:
-        return records
-    size = settings.size() or first[:2]
-    channels = settings.channels or (1 if first.grey else 3)
-    decoded = decode_files(records.paths, (channels, *size), settings.decoding())
-    return replace(records, decoded=decoded)
+    for first in read_headers(records.paths[:1])[0] if records.are_images else ():
+        shape = (settings.channels or (1 if first.grey else 3), *(settings.size() or first[:2]))
+        decoded = decode_files(records.paths, shape, settings.decoding())
+        return replace(records, decoded=decoded)
+    return records
 
 
 # --------------------------------------------------------------------------------- the run's data

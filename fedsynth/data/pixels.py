@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from io import BufferedReader, BytesIO
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from threading import Lock
@@ -28,7 +28,7 @@ from fedsynth.data.images import Bytes
 from fedsynth.data.medical import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
-from fedsynth.files import open_regular, read_regular
+from fedsynth.files import read_regular
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -47,7 +47,6 @@ MAX_SCANS = 100
 _SLOW_SECONDS, _TRIED = 1e-3, 16
 _LARGE_PIXELS = 2**20
 _LARGE_IMAGE_LOCK = Lock()
-_NO_LOCK = nullcontext()
 # The centre and width of the 16-bit range.
 _RANGE_OF_16_BITS = (65535 / 2, 65535.0)
 
@@ -112,17 +111,13 @@ def read_pixels(
     Returns the images, a dictionary that maps unreadable files' indices in `paths` to fault
     descriptions, and image counts by conversion loss. Unreadable images are black.
     """
-    decoded_files = decode_files(paths, (channels, height, width), decoding)
-    return decoded_files.images, decoded_files.faults, decoded_files.losses
+    return decode_files(paths, (channels, height, width), decoding)[:3]
 
 
 class DecodedFiles(NamedTuple):
-    """The images of N files, each of which was read once.
+    """The results of `read_pixels`, the readable images' headers, and the files' SHA-256 [N, 32].
 
-    Attributes:
-        images, faults, losses: see `read_pixels`.
-        headers: the facts about each readable image, in order.
-        hashes: the SHA-256 of each file, uint8 [N, 32], or 0 for unreadable files.
+    Unreadable files have the hash 0.
     """
 
     images: Bytes
@@ -135,18 +130,14 @@ class DecodedFiles(NamedTuple):
 def decode_files(
     paths: Sequence[Path], shape: tuple[int, int, int], decoding: Decoding
 ) -> DecodedFiles:
-    """Decodes image files as `read_pixels` does, and keeps their hashes and sizes.
-
-    Args:
-        paths: the files.
-        shape: channels, height and width of the result.
-        decoding: see `read_pixels`.
-    """
+    """Reads each image file once, and decodes it to `shape` as `read_pixels` does."""
     images = np.zeros((len(paths), *shape), np.uint8)
     hashes = np.zeros((len(paths), hashlib.sha256().digest_size), np.uint8)
 
     def read(position: int) -> tuple[ImageHeader, tuple[str, ...]]:
-        (values, lost), hashes[position] = _picture_and_hash(paths[position], decoding)
+        digest = hashlib.sha256()
+        values, lost = read_picture(paths[position], decoding, digest)
+        hashes[position] = np.frombuffer(digest.digest(), np.uint8)
         if values.dtype != np.uint8:
             values = np.rint(values * 255).astype(np.uint8)
         becomes_grey = values.ndim == 3 and shape[0] == 1
@@ -213,26 +204,23 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
         ValueError: the file is empty, or has too many pixels or scans.
         Exception: a damaged file may raise any exception, here or when it is decoded.
     """
-    with _opened(read_regular(path, MAX_IMAGE_BYTES)) as image, _turn(image):
+    image, lock = _opened(read_regular(path, MAX_IMAGE_BYTES))
+    with lock:
         yield image
 
 
-def _turn(image: Image.Image) -> AbstractContextManager[Any]:
-    """Returns a lock for large images, of which only one is decoded at a time."""
-    return _LARGE_IMAGE_LOCK if image.width * image.height > _LARGE_PIXELS else _NO_LOCK
-
-
-def _opened(content: bytes) -> Image.Image:
-    """Opens the content of an image file, as `opened_image` does."""
+def _opened(content: bytes) -> tuple[Image.Image, AbstractContextManager[Any]]:
+    """Opens an image as `opened_image` does. Returns it with a lock that large images share."""
     if not content:
         raise ValueError("the file is empty")
     if content.startswith(b"\xff\xd8") and content.count(b"\xff\xda") > MAX_SCANS:
         raise ValueError(f"the JPEG file has more than {MAX_SCANS} scans")
     image = Image.open(BytesIO(content), formats=FORMATS)  # reads only the header
-    if image.width * image.height > MAX_PIXELS:
+    pixels = image.width * image.height
+    if pixels > MAX_PIXELS:
         size = f"{image.width}×{image.height}"
         raise ValueError(f"the image is {size}, above the limit of {MAX_PIXELS:,} pixels")
-    return image
+    return image, _LARGE_IMAGE_LOCK if pixels > _LARGE_PIXELS else nullcontext()
 
 
 def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], dict[int, str]]:
@@ -286,41 +274,31 @@ def _is_grey(image: Image.Image) -> bool:
     return image.mode in ("L", "1", "LA", "La") or _has_wide_levels(image)
 
 
-def read_picture(path: Path, decoding: Decoding) -> Picture:
-    """Decodes an image file upright, and lists what the decoding lost."""
+def read_picture(path: Path, decoding: Decoding, digest: Any = None) -> Picture:
+    """Decodes an image file upright, and lists what the decoding lost.
+
+    `digest`, a hash of `hashlib`, gets the file's bytes.
+    """
     reader = medical.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:
+            if digest is not None:
+                digest.update(read_regular(path, medical.MAX_FILE_BYTES))
             return reader(path, decoding)
-    return _decoded_picture(read_regular(path, MAX_IMAGE_BYTES), decoding)
-
-
-def _picture_and_hash(path: Path, decoding: Decoding) -> tuple[Picture, Bytes]:
-    """Decodes an image file as `read_picture` does, and computes its SHA-256."""
-    if medical.medical_reader(path) is None:
-        content = read_regular(path, MAX_IMAGE_BYTES)
-        picture, digest = _decoded_picture(content, decoding), hashlib.sha256(content)
-    else:
-        picture = read_picture(path, decoding)
-        with BufferedReader(open_regular(path)) as file:
-            digest = hashlib.file_digest(file, "sha256")
-    return picture, np.frombuffer(digest.digest(), np.uint8)
-
-
-def _decoded_picture(content: bytes, decoding: Decoding) -> Picture:
-    image = _opened(content)
-    with _turn(image):
+    content = read_regular(path, MAX_IMAGE_BYTES)
+    if digest is not None:
+        digest.update(content)
+    image, lock = _opened(content)
+    with lock:
         losses = []
-        # Pillow's decoders, whose arguments are the modes of the stored data
-        decoders = getattr(image, "tile", ())
-        if _has_wide_levels(image) or any(";16" in str(decoder[3]) for decoder in decoders):
+        modes = [str(decoder[3]) for decoder in getattr(image, "tile", ())]  # of the stored data
+        if _has_wide_levels(image) or any(";16" in mode for mode in modes):
             losses.append(medical.BITS_LOST)
         if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
             losses.append(PAGES_LOST)
-        upright = image
         image.load()  # PNG files may store EXIF data after the pixels
-        if image.info and _EXIF_ORIENTATION in image.getexif():
-            upright = ImageOps.exif_transpose(image)
+        is_turned = bool(image.info) and _EXIF_ORIENTATION in image.getexif()
+        upright = ImageOps.exif_transpose(image) if is_turned else image
         if _has_wide_levels(upright):
             window = decoding.window
             if upright.mode != "F":

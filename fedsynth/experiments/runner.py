@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
@@ -276,15 +276,12 @@ class Shard(NamedTuple):
         Shard(number=1, count=4)
         """
         if text is None:
-            task, count, first, step = (
-                environment.get(f"SLURM_ARRAY_TASK_{name}")
-                for name in ("ID", "COUNT", "MIN", "STEP")
-            )
-            if task is None or count is None:
+            prefix = "SLURM_ARRAY_TASK_"
+            if prefix + "COUNT" not in environment:
                 return cls()
-            text = f"{task}/{count}"
-            with suppress(ValueError):
-                text = f"{(int(task) - int(first or 0)) // int(step or 1) + 1}/{count}"
+            defaults = {"ID": 0, "MIN": 0, "STEP": 1}
+            task, first, step = (int(environment.get(prefix + n, v)) for n, v in defaults.items())
+            text = f"{(task - first) // step + 1}/{environment[prefix + 'COUNT']}"
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         shard = cls(int(match[1]), int(match[2])) if match else cls(0)
         if not 1 <= shard.number <= shard.count:
@@ -295,11 +292,9 @@ class Shard(NamedTuple):
 
     def cells(self, sweep: Sweep) -> list[Cell]:
         """Returns the shard's runs. Runs that charge the same ledgers are in the same shard."""
-        groups: dict[Any, int] = {}
-        for cell in sweep.cells:
-            groups.setdefault(_ledger(cell) or cell, len(groups))
-        chosen = self.number - 1
-        return [c for c in sweep.cells if groups[_ledger(c) or c] % self.count == chosen]
+        groups = list(dict.fromkeys(_ledger(cell) or cell for cell in sweep.cells))
+        chosen = set(groups[self.number - 1 :: self.count])
+        return [cell for cell in sweep.cells if (_ledger(cell) or cell) in chosen]
 
 
 def run_sweep(
@@ -310,9 +305,8 @@ def run_sweep(
     Args:
         sweep: the sweep.
         report: receives a line when a run begins or ends.
-        shard: the part of the runs to execute. Several shards, also of other machines, may use the
-            folder at the same time. A run that another process executes is left out. None executes
-            all runs.
+        shard: the part to execute, or None. Shards, also of other machines, may use the folder at
+            the same time. A run that another process executes is left out.
 
     Raises:
         KeyboardInterrupt: raised again after the active runs were stopped cleanly. Repeating the
@@ -323,9 +317,7 @@ def run_sweep(
         reason = "selects one run. Call select_privately instead of run_sweep"
         raise SettingError("selection", "law", reason)
     shard = shard or Shard()
-    if shard.count > 1:
-        return _run_waiting(sweep, report, None, shard)
-    with locked(sweep) as lock:
+    with locked(sweep) if shard.count == 1 else nullcontext() as lock:
         return _run_waiting(sweep, report, lock, shard)
 
 
@@ -440,7 +432,7 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO | None) -> subprocess.Popen[by
     with run_lock:
         if sweep.finished(cell) is not None:  # since the sweep began
             return None
-        return _started(sweep, cell, [run_lock] if lock is None else [run_lock, lock])
+        return _started(sweep, cell, [run_lock, *filter(None, [lock])])
 
 
 def _started(sweep: Sweep, cell: Cell, locks: Sequence[FileIO]) -> subprocess.Popen[bytes]:
