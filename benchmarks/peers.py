@@ -208,7 +208,7 @@ def peak_megabytes(run: Callable[[], object]) -> int:
 
 def measure(case: Step | int, options: argparse.Namespace) -> dict[str, Any]:
     """Returns the row of a step of DP-SGD, or of a round with a number of clients."""
-    BasicBlock.forward = add_residual  # type: ignore[method-assign]
+    BasicBlock.forward = add_residual
     warnings.filterwarnings("ignore", message="Full backward hook is firing")  # Opacus' hooks
     torch.set_num_threads(1)
     keep_large_allocations()

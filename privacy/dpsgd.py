@@ -610,9 +610,9 @@ def _convolution_factors(
 
     A position multiplies the gradient of its output [P] with its patch of the input [Q].
     """
-    padding = 0 if layer.padding == "valid" else layer.padding
-    geometry = (layer.kernel_size, layer.dilation, padding, layer.stride)
-    patches = nn.functional.unfold(inputs, *geometry).mT
+    padding = 0 if isinstance(layer.padding, str) else layer.padding
+    kernel, stride = layer.kernel_size, layer.stride
+    patches = nn.functional.unfold(inputs, kernel, layer.dilation, padding, stride).mT
     columns = backprops.flatten(2).mT
     factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (columns, patches)}
     if layer.bias is not None:

@@ -162,7 +162,7 @@ USER_ROW = 2.0**16
 # The maximum number of coordinates of users that are stored as float64 at the same time.
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 
-# The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at
+# The maximum number of coordinates that `add_weighted` and `squared_norms` convert to float64 at
 # the same time. On a CPU, they fit in the cache.
 CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
 
@@ -187,18 +187,11 @@ def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
     return torch.where(torch.isfinite(norms), clip / norms, 0.0)
 
 
-def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
-    """Computes the G weighted sums of the rows in float64, [G, D].
+def add_weighted(sums_GD: Tensor, weights_NG: Tensor, rows_ND: Tensor) -> None:
+    """Adds the G weighted sums of the rows to `sums_GD` (float64) in place.
 
     A row whose weights are all zero contributes nothing, even if it is not finite.
     """
-    sums = weights_NG.new_zeros(weights_NG.shape[1], rows_ND.shape[1], dtype=torch.float64)
-    add_weighted(sums, weights_NG, rows_ND)
-    return sums
-
-
-def add_weighted(sums_GD: Tensor, weights_NG: Tensor, rows_ND: Tensor) -> None:
-    """Adds the weighted sums of the rows to `sums_GD` (float64) in place, as `weighted_sums`."""
     used = (weights_NG != 0).any(dim=1)
     columns = _columns(rows_ND)
     for total, rows in zip(sums_GD.split(columns[0].shape[1], dim=1), columns, strict=True):
@@ -240,7 +233,9 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     """
     members = torch.nn.functional.one_hot(groups_N, groups)
     factors = clip_factors(squared_norms(rows_ND), clip)
-    return weighted_sums(members * factors[:, None], rows_ND)
+    sums = factors.new_zeros(groups, rows_ND.shape[1])
+    add_weighted(sums, members * factors[:, None], rows_ND)
+    return sums
 
 
 def _rows_at_once(rows: Tensor, width: int) -> int:

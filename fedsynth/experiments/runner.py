@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import DivergedError, FedsynthError, OutputError, SettingError, writing
@@ -257,7 +257,8 @@ LOG = "log.txt"
 COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """A part of a sweep's runs: part `number` of `count`, from 1."""
 
     number: int = 1

@@ -234,9 +234,9 @@ def test_shard_is_the_task_of_a_slurm_array(
     count = (last - first) // step + 1
     facts = {"ID": task, "COUNT": count, "MIN": first, "STEP": step}
     names = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in facts.items()}
-    assert Shard.of(None, names) == expected
-    assert Shard.of("3/5", names) == (3, 5)
-    assert Shard.of(None, {}) == (1, 1)
+    assert Shard.of(None, names) == Shard(*expected)
+    assert Shard.of("3/5", names) == Shard(3, 5)
+    assert Shard.of(None, {}) == Shard()
 
 
 def test_invalid_shards_are_rejected() -> None:
