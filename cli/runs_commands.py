@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,6 +139,10 @@ def sweep(
     output: Annotated[Path | None, options.path_option("Default: sweep.output in FILE.")] = None,
     only_table: Annotated[bool, options.flag("--only-table", "Only show the table.")] = False,
     dry_run: Annotated[bool, options.flag("--dry-run", "Check and list the runs.")] = False,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="Execute only part i of n, as 1/8. Default: a Slurm array's task."),
+    ] = None,
 ) -> None:
     """Execute a grid of runs and print a table with mean ± standard deviation over seeds.
 
@@ -149,16 +154,17 @@ def sweep(
 
     Example: `[grid]` with `method = ["fedavg", "feddm"]`, `alpha = [0.1, 1.0]`, `seed = [0, 1, 2]`.
     """
-    from fedsynth.experiments.runner import run_sweep
+    from fedsynth.experiments.runner import Shard, run_sweep
     from fedsynth.experiments.sweep import FORMATS, read_sweep, render, sweep_rows
     from fedsynth.validation import check_choice
 
     check_choice(None, "--format", form, FORMATS)
     plan = read_sweep(file)
     plan = replace(plan, output=output or plan.output)
+    part = Shard.of(shard, os.environ)
     if dry_run:
         require_folder(plan.output)
-        for cell in plan.cells:
+        for cell in part.cells(plan):
             state = "finished" if plan.finished(cell) else "to do"
             print(f"{state}  {plan.folder(cell)}  {cell.label}")
         if plan.selection is not None:
@@ -171,8 +177,13 @@ def sweep(
         return
     failed = []
     if not only_table:
-        failed = run_sweep(plan, say)
-    print(render(plan, sweep_rows(plan), form), end="")
+        failed = run_sweep(plan, say, part)
+    rows = sweep_rows(plan)
+    missing = sum(row.planned - row.finished for row in rows)
+    if part.count > 1 and missing and not only_table:
+        say(f"{missing} runs of all shards are missing. The last shard prints the table")
+    else:
+        print(render(plan, rows, form), end="")
     if failed:
         raise typer.Exit(1)
 

@@ -45,6 +45,7 @@ FFT_SLACK = 1e-11  # added to every δ that an FFT gave, at least
 SLACK_PER_STEP = 2e-16  # the same for each step: the FFT's error grows with its power
 MAX_STEPS = 2_000_000  # of equal subsampled uses: the FFT's time and rounding error grow with them
 STEPS_TOGETHER = 64
+HASH_BITS = 60
 _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0**k <= 0.1)
 
 
@@ -232,16 +233,24 @@ def _many_steps(σ: float, q: float, interval: float, influence: int, steps: int
     return _one_step(σ, q, interval, influence).self_compose(steps)
 
 
-def _composition(entries: tuple[Any, ...], interval: float | None, influence: int) -> Any:
+def _composition(entries: Steps, interval: float | None, influence: int, level: int = 0) -> Any:
     """Composes the releases in `entries` (σ, q, steps).
 
     Most parts are computed only once if ε is computed after each of many rounds: multiples of
-    `STEPS_TOGETHER` steps of one entry, and, of many entries, those before and after the middle.
+    `STEPS_TOGETHER` steps of one entry, and, of many entries, halves of halves. A bit of a hash of
+    σ and q decides on the half, so that a new entry changes one half only.
     """
     if len(entries) > 1:
-        middle = 1 << (len(entries) - 1).bit_length() - 1
-        first = _cached_composition(entries[:middle], interval, influence)
-        return first.compose(_cached_composition(entries[middle:], interval, influence))
+        halves: tuple[list[Any], list[Any]] = ([], [])
+        for position, entry in enumerate(entries):
+            bit = hash(entry[:2]) >> level if level < HASH_BITS else position
+            halves[bit & 1].append(entry)
+        parts = [
+            _cached_composition(tuple(half), interval, influence, level + 1)
+            for half in halves
+            if half
+        ]
+        return reduce(lambda total, part: total.compose(part), parts)
     σ, q, steps = entries[0]
     many, few = divmod(steps, STEPS_TOGETHER)
     parts = []

@@ -71,6 +71,9 @@ ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 # Layers whose weights have the gradient of a linear layer. A subclass may compute anything.
 LINEAR = (nn.Linear, PaddedLinear)
 
+# The largest number of output positions for which a convolution's gradients are stored as factors.
+MAX_POSITIONS = 4
+
 # The maximum number of per-example gradients held at a time.
 PHYSICAL_BATCH = 128
 # The maximum memory of these gradients, in bytes.
@@ -83,6 +86,8 @@ MIXED_PRECISION = 0.02
 # The fixed cost of a forward and backward pass, in units of the cost of one parameter of one
 # example, measured on a CPU.
 PASS_START = 2**22
+# The cost of adding a pass to the float64 sums, in units of the cost of one example's gradient.
+PASS_UPDATE = 4
 
 
 class Optimiser(Protocol):
@@ -245,7 +250,7 @@ def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
     """Returns a DP-SGD pass's length and its number of records (see `pass_size`)."""
-    start = PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
+    start = PASS_UPDATE + PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
 
@@ -496,8 +501,8 @@ class ExampleGradients:
                     "the layer that owns it, which must return one tensor"
                 ).with_code("model.parameter")
         blocks = [vectors[p] for p in self._model.parameters()]
-        self.blocks = tuple(tuple(v.shape[1] for v in block) for block in blocks)
-        return torch.cat(list(chain.from_iterable(blocks)), dim=1)
+        self.blocks = tuple((*(v.shape[-1] for v in b), *b[0].shape[1:-1]) for b in blocks)
+        return torch.cat([vector.flatten(1) for vector in chain.from_iterable(blocks)], dim=1)
 
     @torch.enable_grad()
     def _backward(self, x_NCHW: Tensor, labels_N: Tensor) -> list[tuple[nn.Module, Tensor, Tensor]]:
@@ -582,6 +587,8 @@ def _layer_gradients(
         if layer.bias is not None:
             factors[layer.bias] = (backprops,)
         return factors
+    if type(layer) is nn.Conv2d and _has_few_positions(layer, backprops):
+        return _convolution_factors(layer, inputs, backprops)
     # Opacus unfolds the inputs of convolutions as if they had the strides of a contiguous tensor
     plain = inputs.reshape(-1).view(inputs.shape)
     sampler = GradSampleModule.GRAD_SAMPLERS.get(kind, _functional_gradients)
@@ -589,6 +596,28 @@ def _layer_gradients(
         sampler = _functional_gradients
     gradients = sampler(layer, [plain], backprops)
     return {p: (gradient.flatten(1),) for p, gradient in gradients.items()}
+
+
+def _has_few_positions(layer: nn.Conv2d, backprops: Tensor) -> bool:
+    plain = layer.groups == 1 and layer.padding_mode == "zeros" and layer.padding != "same"
+    return plain and backprops[0, 0].numel() <= MAX_POSITIONS
+
+
+def _convolution_factors(
+    layer: nn.Conv2d, inputs: Tensor, backprops: Tensor
+) -> dict[Tensor, tuple[Tensor, ...]]:
+    """Computes a convolution's gradients as sums of products over the T positions of the output.
+
+    A position multiplies the gradient of its output [P] with its patch of the input [Q].
+    """
+    padding = 0 if isinstance(layer.padding, str) else layer.padding
+    kernel, stride = layer.kernel_size, layer.stride
+    patches = nn.functional.unfold(inputs, kernel, layer.dilation, padding, stride).mT
+    columns = backprops.flatten(2).mT
+    factors: dict[Tensor, tuple[Tensor, ...]] = {layer.weight: (columns, patches)}
+    if layer.bias is not None:
+        factors[layer.bias] = (columns.sum(dim=1),)
+    return factors
 
 
 def _functional_gradients(

@@ -162,7 +162,7 @@ USER_ROW = 2.0**16
 # The maximum number of coordinates of users that are stored as float64 at the same time.
 CPU_BLOCK, GPU_BLOCK = 2**20, 2**26
 
-# The maximum number of coordinates that `weighted_sums` and `squared_norms` convert to float64 at
+# The maximum number of coordinates that `add_weighted` and `squared_norms` convert to float64 at
 # the same time. On a CPU, they fit in the cache.
 CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
 
@@ -187,21 +187,22 @@ def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
     return torch.where(torch.isfinite(norms), clip / norms, 0.0)
 
 
-def weighted_sums(weights_NG: Tensor, rows_ND: Tensor) -> Tensor:
-    """Computes the G weighted sums of the rows in float64, [G, D].
+def add_weighted(sums_GD: Tensor, weights_NG: Tensor, rows_ND: Tensor) -> None:
+    """Adds the G weighted sums of the rows to `sums_GD` (float64) in place.
 
     A row whose weights are all zero contributes nothing, even if it is not finite.
     """
     used = (weights_NG != 0).any(dim=1)
-    sums = [weights_NG.T @ used_rows(columns, used) for columns in _columns(rows_ND)]
-    return torch.cat(sums, dim=1)
+    columns = _columns(rows_ND)
+    for total, rows in zip(sums_GD.split(columns[0].shape[1], dim=1), columns, strict=True):
+        total.addmm_(weights_NG.T, used_rows(rows, used))
 
 
 def used_rows(rows_ND: Tensor, used_N: Tensor) -> Tensor:
-    """Converts rows to float64. Unused rows (bool [N]) become zero."""
+    """Converts rows [N, …] to float64. Unused rows (bool [N]) become zero."""
     exact = rows_ND.to(torch.float64)
     if exact.is_cuda:  # nonzero would wait for the GPU
-        return exact.masked_fill(~used_N[:, None], 0.0)
+        return exact.masked_fill(~used_N.view(-1, *[1] * (exact.dim() - 1)), 0.0)
     unused = (~used_N).nonzero().flatten()
     return exact.index_fill(0, unused, 0.0) if len(unused) else exact
 
@@ -232,7 +233,9 @@ def clipped_sums(rows_ND: Tensor, groups_N: Tensor, groups: int, clip: float) ->
     """
     members = torch.nn.functional.one_hot(groups_N, groups)
     factors = clip_factors(squared_norms(rows_ND), clip)
-    return weighted_sums(members * factors[:, None], rows_ND)
+    sums = factors.new_zeros(groups, rows_ND.shape[1])
+    add_weighted(sums, members * factors[:, None], rows_ND)
+    return sums
 
 
 def _rows_at_once(rows: Tensor, width: int) -> int:
@@ -469,8 +472,8 @@ class GaussianSumMechanism:
                 f"the vectors' norms are up to {products.bound:g}, but the mechanism was charged "
                 f"for a sensitivity of {self.sensitivity:g}. Clip the vectors to it"
             ).with_code("mechanism.sensitivity")
-        sums = products.sums(None if sample is None else sample.shares)
-        self._sums = open_sums.to(sums.device, non_blocking=True) + sums
+        self._sums = open_sums.to(products.device, non_blocking=True)
+        products.add_to(self._sums[0], None if sample is None else sample.shares)
 
     def _open_sums(self, sample: Sample | None) -> Tensor:
         """Returns the sums of the current step.
@@ -511,7 +514,7 @@ class GaussianSumMechanism:
         self._step.release()
         noise = self._noise((self._groups, self._width), sums.device)
         if self.grid is None:
-            return Released((sums + noise).to(torch.float32))
+            return Released(noise.add_(sums).to(torch.float32))
         return Released(on_grid(sums, noise, self.grid))
 
     def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:

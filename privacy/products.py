@@ -7,8 +7,13 @@ every possible example, the L2 norm of its long vector u is at most the attribut
 
 - `Rows`: u itself, clipped to norm a.
 - `Outer`: u = l ⊗ r with ‖l‖ ≤ a and ‖r‖ ≤ 1, so ‖u‖ = ‖l‖·‖r‖ ≤ a.
-- `LayerGradients`: the blocks of u are vectors and products l ⊗ r. ‖l ⊗ r‖ = ‖l‖·‖r‖, so the norm
-  of u is known without u, and u is multiplied by min(1, a/‖u‖).
+- `LayerGradients`: the blocks of u are vectors and sums of products Σ_t l_t ⊗ r_t, whose squared
+  norm is Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩. So the norm of u is known without u, and u is multiplied by
+  min(1, a/‖u‖). Products may cancel each other. In float64, their squared norm then has an error of
+  at most e·M² with M = Σ_t ‖l_t‖‖r_t‖ and e = (P + Q + 2T²)·2⁻⁵³, by the usual bounds on dot
+  products. Twice this error, or 2⁻³⁶·M² if that is more, is added to the squared norm, so the factor
+  is never too large. It is also at most 2¹⁸·a/M, so products that cancel stay below 2¹⁸·a, and each
+  addition of them in a sum leaves less than 2⁻³⁵·a.
 - `Moments`: u = √½·[svec(z zᵀ); z ⊗ e/b] with ‖z‖ ≤ 1 and ‖e‖ ≤ b. svec writes the upper triangle
   of a symmetric matrix with its off-diagonal entries times √2, so that ‖svec(z zᵀ)‖ = ‖z zᵀ‖_F =
   ‖z‖². Hence ‖u‖² = ½‖z‖⁴ + ½‖z‖²‖e‖²/b² ≤ 1.
@@ -28,7 +33,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import islice
 from typing import Self
 
 import torch
@@ -36,11 +41,11 @@ from torch import Tensor
 
 from fedsynth.errors import PrivacyError
 from fedsynth.privacy.mechanisms import (
+    add_weighted,
     clip_factors,
     clip_rows,
     squared_norms,
     used_rows,
-    weighted_sums,
 )
 
 
@@ -60,6 +65,12 @@ class Products(ABC):
     @abstractmethod
     def width(self) -> int:
         """The dimension of one example's vector."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the factors."""
+        device: torch.device = next(iter(vars(self).values())).device
+        return device
 
     def __len__(self) -> int:
         """Returns N, the number of examples."""
@@ -84,6 +95,10 @@ class Products(ABC):
         Args:
             shares_N: the weight of each example, in [0, 1]. None gives every example weight 1.
         """
+
+    def add_to(self, total_D: Tensor, shares_N: Tensor | None = None) -> None:
+        """Adds the sum of the examples' vectors to `total_D` (float64) in place, as `sums`."""
+        total_D += self.sums(shares_N)
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +160,14 @@ class Outer(Products):
 class LayerGradients(Products):
     """For each example, a gradient in blocks, clipped to norm `bound` in total.
 
-    A block is a vector, or the outer product l ⊗ r of two vectors, flattened in row-major order.
+    A block is a vector, or the sum of T outer products l_t ⊗ r_t of two vectors, flattened in
+    row-major order.
 
     Args:
-        values: [N, S], the vectors of all blocks one after the other, those of a product as l, r.
-        blocks: for each block the lengths of its vectors: (D,), or (P, Q) for a product.
+        values: [N, S], the vectors of all blocks one after the other, those of products as all l_t,
+            then all r_t.
+        blocks: for each block the lengths of its vectors: (D,), or (P, Q) for a product, or
+            (P, Q, T) for a sum of products.
         bound: a.
     """
 
@@ -159,21 +177,27 @@ class LayerGradients(Products):
 
     @property
     def width(self) -> int:
-        return sum(map(math.prod, self.blocks))
+        return sum(self._widths())
+
+    def _widths(self) -> list[int]:
+        return [math.prod(block[:2]) for block in self.blocks]
 
     def _vectors(self) -> list[tuple[Tensor, ...]]:
-        """Returns the vectors [N, length] of each block."""
-        vectors = iter(self.values.split(list(chain.from_iterable(self.blocks)), dim=1))
-        return [tuple(islice(vectors, len(block))) for block in self.blocks]
+        """Returns the vectors of each block: [N, D], or [N, T, P] and [N, T, Q]."""
+        terms = [math.prod(block[2:]) for block in self.blocks]
+        lengths = [n * T for block, T in zip(self.blocks, terms, strict=True) for n in block[:2]]
+        vectors = iter(self.values.split(lengths, dim=1))
+        blocks = [tuple(islice(vectors, min(len(block), 2))) for block in self.blocks]
+        return [
+            tuple(v.unflatten(1, (T, -1)) for v in block) if len(block) > 1 else block
+            for block, T in zip(blocks, terms, strict=True)
+        ]
 
     def _factors(self, blocks: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """Computes the factors [N] that clip the blocks' gradients."""
         squares = self.values.new_zeros(len(self), dtype=torch.float64)
         for first, *second in blocks:
-            block = squared_norms(first)
-            for row in second:
-                block *= squared_norms(row)
-            squares += block
+            squares += product_squares(first, second[0]) if second else squared_norms(first)
         return clip_factors(squares, self.bound)
 
     def gradients(self) -> Tensor:
@@ -186,27 +210,51 @@ class LayerGradients(Products):
         return clip_rows(exact.gradients(), self.bound)
 
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
+        total = self.values.new_zeros(self.width, dtype=torch.float64)
+        self.add_to(total, shares_N)
+        return total
+
+    def add_to(self, total_D: Tensor, shares_N: Tensor | None = None) -> None:
         blocks = self._vectors()
         for position, vectors in enumerate(blocks):
             if len(vectors) == 2:  # converted once for the norm and the sum
                 blocks[position] = (vectors[0].double(), vectors[1].double())
         weights = _weighted(self._factors(blocks)[:, None], shares_N)
         used = weights[:, 0] != 0
-        pieces = []
-        for first, *second in blocks:
+        for (first, *second), total in zip(blocks, total_D.split(self._widths()), strict=True):
             if second:
                 column, row = used_rows(first, used), used_rows(second[0], used)
-                pieces.append(((column * weights).T @ row).flatten())
+                columns = (column * weights[:, None]).flatten(0, 1)
+                total.view(columns.shape[1], -1).addmm_(columns.T, row.flatten(0, 1))
             else:
-                pieces.append(weighted_sums(weights, first)[0])
-        return torch.cat(pieces)
+                add_weighted(total[None], weights, first)
 
 
-def outer_products(column_NP: Tensor, row_NQ: Tensor | None = None) -> Tensor:
-    """Returns l ⊗ r of each example in row-major order, [N, PQ], or l if there is no r."""
-    if row_NQ is None:
-        return column_NP
-    return (column_NP[:, :, None] * row_NQ[:, None, :]).flatten(1)
+def product_squares(columns_NTP: Tensor, rows_NTQ: Tensor) -> Tensor:
+    """Computes the squared norm of each Σ_t l_t ⊗ r_t, [N], from float64 vectors.
+
+    The result is not below the exact value, except for relative rounding (see the module's text).
+    """
+    (terms, P), Q = columns_NTP.shape[1:], rows_NTQ.shape[2]
+    if terms == 1:
+        return squared_norms(columns_NTP[:, 0]) * squared_norms(rows_NTQ[:, 0])
+    grams = columns_NTP @ columns_NTP.mT, rows_NTQ @ rows_NTQ.mT
+    squares = grams[0] * grams[1]
+    lengths = squares.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
+    error = max((P + Q + 2 * terms**2) * 2.0**-52, 2.0**-36)
+    return squares.sum(dim=(1, 2)).clamp_min(0.0) + error * lengths**2
+
+
+def outer_products(columns: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Returns l ⊗ r of each example in row-major order, [N, PQ], or l if there is no r.
+
+    Sums of T products have factors [N, T, P] and [N, T, Q], single products [N, P] and [N, Q].
+    """
+    if rows is None:
+        return columns
+    if columns.dim() == 2:
+        columns, rows = columns[:, None], rows[:, None]
+    return torch.einsum("ntp,ntq->npq", columns, rows).flatten(1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -160,11 +160,13 @@ def _ratios(name: str, *cases: str) -> list[float]:
 @table("dp-sgd")
 def _dp_sgd() -> str:
     """Milliseconds and megabytes of a step."""
-    networks = ("ConvNet-128, 64", "ConvNet-128, 256", "CNN1, 256", "LeNet-5, 64", "linear, 64")
+    convolutional = ("ConvNet-128, 64", "ConvNet-128, 256", "CNN1, 256", "LeNet-5, 64")
+    networks = ("ResNet-18, 32", "ResNet-18, 64×64, 32", *convolutional, "linear, 64")
     runs = {"fedsynth": "fedsynth", "Opacus": "opacus hooks", "ghost clipping": "opacus ghost"}
 
     def cell(network: str, run: str) -> str:
-        row = case("peers", f"dp-sgd {network.replace(', ', ' b')}")
+        model, _, batch = network.rpartition(", ")
+        row = case("peers", f"dp-sgd {model} b{batch}")
         milliseconds = row["milliseconds"][run]
         digits = 0 if milliseconds > 100 else 1
         return f"{milliseconds:,.{digits}f}; {row['megabytes'][run]:,}"

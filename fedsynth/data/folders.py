@@ -197,7 +197,8 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         ]
         for name in set(files) - hidden:
             if path.parts or name not in (DECLARATION, USERS_FILE):
-                entries.append(Entry(_kind(Path(folder, name)), path / name))
+                file = path / name
+                entries.append(Entry(_kind(root, file), file))
     return sorted(entries, key=lambda entry: entry.path.parts)
 
 
@@ -211,10 +212,10 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name.casefold() in _SYSTEM_FILES
 
 
-def _kind(file: Path) -> str:
-    if not file.exists():
+def _kind(root: Path, file: PurePosixPath) -> str:
+    if not os.path.exists(f"{root}/{file}"):
         return BROKEN_LINK
-    if is_image(file):
+    if file.suffix.lower() in EXTENSIONS or is_image(root / file):
         return IMAGE
     return file.suffix.lower() or NO_EXTENSION
 

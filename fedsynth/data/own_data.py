@@ -33,7 +33,7 @@ from fedsynth.data.folders import find_declared_files, find_files, with_patients
 from fedsynth.data.images import Bytes, ImageData, IntArray, from_arrays, image_shape_of
 from fedsynth.data.masks import read_masked_folder
 from fedsynth.data.medical import Decoding
-from fedsynth.data.pixels import file_hashes, read_headers, read_pixels
+from fedsynth.data.pixels import decode_files, read_headers, read_pixels
 from fedsynth.data.records import (
     Note,
     Records,
@@ -144,6 +144,8 @@ def read_own_data(
     ledger = getattr(declaration, "ledger", None)
     splits = splits_of(settings.folder, settings, note, decoding, settings.revision, ledger)
     records = training_records(splits, settings, note)
+    if declaration is None:
+        records = _decoded_once(records, settings)
     tables = [records]
     tests = splits if {TEST, TRAIN} <= splits.keys() else {}
     if settings.test_folder:
@@ -460,7 +462,8 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
     size = settings.size()
     channels = settings.channels
     if size is None or not channels:
-        headers, faults = read_headers(records.paths)
+        read = records.decoded
+        headers, faults = (read.headers, read.faults) if read else read_headers(records.paths)
         if faults:
             _refuse_faults(records, faults)
         heights, widths, are_grey = zip(*headers, strict=True)
@@ -475,6 +478,18 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
         size = size or (heights[0], widths[0])
         channels = channels or (1 if all(are_grey) else 3)
     return channels, *size
+
+
+def _decoded_once(records: Records, settings: FolderSettings) -> Records:
+    """Decodes images in the shape of the first one, so that each file is read only once.
+
+    If another shape is needed, `as_data` decodes them again.
+    """
+    for first in read_headers(records.paths[:1])[0] if records.are_images else ():
+        shape = (settings.channels or (1 if first.grey else 3), *(settings.size() or first[:2]))
+        decoded = decode_files(records.paths, shape, settings.decoding())
+        return replace(records, decoded=decoded)
+    return records
 
 
 # --------------------------------------------------------------------------------- the run's data
@@ -533,20 +548,24 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
             "Save the data as an array file"
         ).with_code("data.channels")
     decoding = Decoding(spec.window, spec.slice)
-    images, faults, losses = read_pixels(files.paths, *spec.image_shape, decoding)
+    decoded = files.decoded
+    if decoded is None or decoded.images.shape[1:] != spec.image_shape:
+        decoded = decode_files(files.paths, spec.image_shape, decoding)
+    images, faults, losses = decoded.images, decoded.faults, decoded.losses
     if faults and not private:
         _refuse_faults(files, faults)
     if losses:
         lost = ", ".join(f"{count} {loss}" for loss, count in sorted(losses.items()))
         note(f"converted in {one_line(files.root)}: {lost}")
-    images = np.delete(images, list(faults), axis=0)
+    hashes = decoded.hashes
+    if faults:
+        images, hashes = (np.delete(rows, list(faults), axis=0) for rows in (images, hashes))
     files = _without(files, faults, note)
     numbers = list(map(spec.class_names.index, files.labels))
     labels = torch.tensor(numbers, dtype=torch.int64)
     groups = None
     if files.users.any():
         groups = torch.from_numpy(np.unique(files.users, return_inverse=True)[1])
-    hashes = file_hashes(files.paths)
     _note_copies(files, hashes, note)
     pixels = torch.from_numpy(images)
     return ImageData(pixels, labels, spec, None, groups, private, torch.from_numpy(hashes))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from io import BufferedReader, BytesIO
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +28,7 @@ from fedsynth.data.images import Bytes
 from fedsynth.data.medical import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
-from fedsynth.files import open_regular, read_regular
+from fedsynth.files import read_regular
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -41,6 +43,8 @@ MAX_IMAGE_BYTES = 3 * MAX_PIXELS
 # Cameras and editors write about ten scans.
 MAX_SCANS = 100
 
+# Threads cost more than they save if reading a file takes less time. The first files are timed.
+_SLOW_SECONDS, _TRIED = 1e-3, 16
 _LARGE_PIXELS = 2**20
 _LARGE_IMAGE_LOCK = Lock()
 # The centre and width of the 16-bit range.
@@ -107,38 +111,48 @@ def read_pixels(
     Returns the images, a dictionary that maps unreadable files' indices in `paths` to fault
     descriptions, and image counts by conversion loss. Unreadable images are black.
     """
-    images = np.zeros((len(paths), channels, height, width), np.uint8)
-    losses: Counter[str] = Counter()
-
-    def read(position: int) -> tuple[str, ...]:
-        values, lost = read_picture(paths[position], decoding)
-        if values.dtype != np.uint8:
-            values = np.rint(values * 255).astype(np.uint8)
-        images[position] = decoded(Image.fromarray(values), channels, height, width)
-        if values.ndim == 3 and channels == 1:
-            lost = (*lost, COLOUR_LOST)
-        return lost
-
-    results, faults = _attempt(read, range(len(paths)))
-    for lost in filter(None, results):
-        losses.update(lost)
-    return images, faults, losses
+    return decode_files(paths, (channels, height, width), decoding)[:3]
 
 
-def file_hashes(paths: Sequence[Path]) -> Bytes:
-    """Computes SHA-256 file hashes, uint8 [N, 32].
+class DecodedFiles(NamedTuple):
+    """The results of `read_pixels`, the readable images' headers, and the files' SHA-256 [N, 32].
 
-    Unreadable files get the hash 0.
+    Unreadable files have the hash 0.
     """
+
+    images: Bytes
+    faults: dict[int, str]
+    losses: Counter[str]
+    headers: list[ImageHeader]
+    hashes: Bytes
+
+
+def decode_files(
+    paths: Sequence[Path], shape: tuple[int, int, int], decoding: Decoding
+) -> DecodedFiles:
+    """Reads each image file once, and decodes it to `shape` as `read_pixels` does."""
+    images = np.zeros((len(paths), *shape), np.uint8)
     hashes = np.zeros((len(paths), hashlib.sha256().digest_size), np.uint8)
 
-    def read(position: int) -> None:
-        with BufferedReader(open_regular(paths[position])) as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-        hashes[position] = np.frombuffer(digest, np.uint8)
+    def read(position: int) -> tuple[ImageHeader, tuple[str, ...]]:
+        digest = hashlib.sha256()
+        values, lost = read_picture(paths[position], decoding, digest)
+        hashes[position] = np.frombuffer(digest.digest(), np.uint8)
+        if values.dtype != np.uint8:
+            values = np.rint(values * 255).astype(np.uint8)
+        becomes_grey = values.ndim == 3 and shape[0] == 1
+        if becomes_grey:
+            lost = (*lost, COLOUR_LOST)
+        if becomes_grey or values.shape[:2] != shape[1:]:
+            images[position] = decoded(Image.fromarray(values), *shape)
+        else:  # `decoded` would change nothing; grey is repeated for colour
+            images[position] = values.transpose(2, 0, 1) if values.ndim == 3 else values
+        return ImageHeader(len(values), values.shape[1], values.ndim == 2), lost
 
-    _attempt(read, range(len(paths)))
-    return hashes
+    results, faults = _attempt(read, range(len(paths)))
+    read_files = list(filter(None, results))
+    losses = Counter(loss for _, lost in read_files for loss in lost)
+    return DecodedFiles(images, faults, losses, [header for header, _ in read_files], hashes)
 
 
 def read_patients(paths: Sequence[Path]) -> list[str]:
@@ -190,18 +204,23 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
         ValueError: the file is empty, or has too many pixels or scans.
         Exception: a damaged file may raise any exception, here or when it is decoded.
     """
-    content = read_regular(path, MAX_IMAGE_BYTES)
+    image, lock = _opened(read_regular(path, MAX_IMAGE_BYTES))
+    with lock:
+        yield image
+
+
+def _opened(content: bytes) -> tuple[Image.Image, AbstractContextManager[Any]]:
+    """Opens an image as `opened_image` does. Returns it with a lock that large images share."""
     if not content:
         raise ValueError("the file is empty")
-    if content.count(b"\xff\xda") > MAX_SCANS and content.startswith(b"\xff\xd8"):
+    if content.startswith(b"\xff\xd8") and content.count(b"\xff\xda") > MAX_SCANS:
         raise ValueError(f"the JPEG file has more than {MAX_SCANS} scans")
-    with Image.open(BytesIO(content), formats=FORMATS) as image:  # reads only the header
-        pixels = image.width * image.height
-        if pixels > MAX_PIXELS:
-            size = f"{image.width}×{image.height}"
-            raise ValueError(f"the image is {size}, above the limit of {MAX_PIXELS:,} pixels")
-        with _LARGE_IMAGE_LOCK if pixels > _LARGE_PIXELS else nullcontext():
-            yield image
+    image = Image.open(BytesIO(content), formats=FORMATS)  # reads only the header
+    pixels = image.width * image.height
+    if pixels > MAX_PIXELS:
+        size = f"{image.width}×{image.height}"
+        raise ValueError(f"the image is {size}, above the limit of {MAX_PIXELS:,} pixels")
+    return image, _LARGE_IMAGE_LOCK if pixels > _LARGE_PIXELS else nullcontext()
 
 
 def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], dict[int, str]]:
@@ -209,7 +228,7 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
 
     Failed calls do not stop others. Returns the results, with None for failed calls, and a
     dictionary that maps the failed items' indices in `items` to fault descriptions. Threads speed
-    up image decoding, which releases the interpreter's lock.
+    up the decoding of large images, which releases the interpreter's lock.
     """
     faults: dict[int, str] = {}
 
@@ -225,9 +244,13 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
             faults[position] = one_line(error)
         return None
 
+    numbered = enumerate(items)
     with warnings.catch_warnings(), ThreadPoolExecutor(os.cpu_count()) as pool:
         warnings.simplefilter("ignore")  # pydicom's warnings quote headers
-        results = list(pool.map(read_or_note, enumerate(items)))
+        started = time.perf_counter()
+        results = list(map(read_or_note, islice(numbered, _TRIED)))
+        are_slow = time.perf_counter() - started > _TRIED * _SLOW_SECONDS
+        results += (pool.map if are_slow else map)(read_or_note, numbered)
     return results, dict(sorted(faults.items()))
 
 
@@ -251,20 +274,31 @@ def _is_grey(image: Image.Image) -> bool:
     return image.mode in ("L", "1", "LA", "La") or _has_wide_levels(image)
 
 
-def read_picture(path: Path, decoding: Decoding) -> Picture:
-    """Decodes an image file upright, and describes what information was lost."""
+def read_picture(path: Path, decoding: Decoding, digest: Any = None) -> Picture:
+    """Decodes an image file upright, and describes what information was lost.
+
+    `digest`, a hash of `hashlib`, receives the file's bytes.
+    """
     reader = medical.medical_reader(path)
     if reader is not None:
         with _LARGE_IMAGE_LOCK:
+            if digest is not None:
+                digest.update(read_regular(path, medical.MAX_FILE_BYTES))
             return reader(path, decoding)
-    with opened_image(path) as image:
+    content = read_regular(path, MAX_IMAGE_BYTES)
+    if digest is not None:
+        digest.update(content)
+    image, lock = _opened(content)
+    with lock:
         losses = []
-        decoders = str(getattr(image, "tile", ""))  # of Pillow, with the modes of the stored data
-        if _has_wide_levels(image) or ";16" in decoders:
+        modes = [str(decoder[3]) for decoder in getattr(image, "tile", ())]  # of the stored data
+        if _has_wide_levels(image) or any(";16" in mode for mode in modes):
             losses.append(medical.BITS_LOST)
         if image.format == "TIFF" and getattr(image, "n_frames", 1) > 1:
             losses.append(PAGES_LOST)
-        upright = ImageOps.exif_transpose(image)
+        image.load()  # PNG files may store EXIF data after the pixels
+        is_turned = bool(image.info) and _EXIF_ORIENTATION in image.getexif()
+        upright = ImageOps.exif_transpose(image) if is_turned else image
         if _has_wide_levels(upright):
             window = decoding.window
             if upright.mode != "F":
@@ -279,7 +313,8 @@ def read_picture(path: Path, decoding: Decoding) -> Picture:
                 losses.append(ALPHA_LOST)
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright)
-        return Picture(np.asarray(upright.convert(mode)), tuple(losses))
+        plain = upright if upright.mode == mode else upright.convert(mode)
+        return Picture(np.asarray(plain), tuple(losses))
 
 
 def decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from fedsynth.data.files import SPLITS, folded_name, words_of
 from fedsynth.data.images import IntArray
+from fedsynth.data.pixels import DecodedFiles
 from fedsynth.data.registry import in_order
 from fedsynth.errors import DataError, one_line
 
@@ -57,6 +59,7 @@ class Records:
         ignored: hidden files, and empty folders of classes with images elsewhere. Always skipped.
         skipped: the paths of skipped unreadable images.
         notes: sentences about unused list columns.
+        decoded: the images of all files, if they are decoded already.
     """
 
     root: Path
@@ -69,6 +72,7 @@ class Records:
     ignored: tuple[Entry, ...] = ()
     skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    decoded: DecodedFiles | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -91,7 +95,7 @@ class Records:
         """
         return in_order(self.sites[self.sites != ""])
 
-    @property
+    @cached_property
     def paths(self) -> list[Path]:
         """The full path of each image."""
         return list(map(self.root.joinpath, self.values))
@@ -104,7 +108,7 @@ class Records:
         columns = {
             name: getattr(self, name)[rows] for name in ("values", "labels", "sites", "users")
         }
-        return replace(self, **columns)
+        return replace(self, **columns, decoded=None)
 
 
 def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:

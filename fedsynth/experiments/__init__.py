@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fedsynth._lazy_import import lazy_exports
 
 if TYPE_CHECKING:
+    from fedsynth.experiments.runner import Shard as Shard
     from fedsynth.experiments.runner import run_sweep as run_sweep
     from fedsynth.experiments.selection import select_privately as select_privately
     from fedsynth.experiments.sweep import read_sweep as read_sweep

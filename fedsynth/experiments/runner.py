@@ -14,11 +14,12 @@ client after another, and the server's distillation.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass
 from io import FileIO
 from pathlib import Path
@@ -36,7 +37,7 @@ from fedsynth.experiments.rows import (
     round_summary,
     settings_hash,
 )
-from fedsynth.experiments.sweep import Cell, Sweep
+from fedsynth.experiments.sweep import Cell, Sweep, SweepError
 from fedsynth.federation.protocol import Observer
 from fedsynth.files import claim, last_line, open_regular, read_regular, write_whole
 from fedsynth.results.file_names import CONFIG, LOCK, METRICS
@@ -256,12 +257,57 @@ LOG = "log.txt"
 COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "train")
 
 
-def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
+@dataclass(frozen=True)
+class Shard:
+    """A part of a sweep's runs: part `number` of `count`, from 1."""
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def of(cls, text: str | None, environment: Mapping[str, str]) -> Shard:
+        """Parses `i/n`, or returns the shard of a Slurm array's task if `text` is None.
+
+        Raises:
+            SweepError: the shard is invalid.
+
+        >>> Shard.of("2/8", {})
+        Shard(number=2, count=8)
+        >>> Shard.of(None, {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_TASK_COUNT": "4"})
+        Shard(number=1, count=4)
+        """
+        if text is None:
+            prefix = "SLURM_ARRAY_TASK_"
+            if prefix + "COUNT" not in environment:
+                return cls()
+            defaults = {"ID": 0, "MIN": 0, "STEP": 1}
+            task, first, step = (int(environment.get(prefix + n, v)) for n, v in defaults.items())
+            text = f"{(task - first) // step + 1}/{environment[prefix + 'COUNT']}"
+        match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+        shard = cls(int(match[1]), int(match[2])) if match else cls(0)
+        if not 1 <= shard.number <= shard.count:
+            raise SweepError(
+                f"the shard {text!r} is not a part i/n with 1 ≤ i ≤ n. Pass --shard, such as 1/8"
+            ).with_code("sweep.shard")
+        return shard
+
+    def cells(self, sweep: Sweep) -> list[Cell]:
+        """Returns the shard's runs. Runs that charge the same ledgers are in the same shard."""
+        groups = list(dict.fromkeys(_ledger(cell) or cell for cell in sweep.cells))
+        chosen = set(groups[self.number - 1 :: self.count])
+        return [cell for cell in sweep.cells if (_ledger(cell) or cell) in chosen]
+
+
+def run_sweep(
+    sweep: Sweep, report: Callable[[str], None], shard: Shard | None = None
+) -> list[Cell]:
     """Executes a sweep's unfinished runs, and returns the failed ones.
 
     Args:
         sweep: the sweep.
         report: receives a line when a run begins or ends.
+        shard: the part to execute, or None. Shards, also of other machines, may use the folder at
+            the same time. A run that another process executes is left out.
 
     Raises:
         KeyboardInterrupt: raised again after the active runs were stopped cleanly. Repeating the
@@ -271,8 +317,9 @@ def run_sweep(sweep: Sweep, report: Callable[[str], None]) -> list[Cell]:
     if sweep.selection is not None:
         reason = "is set, so only one run is executed. Call select_privately instead of run_sweep"
         raise SettingError("selection", "law", reason)
-    with locked(sweep) as lock:
-        return _run_waiting(sweep, report, lock)
+    shard = shard or Shard()
+    with locked(sweep) if shard.count == 1 else nullcontext() as lock:
+        return _run_waiting(sweep, report, lock, shard)
 
 
 @contextmanager
@@ -310,9 +357,13 @@ def _busy(place: Path) -> OutputError:
     ).with_code("sweep.lock")
 
 
-def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> list[Cell]:
-    waiting = [cell for cell in sweep.cells if sweep.finished(cell) is None]
-    report(f"{len(sweep.cells)} runs in {sweep.output}, {len(sweep.cells) - len(waiting)} finished")
+def _run_waiting(
+    sweep: Sweep, report: Callable[[str], None], lock: FileIO | None, shard: Shard
+) -> list[Cell]:
+    cells = shard.cells(sweep)
+    waiting = [cell for cell in cells if sweep.finished(cell) is None]
+    part = f" of shard {shard.number}/{shard.count}" if shard.count > 1 else ""
+    report(f"{len(cells)} runs{part} in {sweep.output}, {len(cells) - len(waiting)} finished")
     for cell in waiting:
         run = finished_run(sweep.folder(cell))
         if run is not None:
@@ -324,7 +375,10 @@ def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> l
         while waiting or running:
             for cell in _startable(sweep, waiting, running):
                 waiting.remove(cell)
-                running[cell] = _start(sweep, cell, lock)
+                if (process := _start(sweep, cell, lock)) is None:
+                    report(f"left out: {cell.label}, which another process executes")
+                    continue
+                running[cell] = process
                 report(f"begins: {cell.label}")
             time.sleep(POLL_SECONDS)
             for cell, process in list(running.items()):
@@ -335,8 +389,8 @@ def _run_waiting(sweep: Sweep, report: Callable[[str], None], lock: FileIO) -> l
                         failed.append(cell)
                         message = last_line(sweep.folder(cell) / LOG)
                         result = f"failed (exit code {process.returncode}): {message}"
-                    ended = len(sweep.cells) - len(waiting) - len(running)
-                    report(f"{ended}/{len(sweep.cells)} {cell.label}: {result}")
+                    ended = len(cells) - len(waiting) - len(running)
+                    report(f"{ended}/{len(cells)} {cell.label}: {result}")
     finally:
         _stop(list(running.values()))
     return failed
@@ -363,14 +417,28 @@ def _ledger(cell: Cell) -> Path | None:
     return privacy.ledger_folder if privacy is not None else cell.settings.ledger
 
 
-def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
-    """Starts a run, or resumes it if it was interrupted.
+def _start(sweep: Sweep, cell: Cell, lock: FileIO | None) -> subprocess.Popen[bytes] | None:
+    """Starts a run, or resumes it if it was interrupted. Returns None if others execute it.
 
-    The run inherits the lock, because it outlives a killed sweep.
+    The run inherits the lock of its folder and that of the sweep, because it outlives a killed
+    sweep.
     """
     folder = sweep.folder(cell)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            run_lock = claim(folder / LOCK, BlockingIOError())
+        except BlockingIOError:
+            return None
+    with run_lock:
+        if sweep.finished(cell) is not None:  # since the sweep began
+            return None
+        return _started(sweep, cell, [run_lock, *filter(None, [lock])])
+
+
+def _started(sweep: Sweep, cell: Cell, locks: Sequence[FileIO]) -> subprocess.Popen[bytes]:
+    folder = sweep.folder(cell)
     config = folder / CONFIG
-    folder.mkdir(parents=True, exist_ok=True)
     write_whole(config, to_toml(cell.settings.to_mapping()).encode())
     arguments = ["--config", str(config), "--output", str(folder)]
     if (interrupted := current(unfinished_run(folder), cell.settings)) is not None:
@@ -382,20 +450,21 @@ def _start(sweep: Sweep, cell: Cell, lock: FileIO) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=log,
             env=_environment(sweep.jobs),
-            **_separated(lock),
+            **_separated(locks),
         )
-    _note_process(lock, process.pid)
+    for lock in locks:
+        _note_process(lock, process.pid)
     return process
 
 
-def _separated(lock: FileIO) -> dict[str, Any]:
-    """Returns `Popen` arguments with which a run inherits the sweep's lock, but not Ctrl-C.
+def _separated(locks: Sequence[FileIO]) -> dict[str, Any]:
+    """Returns `Popen` arguments with which a run inherits the locks, but not Ctrl-C.
 
     The sweep receives Ctrl-C and stops its runs cleanly. On Windows a run inherits no lock.
     """
     if sys.platform == "win32":
         return {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
-    return {"pass_fds": [lock.fileno()], "start_new_session": True}
+    return {"pass_fds": [lock.fileno() for lock in locks], "start_new_session": True}
 
 
 def _environment(jobs: int) -> dict[str, str]:

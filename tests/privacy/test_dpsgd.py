@@ -199,17 +199,39 @@ def unusual_network() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["convnet", "lenet5", "cnn1", "cnn2", "resnet8", "linear", "mlp", "custom", "unusual"]
-)
+def network_of_few_positions() -> nn.Module:
+    """Returns a network whose convolutions have outputs of 2×2 and 1×1 pixels, one used twice."""
+
+    def use(network: Any, x: Tensor) -> Any:
+        h = network.wide(x).relu()
+        return network.classifier(network.last(network.same(network.same(h))).flatten(1))
+
+    return Uses(
+        use,
+        wide=nn.Conv2d(3, 4, (3, 5), stride=16, dilation=2, padding=(1, 4)),
+        same=nn.Conv2d(4, 4, 3, padding=1, bias=False),
+        last=nn.Conv2d(4, 6, 2),
+        classifier=nn.Linear(6, 10),
+    )
+
+
+NETWORKS = {
+    "custom": channels_last_network,
+    "unusual": unusual_network,
+    "few positions": network_of_few_positions,
+}
+MODELS = ("convnet", "lenet5", "cnn1", "cnn2", "resnet8", "linear", "mlp")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *NETWORKS])
 def test_rows_equal_example_gradients(name: str) -> None:
     """Regression: Opacus unfolds channels-last inputs by contiguous strides, and ignores
     padding_mode."""
     shape = (1, 28, 28) if name in ("cnn1", "cnn2") else (3, 32, 32)
     with forked_rng(0, "a network"):
-        network = unusual_network() if name == "unusual" else channels_last_network()
+        network = NETWORKS.get(name, unusual_network)()
         x = torch.randn(4, *shape)
-    if name not in ("custom", "unusual"):
+    if name not in NETWORKS:
         settings = ModelSettings(name, width=8, norm="group" if shape[0] == 1 else "")
         network = build_model(settings, shape, 10, seed=0)
     y = torch.arange(4)

@@ -117,6 +117,30 @@ def test_layer_gradients_equal_numpy(clip: float) -> None:
     np.testing.assert_allclose(sums, total, atol=1e-12)
 
 
+def test_sums_of_products_equal_numpy() -> None:
+    """Σ_t l_t ⊗ r_t is clipped by its own norm. Broken versions would clip each product."""
+    rng = np.random.default_rng(0)
+    left, right = rng.normal(size=(6, 3, 4)), rng.normal(size=(6, 3, 5))
+    total = np.zeros(20)
+    for gradient in np.einsum("ntp,ntq->npq", left, right).reshape(6, -1):
+        total += gradient * min(1, CLIP / np.linalg.norm(gradient))
+    values = torch.from_numpy(np.concatenate([left.reshape(6, -1), right.reshape(6, -1)], 1))
+    vectors_sum = LayerGradients(values, ((4, 5, 3),), CLIP)
+    assert vectors_sum.width == 20
+    np.testing.assert_allclose(vectors_sum.sums(), total, atol=1e-9)
+    np.testing.assert_allclose(vectors_sum.rows().sum(0), total, atol=1e-12)
+
+
+@pytest.mark.parametrize("difference", [0.0, 1e-12, 1e-10, 1e-9, 1e-8, 1e-4, 1.0])
+def test_products_that_cancel_are_within_bound(difference: float) -> None:
+    """Without the bound on rounding, the norm of two huge, almost opposite products may be 0."""
+    for scale in (1.0, 1e6, 1e12):
+        rows = [1.0, 0.5, 1 - difference, 0.5 + difference]
+        values = torch.tensor([[scale, -scale, *rows]], dtype=torch.float64)
+        total = LayerGradients(values, ((1, 2, 2),), CLIP).sums()
+        assert float(total.norm()) <= CLIP * (1 + 1e-9)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_factored_sums_equal_explicit_sums(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -14,6 +14,7 @@ import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ from fedsynth.experiments.page import (
     runs_page,
     write_png,
 )
-from fedsynth.experiments.runner import run_sweep
-from fedsynth.experiments.sweep import FORMATS, Sweep, read_sweep, render, sweep_rows
+from fedsynth.experiments.runner import Shard, run_sweep
+from fedsynth.experiments.sweep import FORMATS, Sweep, SweepError, read_sweep, render, sweep_rows
 from fedsynth.results.file_names import LOCK
 from fedsynth.results.finished import Run, RunFolderError, finished_run, finished_runs
 from fedsynth.validation import to_toml
@@ -187,6 +188,74 @@ def test_sweeps_of_one_folder_exclude_each_other(make_sweep: SweepFactory) -> No
     messages: list[str] = []
     assert run_sweep(sweep, messages.append) == []
     assert messages == [f"1 runs in {sweep.output}, 1 finished"]
+
+
+def test_shards_share_out_runs_and_none_is_lost(make_sweep: SweepFactory, tmp_path: Path) -> None:
+    """Two processes of three shards run at the same time, one of them twice; then one call runs
+    the rest. Runs on the same ledgers are in one shard."""
+    sweep = make_sweep("[grid]\nseed = [0, 1, 2, 3, 4, 5, 6]\n", seconds=0.3)
+    parts = [Shard(number, 3).cells(sweep) for number in (1, 2, 3)]
+    assert sorted(map(len, parts)) == [2, 2, 3]
+    assert {cell for part in parts for cell in part} == set(sweep.cells)
+    lines: list[str] = []
+    with ThreadPoolExecutor() as pool:
+        shards = [Shard(1, 3), Shard(1, 3), Shard(3, 3)]
+        results = pool.map(lambda shard: run_sweep(sweep, lines.append, shard), shards)
+        assert list(results) == [[], [], []]
+    assert sum(line.startswith("begins") for line in lines) == 5 == len(times(sweep))
+    assert any(line.startswith("left out") for line in lines)
+    lines.clear()
+    assert run_sweep(sweep, lines.append) == []
+    assert sum(line.startswith("begins") for line in lines) == 2
+    assert len(times(sweep)) == 7
+    ledger = f'[privacy]\nnoise_multiplier = 3.0\nledger = "{tmp_path}/ledgers"\n'
+    private = make_sweep(f"{ledger}[grid]\nseed = [0, 1]\n")
+    assert list(map(len, (Shard(1, 2).cells(private), Shard(2, 2).cells(private)))) == [2, 0]
+
+
+def test_run_of_a_killed_shard_is_not_repeated(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(SEED, seconds=2)
+    if (child := os.fork()) == 0:
+        killed = lambda text: text.startswith("begins") and os.kill(os.getpid(), 9)  # noqa: E731
+        run_sweep(sweep, killed, Shard(1, 2))
+    os.waitpid(child, 0)
+    lines: list[str] = []
+    assert run_sweep(sweep, lines.append) == []
+    assert lines[-1].startswith("left out")
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "step", "task", "expected"),
+    [(0, 3, 1, 0, (1, 4)), (1, 4, 1, 4, (4, 4)), (10, 30, 10, 20, (2, 3)), (1, 8, 7, 8, (2, 2))],
+)
+def test_shard_is_the_task_of_a_slurm_array(
+    first: int, last: int, step: int, task: int, expected: tuple[int, int]
+) -> None:
+    count = (last - first) // step + 1
+    facts = {"ID": task, "COUNT": count, "MIN": first, "STEP": step}
+    names = {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in facts.items()}
+    assert Shard.of(None, names) == Shard(*expected)
+    assert Shard.of("3/5", names) == Shard(3, 5)
+    assert Shard.of(None, {}) == Shard()
+
+
+def test_invalid_shards_are_rejected() -> None:
+    odd = {"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "2"}
+    for text, names in (("0/4", {}), ("5/4", {}), ("1", {}), ("a/b", {}), (None, odd)):
+        with raises(SweepError, "sweep.shard"):
+            Shard.of(text, names)
+
+
+def test_last_shard_prints_the_table(make_sweep: SweepFactory, tmp_path: Path) -> None:
+    make_sweep(SEEDS)
+    common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "out")]
+    first = CliRunner().invoke(app, [*common, "--shard", "1/2"])
+    assert (first.exit_code, first.stdout) == (0, "")
+    assert "1 runs of all shards are missing" in first.stderr
+    task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "1"}
+    last = CliRunner().invoke(app, common, env=task)
+    assert last.exit_code == 0
+    assert last.stdout.startswith("method")
 
 
 def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> None:
