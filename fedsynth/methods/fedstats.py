@@ -650,20 +650,20 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         )
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        widths = {plan.name: plan.dimension for plan in self._releases(context.privacy, context)}
+        plans = self._releases(context.privacy, context)
+        plans = self.round_plans(plans, context.round, context.rounds)
+        widths = {plan.name: plan.dimension for plan in plans}
         bound = LARGEST * max([1.0, *context.noise.values()])
         rules: dict[str, Rule] = {}
         for field, plan in self.sum_releases(exchange, context).items():
-            dtype = self.sum_dtype(plan, context)
+            dtype = self.sum_dtype(plan, context) if plan in widths else torch.float32
             rules[field] = Array((widths.get(plan, 0),), dtype, low=-bound, high=bound)
         return rules
 
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
-        if context.round > 1:
-            return {"sums": STEP}
         if exchange == FIRST:
             return {"sums": CENTRE, "pictures": PIXELS, "covariances": COVARIANCES}
-        return {"sums": MOMENTS, "principal": PRINCIPAL}
+        return {"sums": MOMENTS if context.round == 1 else STEP, "principal": PRINCIPAL}
 
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):

@@ -26,7 +26,7 @@ def test_set_keys_name_method_or_section_settings() -> None:
     sections = {"partition": {"kind": "iid"}, "method": {}}
     merged = set_options(["partition.alpha=2"], sections)
     assert merged == {"partition": {"kind": "iid", "alpha": "2"}, "method": {}}
-    with pytest.raises(OptionError, match=r"^partition\.kind is set twice"):
+    with pytest.raises(OptionError, match=r"^partition\.kind is set by an option and by --set"):
         set_options(["partition.kind=classes"], sections)
     for text in ("mu", "=1", "model.=1", "nowhere.x=1", "method.=1"):
         with pytest.raises(OptionError, match="--set must be KEY=VALUE"):

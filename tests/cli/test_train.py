@@ -336,7 +336,7 @@ def test_unfinished_runs_have_report_on_request(train: Call, fedsynth: Call) -> 
         folder = train("feddm --rounds 3 --dp-sigma 3").folder
     fedsynth(f"privacy verify {folder}").assert_refused("no report yet")
     with claim(folder / LOCK, OSError()):
-        fedsynth(f"privacy report {folder}").assert_refused("has not ended")
+        fedsynth(f"privacy report {folder}").assert_refused("is still active")
     assert "the run did not finish" in fedsynth(f"privacy report {folder}").ok.stderr
     assert fedsynth(f"privacy verify {folder}").ok
 

@@ -112,7 +112,7 @@ def test_registered_maps_are_found_by_name() -> None:
         (lambda shape: measured_map("odd", shape, lambda x: x.flatten(1) / 0), "finite vectors"),
         (lambda shape: feature_map("scattering", (1, 7, 28)), "at least 8×8"),
         (lambda shape: feature_map(MIRRORED, shape), "at least 12×12"),
-        (lambda shape: feature_map("random-process", (2, 32, 32)), "random processes"),
+        (lambda shape: feature_map("random-process", (2, 32, 32)), "only grey or colour"),
     ],
 )
 def test_unusable_maps_and_shapes_are_refused(build: Any, message: str) -> None:
