@@ -12,10 +12,14 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def num_ranks() -> int:
-    """Returns the number of ranks, which is 1 in a process that torchrun has not started."""
+    """Returns the number of ranks, which is 1 in a process that torchrun has not started.
+
+    Variables that are not integers come from another program, and count as missing.
+    """
     if not all(map(os.environ.get, REQUIRED)):
         return 1
-    return int(os.environ["WORLD_SIZE"])
+    size, place = os.environ["WORLD_SIZE"], os.environ["RANK"]
+    return int(size) if size.isdecimal() and place.isdecimal() else 1
 
 
 def this_rank() -> int:

@@ -219,7 +219,8 @@ class Method(ABC):
     def client_cost(self, examples: int, context: RoundContext) -> float:
         """Estimates the relative duration of a client's step, given its number of examples.
 
-        A simulation on several ranks shares out the clients by it. It does not change results.
+        A simulation on several ranks shares out the clients by it, in the context of round 1. It
+        does not change results.
         """
         return examples
 

@@ -67,7 +67,7 @@ def owners(
     Args:
         method: the method, which estimates the cost.
         sizes: the number of training records of each client of the round.
-        context: the context of any round.
+        context: the context before the run terms, in all rounds and at all ranks.
         ranks: the number of ranks.
     """
     costs = {client: method.client_cost(size, context) for client, size in sizes.items()}
@@ -102,6 +102,8 @@ class Ranks(InProcess):
         super().__init__(clients)
         self._links = links
         self._stated = statement(identity)
+        # Another rank keeps the records that it owns in this context (`Following`).
+        self._context = clients[0].context
 
     def start(self, terms: protocol.RunTerms) -> None:
         """Sends the run terms to all ranks, which must have the same versions and data.
@@ -157,7 +159,7 @@ class Ranks(InProcess):
     def _shares(self, context: RoundContext, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the clients of each rank, among those that are asked for a step."""
         sizes = {number: len(self.clients[number].data.records) for number in context.active}
-        assigned = owners(self.clients[0].method, sizes, context, self._links.size)
+        assigned = owners(self.clients[0].method, sizes, self._context, self._links.size)
         shares: list[list[int]] = [[] for _ in range(self._links.size)]
         for number in numbers:
             shares[assigned[number]].append(number)

@@ -507,8 +507,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         total = sum(shares.values())
         if total >= 1:
             reason = (
-                "is too large: centre_share, pixel_share, covariance_share and moment_share sum "
-                f"to {total:g}, and leave no budget for steps. Lower one of them"
+                "is too large: centre_share, pixel_share, covariance_share, principal_share and "
+                f"moment_share sum to {total:g}, and leave no budget for steps. Lower one of them"
             )
             largest = max(shares, key=lambda name: shares[name])
             key = f"{largest.split()[0].removesuffix('s')}_share"

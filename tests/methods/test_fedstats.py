@@ -618,3 +618,7 @@ def test_unsupported_whitening_is_refused() -> None:
     ctx = RoundContext(1, 0, torch.device("cpu"), larger, none, 20.0, PRIVATE)
     with raises(SettingError, "method.covariance_share"):
         automatic.release_plans(PRIVATE, ctx)
+    # and whether z is shortened
+    large = fs.FedStats(principal_share=0.9, drawn_ipc=2)
+    with pytest.raises(SettingError, match="principal_share and moment_share"):
+        large.release_plans(PRIVATE, replace(ctx, rounds=2))

@@ -18,15 +18,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from fedsynth import FedAvg
+from fedsynth import FedAvg, resolve
 from fedsynth.cli.app import app
-from fedsynth.federation import ranks
+from fedsynth.federation import ranks, run_data
+from fedsynth.federation.client_runtime import ClientData, ClientRuntime
+from fedsynth.federation.context import public_context
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.links import EMPTY, SECONDS, Frame
 from fedsynth.federation.protocol import RunTerms
 from fedsynth.federation.ranks import owners, statement
 from fedsynth.privacy import read_ledger
 from fedsynth.privacy.ledger import Ledger
+from fedsynth.rank import num_ranks, this_rank
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation import simulate as simulate_module
 from tests.simulation import rank_program
@@ -311,3 +314,39 @@ def test_clients_are_shared_out_by_cost() -> None:
     assert owners(FedAvg(batch=10), sizes, context, 2) == {0: 0, 2: 1, 1: 1, 3: 1, 4: 1}
     steps = owners(FedAvg(local_steps=5, local_epochs=1), sizes, context, 2)
     assert sorted(steps.values()) == [0, 0, 0, 1, 1]
+
+
+def test_a_cost_that_varies_between_rounds_moves_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has only its own clients' records, so a client must stay at its rank."""
+
+    def cost(self: FedAvg, examples: int, context: Any) -> float:
+        return examples if context.round == 1 else 1 / examples
+
+    monkeypatch.setattr(FedAvg, "client_cost", cost)
+    loaded = run_data.data_of_run(resolve(small("fedavg")), None, None, print, download=False)
+    _, clients = simulate_module.among_clients(loaded)
+    settings = loaded.settings
+    context = public_context(settings, loaded.train.spec, torch.device("cpu"))
+    runtimes = []
+    for number, part in enumerate(clients.parts):
+        data = ClientData(loaded.train, torch.from_numpy(part), torch.zeros(0, dtype=torch.int64))
+        runtimes.append(ClientRuntime(number, settings, context, data))
+    backend = ranks.Ranks(runtimes, cast(Any, Loopback()), "")
+    numbers = list(range(len(runtimes)))
+    shares = [backend._shares(replace(context, round=n), numbers) for n in (1, 2)]
+    assert shares[0] == shares[1]
+    sizes = {k: len(runtimes[k].data.records) for k in numbers}
+    later = owners(settings.method, sizes, replace(context, round=2), 2)
+    assert [[k for k in numbers if later[k] == rank] for rank in (0, 1)] != shares[0]
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_variables_of_another_program_are_no_ranks(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, value in place.items():
+        monkeypatch.setenv(key, value)
+    assert (num_ranks(), this_rank()) == (2, 1)
+    monkeypatch.setenv(name, "gold")
+    assert (num_ranks(), this_rank()) == (1, 0)
