@@ -421,7 +421,7 @@ def device_sizes() -> IntArray:
 def draw_device(
     alpha: float | None, beta: float | None, device: int, n: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Draws one device's inputs [n, 60] and its labelling model: weights [60, 10] and bias [10].
+    """Draws one device's inputs [n, 60], weights W [60, 10] and bias b [10].
 
     If α or β is None, all devices have the same W and b, as in `synthetic(iid)`.
     """

@@ -176,7 +176,7 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
 
 
 def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
-    """Describes what decoding loses: bits, slices, or the scale of single images."""
+    """Describes what decoding loses: bits, slices, or a scale common to all images."""
     return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 

@@ -194,7 +194,7 @@ def _of_domains(
 def _of_groups(
     groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Divides the groups: draws K of them at random, one for each client."""
+    """Draws K groups at random, one for each client, and returns them in group order."""
     if groups is None:
         raise PartitionError(
             "the partition 'natural' cannot divide a data set without groups. Choose another "

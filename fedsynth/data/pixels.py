@@ -57,7 +57,7 @@ PAGES_LOST = "images that are the first page of several"
 
 
 class ImageHeader(NamedTuple):
-    """What an image file's header says about the image.
+    """The information in an image file's header.
 
     Attributes:
         height, width: the size in pixels of the upright image.

@@ -208,7 +208,7 @@ def _stored_proposal(stated: Any) -> Proposal:
 
 
 class State(BaseModel):
-    """What a client's node stores, so that a new process can continue the run.
+    """The information that a client's node stores, so that a new process can continue the run.
 
     The client's state is stored in files of its own.
 

@@ -169,7 +169,7 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if no other process has changed the state on disk since."""
+        """Returns True if the file on disk still contains the session's state."""
         file = self.folder / STATE
         return file.is_file() and read_regular(file) == self._stored
 

@@ -164,7 +164,7 @@ FIRST_EXCHANGE = "first exchange: "
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """Why a round is skipped: too few clients sent valid uploads.
+    """A skipped round, in which too few clients sent valid uploads.
 
     Args:
         exchange: the exchange with too few usable uploads.
