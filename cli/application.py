@@ -44,7 +44,7 @@ class TerminatedError(KeyboardInterrupt):
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Raises TerminatedError if one of `SIGNALS` is received within the `with` block.
+    """Raises TerminatedError in the `with` block if one of `SIGNALS` is received.
 
     A second signal ends the process at once.
     """
@@ -175,7 +175,7 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
 
 
 def _flush() -> None:
-    """Flushes stdout, to report a full disk before Python shuts down."""
+    """Flushes stdout early, so that a full disk is reported before Python shuts down."""
     if sys.stdout is None:
         return
     try:
@@ -188,7 +188,7 @@ def _flush() -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirects to /dev/null an output stream that cannot be written.
+    """Redirects an output stream to /dev/null if it cannot be written.
 
     Otherwise, Python would report the error a second time when the program ends.
     """
@@ -197,7 +197,7 @@ def _discard(stream: TextIO) -> None:
 
 
 def _is_bug(error: OSError) -> bool:
-    """Returns True if an error may be a bug in fedsynth instead of a user's fault."""
+    """Returns True if an error looks like a bug in fedsynth rather than a mistake by the user."""
     if error.filename is None:
         return error.errno not in NO_BUG
     if isinstance(error.filename, int):  # a file descriptor

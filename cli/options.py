@@ -132,7 +132,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line about settings with special defaults for the data set.
+    """Returns a line that names the settings with special defaults for the data set.
 
     Returns an empty string if there are no such settings.
     """
@@ -426,7 +426,7 @@ def _fields(section: str) -> dict[str, tuple[type, str]]:
 
 
 def _helps(docstring: str) -> dict[str, str]:
-    """Returns the first sentence about each field from a docstring's `Args`."""
+    """Returns the first sentence about each field in the `Args` section of a docstring."""
     _, _, arguments = docstring.partition("Args:\n")
     helps = {}
     for names, text in _FIELD_TEXT.findall(arguments.partition("\n\n")[0]):

@@ -56,7 +56,7 @@ def report(chosen: options.Sections, run: Run, ledger: LedgerFolder = None) -> N
 
 
 def _report_unfinished(run: Path, ledger: Path | None) -> None:
-    """Builds and writes an unfinished run's privacy report. Does nothing for a finished run."""
+    """Writes the privacy report of an unfinished run. Does nothing if the run is finished."""
     if not run.is_dir():
         return
     from fedsynth.privacy.report.file import GUARD_SETTINGS
@@ -302,7 +302,7 @@ def _exit_if_false(fault: bool) -> None:
 def _settings_to_audit(
     run: Path | None, config: Path | None, chosen: options.Sections
 ) -> tuple[RunSettings, str]:
-    """Returns the settings of the run to audit, and the first line to print.
+    """Returns the settings of the run that is audited, and the line to print first.
 
     Args:
         run: the folder of a finished run. None: the options describe the run.

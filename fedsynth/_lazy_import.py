@@ -1,4 +1,4 @@
-"""Lets a package export names whose modules are imported at first use.
+"""Lets a package export names without importing their modules until first use.
 
 The exported names are listed as imports that type checkers follow (`from module import Name as
 Name`). These imports are not executed: their file is read as text when the package is imported.

@@ -262,7 +262,7 @@ def decode_json(text: str | bytes) -> Any:
 
 
 def _check_depth(value: Any, largest: float = math.inf) -> None:
-    """Checks the nesting depth and the integers of a parsed value.
+    """Checks that parsed values are not nested too deeply, and that integers are not too large.
 
     The value is checked level by level, without recursion.
     """

@@ -91,7 +91,7 @@ def format_rounds(rounds: Sequence[int]) -> str:
 
 
 def band(epsilon: float) -> str:
-    """Returns the common label for the strength of a guarantee with the given ε.
+    """Returns the common word for how strong a guarantee with the given ε is.
 
     >>> band(0.5), band(8.0), band(30.0)
     ('strong', 'reasonable', 'weak, or none')

@@ -97,7 +97,7 @@ LOADERS = {
 
 
 def unloaded_file(section: str, key: str, setting: str) -> SettingError:
-    """Returns the error for custom code that has not been loaded.
+    """Creates the error for custom code that has not been loaded.
 
     Args:
         section, key: the setting that names the file.

@@ -1,4 +1,4 @@
-"""The place of this process among the processes of a run, which torchrun states in the environment.
+"""The rank of this process and the number of ranks, read from torchrun's environment variables.
 
 A rank is one of these processes. This module imports no torch, so that the command line is fast.
 """
@@ -33,7 +33,7 @@ def local_rank() -> int:
 
 
 def speaks(code: str) -> bool:
-    """Returns True if this process prints an error with the given code.
+    """Returns True if this process, and no other rank, should print an error with this code.
 
     Rank 0 prints the errors of all ranks. If rank 0 is lost, rank 1 says so. What happens before
     the ranks are connected is printed once on each machine.

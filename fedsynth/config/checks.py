@@ -1,4 +1,4 @@
-"""Checks that refuse an invalid run before it begins."""
+"""Checks that reject the settings of an invalid run before the run begins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNIT_IS_UNSET = (
 
 
 def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
-    """Returns the name of a run's privacy mechanism.
+    """Returns the name of the privacy mechanism that a run uses.
 
     It is the mechanism in the privacy settings, or by default the first one that the method
     declares.
@@ -46,7 +46,7 @@ def mechanism_of(method: Method, privacy: PrivacySettings) -> str:
 
 
 def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool = False) -> None:
-    """Refuses a run without a privacy unit on custom data with known users.
+    """Raises an error if custom data have known users, but the run sets no privacy unit.
 
     Args:
         privacy: the privacy settings of the run.
@@ -62,7 +62,7 @@ def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool =
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
-    """Returns a public upper bound on the clients' total number of records.
+    """Returns an upper bound on the number of records of all clients together. It is public.
 
     Raises:
         PrivacySettingError: if the bound is below the number of records that the data set declares.
@@ -75,7 +75,7 @@ def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
 
 
 def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
-    """Refuses methods and models that do not support the data set's tokens or masks.
+    """Raises an error if a method or model does not support the data set's tokens or masks.
 
     Raises:
         SettingError: the data are tokens, and the method needs images; or the data have masks, and
@@ -105,7 +105,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Refuses a networked run whose clients each add part of the noise, without secure sums.
+    """Raises an error if clients on a network each add part of the noise without secure sums.
 
     Each client would add only a part of the noise, and the server would see each client's upload.
 
@@ -123,7 +123,7 @@ def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
 
 
 def check_method(method: Method) -> None:
-    """Refuses differential privacy for a method whose uploads are not protected.
+    """Raises an error if a method with unprotected uploads is used with differential privacy.
 
     Each field of an upload must be public or be released by a privacy mechanism.
 
@@ -145,7 +145,7 @@ def check_method(method: Method) -> None:
 
 
 def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> None:
-    """Refuses partial participation if it breaks the privacy guarantee.
+    """Raises an error if partial participation would break the privacy guarantee.
 
     The guarantee fails if a client's releases vary between rounds, or if a round has too few
     clients to add all of the noise.
@@ -171,7 +171,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Refuses a private run if its public images may include the clients' private images."""
+    """Raises an error if the public images of a private run may include the clients' own images."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
             f"{method.name} cannot distil privately on {method.public_images()}, which may contain "
@@ -181,7 +181,7 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
 
 
 def fewest(method: SummedUploads, taking: int, clients: int, *, private: bool) -> int:
-    """Returns the smallest number of uploads that may form a sum shown to the server.
+    """Returns the smallest number of uploads whose sum the server may see.
 
     This number is a majority of the clients in a round. If each client adds 1/H of the noise, the
     number is also at least H. In a private run of several clients, the number is at least H + 1,
@@ -198,8 +198,7 @@ def fewest(method: SummedUploads, taking: int, clients: int, *, private: bool) -
 
 
 def check_quorum(settings: RunSettings) -> None:
-    """Refuses the settings `participation` and `quorum` if a round could have too few clients for a
-    secure sum.
+    """Raises an error if `participation` and `quorum` could leave too few clients for a secure sum.
 
     Raises:
         SettingError: if a setting is too small. The message states what to set.

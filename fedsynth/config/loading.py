@@ -21,7 +21,7 @@ from fedsynth.synthesizer.condensation.losses import register_loss_file
 
 
 def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Loads and registers a run's custom code, which its settings name as FILE.py:NAME.
+    """Loads and registers the custom code that the settings name as FILE.py:NAME.
 
     In the returned settings, the name under which the code is registered replaces FILE.py:NAME.
 
@@ -39,7 +39,7 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def _registered(section: str, key: str, value: str) -> str:
-    """Registers a custom file's class or function, and returns its name for settings."""
+    """Registers a class or function from a custom file, and returns the name for the settings."""
     if value.endswith(".py"):
         raise SettingError(section, key, f"must have the form FILE.py:NAME, got {value}")
     if not names_a_file(value):
@@ -54,7 +54,7 @@ def _registered(section: str, key: str, value: str) -> str:
 
 
 def settings_with_own_code(settings: RunSettings) -> list[tuple[str, str]]:
-    """Returns the sections and keys of the settings that select the user's own code."""
+    """Lists the settings, as (section, key), that name the user's own code."""
     sections = settings.to_mapping()
     selected = [("run", "method")] if is_own_method(settings.method) else []
     for section, key in LOADERS:
@@ -81,7 +81,7 @@ def code_options(settings: RunSettings) -> list[str]:
 
 
 def _place(section: str, key: str, name: str) -> str:
-    """Returns FILE.py:NAME for custom code, or a built-in's name."""
+    """Returns a built-in name unchanged, and custom code as FILE.py:NAME."""
     if not _is_custom(section, key, name):
         return name
     code = SOURCES.get(own_label(name) if key == "method" else name)

@@ -1,4 +1,4 @@
-"""A run's schedule: the clients that take part in each round, and simulated failures.
+"""Chooses the clients that take part in each round, and simulates failures.
 
 The module also selects the rounds after which a privacy plan states ε.
 """
@@ -19,7 +19,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def active_clients(clients: int, share: float) -> int:
-    """Returns the number of clients that take part in a round, given their share of all clients.
+    """Returns how many clients take part in a round, given the share of clients.
 
     `Participation` refuses a share that selects less than one client.
     """
@@ -28,7 +28,7 @@ def active_clients(clients: int, share: float) -> int:
 
 @dataclass(frozen=True)
 class Participation:
-    """Selects each round's clients at random, from the run's seed.
+    """Selects the clients of each round at random, based on the run's seed.
 
     Each round has m = max(1, round(C·K)) clients. The selected clients are public, so the
     selection does not amplify privacy: a client's ε counts each round in which the client takes
@@ -65,7 +65,7 @@ class Participation:
         return tuple(sorted(self._drawn(number).tolist()))
 
     def _drawn(self, number: int) -> Counts:
-        """Draws a round's clients in random order, if not all clients take part."""
+        """Draws the clients of a round, in random order."""
         count = active_clients(self.clients, self.share)
         weights = None
         if self.sizes is not None and np.count_nonzero(self.sizes) >= count:
@@ -75,7 +75,7 @@ class Participation:
         )
 
     def rounds_of(self, client: int, rounds: int) -> tuple[int, ...]:
-        """Returns the numbers of the first `rounds` rounds in which a client takes part."""
+        """Returns the rounds, out of the first `rounds`, in which a client takes part."""
         if self.share >= 1:
             return tuple(range(1, rounds + 1))
         return tuple(n for n in range(1, rounds + 1) if client in self.in_round(n))
@@ -85,8 +85,8 @@ class Participation:
 def most_rounds(
     participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
-    """Returns, for each client group, the largest number of rounds in which one of its clients
-    takes part.
+    """Returns, for each group, the largest number of rounds in which a client of this group takes
+    part.
 
     Each number n in `rounds` gives one row of counts, which covers the first n rounds.
 
@@ -133,7 +133,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Failures:
-    """Simulates clients that fail, at random from the run's seed.
+    """Simulates the failure of random clients, based on the run's seed.
 
     Every client in a round fails with probability `share`. There are three kinds of failure, with
     equal probability. `crashed`: the client stops before its step, so nothing is computed, released
@@ -153,7 +153,7 @@ class Failures:
     share: float
 
     def of(self, number: int, client: int) -> Failure | None:
-        """Returns a client's failure in a round, or None if the client does not fail."""
+        """Returns the failure of a client in a round, or None if the client does not fail."""
         if not self.share:
             return None
         draws = numpy_generator(self.seed, "client failures", number, client)
@@ -163,8 +163,7 @@ class Failures:
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
     def released(self, number: int, client: int, exchange: str, *, two: bool) -> bool:
-        """Returns True if a client completes its step in an exchange, even if the client fails
-        afterwards.
+        """Returns True if a client completes its step in an exchange, even if it fails afterwards.
 
         The client is charged for such a step, even if the server does not receive the answer.
 
@@ -187,7 +186,7 @@ ALL_SHOWN = 1000  # the maximum number of rounds for which a privacy plan states
 
 
 def shown_rounds(rounds: int) -> tuple[int, ...]:
-    """Returns the numbers of the rounds after which a privacy plan reports ε, in ascending order.
+    """Returns the rounds for which a privacy plan reports ε, in ascending order.
 
     If the run has at most `ALL_SHOWN` rounds, all rounds are returned. Otherwise, the result
     consists of the rounds 1, 2, 5, 10, 20, 50, …, of the rounds at each fifth of the run, and of

@@ -1,4 +1,4 @@
-"""Builds a run's settings from the user's values.
+"""Builds the settings of a run from the values that a user has set.
 
 A setting without a value gets the default value for the data set, if there is one. Otherwise, it
 gets the default value of the method, which is the value in the method's paper. All values are
@@ -62,7 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """Returns a data set's special default settings, by section."""
+    """Returns the settings whose defaults differ for a data set, by section."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
     sections["method"] = {}
@@ -72,9 +72,7 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
 
 
 def model_is_set(settings: RunSettings) -> bool:
-    """Returns True if the model settings differ from the default values for the run's data set and
-    method.
-    """
+    """Returns True if the user has changed the default model of the data set and method."""
     preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
     return settings.model not in (ModelSettings(), ModelSettings(**preset))
 
@@ -160,7 +158,7 @@ def resolve(
 
 
 def _move_features(sections: dict[str, dict[str, Any]], method: type[Method]) -> None:
-    """Moves `model.features` to a method with its own `features` setting, such as FedStats."""
+    """Moves `model.features` to the method's settings, for methods that have this setting."""
     if sections["model"].get("features") and "features" in field_types(method):
         if "features" in sections["method"]:
             raise SettingError("model", "features", "is also set as method.features. Remove one")
@@ -183,7 +181,7 @@ def check_sections(sections: Mapping[str, Any]) -> None:
 
 
 def section_of(key: str) -> str | None:
-    """Returns the name of a setting's section, or None if no section has the setting.
+    """Returns the name of the section that contains a setting, or None if there is none.
 
     If several sections have a setting with this name, the first section is returned. The section of
     the method's settings is not searched.
@@ -203,7 +201,7 @@ def section_of(key: str) -> str | None:
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Refuses a run if the custom method's code is not the code named in the settings.
+    """Raises an error if the settings name a custom method that has not been loaded from that file.
 
     The code is not loaded, or was loaded from a different file.
     """
@@ -223,7 +221,7 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
 
 
 def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
-    """Removes and returns the encoder settings in the section "data"."""
+    """Removes the encoder settings from the section "data", and returns them."""
     values = {name: data.pop(name) for name in field_types(EncoderSettings) if data.get(name)}
     if not values:
         return None
@@ -231,7 +229,7 @@ def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """Returns the data set's name and, for custom images, the folder settings."""
+    """Returns the name of the data set, and the folder settings if it is custom."""
     values = dict(data)
     name = values.pop("dataset", None)
     for prefix, scheme in ((HUB, HUB), (MEDMNIST, "")):
@@ -254,8 +252,7 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 def _privacy(
     values: dict[str, Any], folder: FolderSettings | None, partition: PartitionSettings
 ) -> tuple[PrivacySettings | None, Any]:
-    """Returns a private run's (privacy settings, None), or a non-private run's (None, ledger
-    folder).
+    """Returns the privacy settings of a private run and None, or None and the ledger folder.
 
     A section with only a ledger does not make a run private. If custom images declare their number
     of users, the nominal size is users per client.

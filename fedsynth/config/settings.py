@@ -252,7 +252,7 @@ class RunSettings:
             raise SettingError(section, key, reason)
 
     def _conflicts(self) -> Iterator[tuple[str, str, str]]:
-        """Yields settings that are out of range or conflict with each other.
+        """Yields an error for each setting that is out of range or conflicts with another.
 
         Each item consists of the section, the key and the reason.
         """
@@ -305,7 +305,7 @@ class RunSettings:
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The partition settings. If they contain no seed, the run's seed is used."""
+        """The settings for dividing the data, with the run's seed if they set none."""
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
@@ -326,12 +326,12 @@ class RunSettings:
 
     @property
     def measure_names(self) -> tuple[str, ...]:
-        """The names of the optional measures, as a tuple."""
+        """The names of the optional measures to compute, as a tuple."""
         return tuple(filter(None, map(str.strip, self.measures.split(","))))
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The names of the feature maps that the model and the method use."""
+        """The names of the feature maps used by the model and the method."""
         of_method = getattr(self.method, "features", "")
         names = [self.model.features]
         if isinstance(of_method, str):
@@ -340,12 +340,12 @@ class RunSettings:
 
     @property
     def runs_own_model(self) -> bool:
-        """True if clients run a custom network on private data."""
+        """True if the clients apply a custom network to private data."""
         return is_own_model(self.model) and not isinstance(self.method, OwnNetwork)
 
     @property
     def own_code(self) -> tuple[str, ...]:
-        """Lists the parts of the user's own code that compute with the clients' examples.
+        """Lists the user's own code that computes with the clients' examples.
 
         An example is "the model NAME".
         """
@@ -360,8 +360,7 @@ class RunSettings:
 
     @property
     def assumed_code(self) -> tuple[str, ...]:
-        """Lists the run's parts that are assumed, for the report, to contain no private
-        information.
+        """Lists the code that the privacy report assumes to contain no private information.
 
         These are the user's own code, and an encoder that is not built in.
         """
@@ -404,7 +403,7 @@ class RunSettings:
 
 
 def _chosen(settings: Any) -> dict[str, Any]:
-    """Returns the settings with values other than their defaults."""
+    """Returns the settings whose values differ from the defaults."""
     fields = dataclasses.fields(settings)
     values = {field.name: getattr(settings, field.name) for field in fields}
     return {
@@ -420,7 +419,7 @@ RUN_KINDS: Mapping[str, type] = {
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values that are not None. Paths are converted to text."""
+    """Removes values that are None, and converts paths to text."""
     plain = {}
     for name, value in values.items():
         if value is not None:

@@ -1,4 +1,4 @@
-"""Optional interfaces of methods, in addition to the hooks of all methods (`fedsynth.core.method`).
+"""Optional interfaces that a method can inherit, in addition to the base class `Method`.
 
 A method that has an ability inherits from its class, and the engine asks for it by `isinstance`. A
 method whose server needs only the sum of the uploads inherits from `fedsynth.core.sums`. A hook
@@ -90,7 +90,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(method: Method, name: str) -> Exchange:
-    """Returns a method's declaration of an exchange, "first" or "main".
+    """Returns the message types and steps of a method's "first" or "main" exchange.
 
     Raises:
         MessageError: the method has no such exchange.
@@ -120,7 +120,7 @@ class VaryingReleases(Method):
 
     @abstractmethod
     def round_plans(self, plans: Plans, round: int, rounds: int) -> Plans:
-        """Selects the given round's release plans, in the order of `plans`.
+        """Selects the release plans that apply in one round, in the order of `plans`.
 
         The result must be public and fixed before any data are read.
 
@@ -146,7 +146,7 @@ class SyntheticImages(Method):
         """
 
     def check_images(self) -> None:
-        """Refuses settings with which a run may end without images.
+        """Raises an error if a run with these settings may end without images.
 
         Raises:
             SettingError: the setting that a run with images needs.
@@ -159,7 +159,7 @@ class ImagesAtEnd(SyntheticImages):
 
     @abstractmethod
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Makes the images, and returns the resulting state.
+        """Makes the images, and returns the server's state that contains them.
 
         It is called after the last round. A run can end before the planned number of rounds if the
         privacy budget is used up. With differential privacy the images are made only from released
@@ -180,7 +180,7 @@ class PersonalModels(Method):
 
     @abstractmethod
     def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
-        """Returns the client's own model, which replaces the global model."""
+        """Returns the parameters of a client's own model, which replaces the global model."""
 
 
 class OwnNetwork(Method):
@@ -195,8 +195,8 @@ class OwnNetwork(Method):
         """Returns an untrained network for the images of a data set."""
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        """Returns further facts that the privacy report lists as public, with a reason for each
-        fact."""
+        """Returns further public information for the privacy report: each item with the reason why
+        it is public."""
         return {}
 
 
@@ -205,7 +205,7 @@ class ExtendsNetwork(Method):
 
     @abstractmethod
     def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
-        """Returns an untrained network with the layers, for the images of a data set.
+        """Returns an untrained network that includes the added layers.
 
         It is the same network with further attributes, or a network around it. Initial weights come
         from torch's global generator, which is seeded by the run.
@@ -213,7 +213,7 @@ class ExtendsNetwork(Method):
 
 
 def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: int) -> nn.Module:
-    """Returns an untrained network with the common architecture of server and clients.
+    """Builds the untrained network that the server and the clients train.
 
     Args:
         method: the method.
@@ -231,7 +231,7 @@ def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: in
 
 
 class Measurements(Method):
-    """A method that adds its own metrics to a run's metrics.
+    """A method that adds metrics of its own to those of every run.
 
     Class attributes:
         metric_privacy: each round metric's status under differential privacy. A private
@@ -243,14 +243,14 @@ class Measurements(Method):
     variant_names: ClassVar[tuple[str, ...]] = ()
 
     def facts(self, state: State, context: RoundContext) -> Mapping[str, Any]:
-        """Returns additional metrics of a round by name.
+        """Returns the metrics that the method adds in a round, by name.
 
         With differential privacy they must be released values that `metric_privacy` declares.
         """
         return {}
 
     def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
-        """Computes additional metrics of a round from its clients' states, in a simulation.
+        """Computes metrics of a round from the clients' states. Only simulations call it.
 
         With differential privacy it may read only values that were computed from the server's
         messages, public noise and released values.
@@ -269,7 +269,7 @@ class Measurements(Method):
         return {}
 
     def artefacts(self, state: State) -> Tensors:
-        """Returns the server's matrices by name, to be saved in the run folder.
+        """Returns matrices to be saved in the run folder, by name.
 
         Each matrix has the shape [classes, clients].
         """
@@ -277,29 +277,29 @@ class Measurements(Method):
 
 
 class PublicImages(Method):
-    """A method whose server uses public images, which steps read from `RoundContext.proxy`."""
+    """A method whose server uses public images. Its steps find them in `RoundContext.proxy`."""
 
     @abstractmethod
     def public_images(self) -> str:
-        """Returns the name of the public data set from which the server takes training images.
+        """Returns the name of the public data set whose training images the server uses.
 
         Returns "noise" if the server uses random pixels.
         """
 
 
 class PublishedEpsilon(Method):
-    """A method whose paper prints an ε."""
+    """A method whose paper states an ε."""
 
     @abstractmethod
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
-        """Returns the paper's ε for the run's settings, which the privacy report quotes.
+        """Returns the paper's ε for the run's settings. The privacy report quotes it.
 
         The keys are "source", "published" and "why it differs".
         """
 
 
 def unused_hooks(method: Method) -> Iterator[str]:
-    """Yields hooks that are never called, because the method does not inherit from their classes."""
+    """Yields the hooks that a method defines without inheriting from the classes that call them."""
     called = {*dir(SummedUploads), *method.to_dict()}
     for capability in CAPABILITIES:
         if isinstance(method, capability):

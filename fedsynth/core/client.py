@@ -1,4 +1,4 @@
-"""Client views, through which a method's client step reads the clients' data.
+"""Objects through which a method's client step reads the clients' data.
 
 Without differential privacy (DP) a step may read the data and exact statistics. With DP it gets
 only releases that were charged.
@@ -54,7 +54,7 @@ FeatureRows = Callable[[Tensor, Tensor], Products]
 
 
 def chunk(device: torch.device) -> int:
-    """Returns the number of real images that a step converts to floats at once.
+    """Returns how many stored images a step converts to floats at once.
 
     The number bounds memory. Features are computed for each example separately, so the number
     changes results only by rounding.
@@ -100,12 +100,12 @@ class ClientClassPairs:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Returns the indices of the pairs that belong to the client at `position`."""
+        """Returns the indices of all pairs that belong to one client."""
         return torch.nonzero(self.position == position).flatten()
 
 
 class _ClientView:
-    """Base class for groups of clients. Attributes in `_per_client` contain one entry per client."""
+    """Base class for groups of clients. Attributes in `_per_client` have one entry per client."""
 
     _per_client: ClassVar[tuple[str, ...]]
     ids: tuple[int, ...]
@@ -128,7 +128,7 @@ class _ClientView:
         return [self.select(position) for position in range(len(self.ids))]
 
     def _take(self, name: str) -> list[Any]:
-        """Takes each client's charged mechanism for the release plan `name`.
+        """Returns each client's mechanism for a planned release, which can be used only once.
 
         Raises:
             UnplannedReleaseError: a client has no such plan, or its mechanism was taken before. No
@@ -230,7 +230,7 @@ class ExactClientView(_ClientView):
     def feature_sums(
         self, features: FeatureMap, rows: FeatureRows, embedding: Embedding | None = None
     ) -> Tensor:
-        """Computes one vector for each example, and returns each client's exact sum of the vectors.
+        """Computes a vector for each example, and returns the exact sum of each client's vectors.
 
         The sums are float64 [clients, D].
 
@@ -352,8 +352,7 @@ class PrivateClientView(_ClientView):
         return mechanisms
 
     def _check_owners(self, mechanisms: Sequence[GaussianSumMechanism]) -> None:
-        """Checks that each client's records are used only with the mechanism that was charged to
-        this client.
+        """Checks that no client's records are used with another client's privacy budget.
 
         Raises:
             UnplannedReleaseError: a mechanism was charged to a different client.
@@ -372,7 +371,7 @@ class PrivateClientView(_ClientView):
         *,
         start_over_row: float = 4.0,
     ) -> Released:
-        """Samples records of every client, and releases a noisy sum of vectors for each client and
+        """Samples records of every client, and returns a noisy sum of vectors for each client and
         class.
 
         `rows` computes one vector for each sampled record, and the vectors of each class are added.
@@ -410,7 +409,7 @@ class PrivateClientView(_ClientView):
         rows: FeatureRows,
         embedding: Embedding | None = None,
     ) -> Released:
-        """Samples records of every client, and releases the noisy sum of each client's vectors.
+        """Samples records of every client, and returns a noisy sum of each client's vectors.
 
         `rows` computes one vector from the features of each sampled record. One call is one release
         of each client's mechanism.
@@ -467,7 +466,7 @@ class PrivateClientView(_ClientView):
     def _pass_size(
         self, mechanisms: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
     ) -> tuple[int, int]:
-        """Returns the length of a pass and the number of records in it (see `pass_size`).
+        """Returns a pass's padded length and the number of real records in it (see `pass_size`).
 
         The number of records that a release is expected to sample from all clients is public. It is
         None if the clients have no public nominal size.
@@ -478,8 +477,7 @@ class PrivateClientView(_ClientView):
         return pass_size(expected, start_over_row, limit, isolated=self._isolated)
 
     def _images(self, records: Tensor, length: int) -> Tensor:
-        """Returns the records' normalised images [length, C, H, W]. Black images fill the
-        missing places.
+        """Returns the records' normalised images, padded with black images to [length, C, H, W].
 
         If the network uses a feature map, returns its input vectors z [length, d] instead, padded
         with zeros.

@@ -24,8 +24,7 @@ from fedsynth.training.loop import LoopCheckpointer, State, resumable
 
 @dataclass(frozen=True)
 class ServerState(Packed):
-    """The values that the server keeps between rounds: the global model, and the fields of a
-    subclass.
+    """The base class of what the server stores between rounds, such as the global model.
 
     A subclass gives each further field a default value, which the field has before the first round.
     The default is {}, a number or None.
@@ -46,17 +45,17 @@ class ServerState(Packed):
 
 
 def _ignore(*_values: object, **_named: object) -> None:
-    """Discards progress events and notes."""
+    """Ignores progress events and notes."""
 
 
 def unmeasured(_model: nn.Module) -> float:
-    """Returns NaN in place of a model's accuracy."""
+    """Returns NaN, for models whose accuracy is not measured."""
     return math.nan
 
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The run's public settings and the round's public facts, which each step of a round receives.
+    """The public settings and values of a round, which every step of the round receives.
 
     Only `round`, `participants`, `report`, `note`, `measure` and `keeper` differ between the rounds of a run.
 
@@ -140,14 +139,14 @@ class RoundContext:
 
     @property
     def loop_keeper(self) -> LoopCheckpointer | None:
-        """The object that saves loop checkpoints, or None with differential privacy.
+        """The object that saves checkpoints during a loop, or None with differential privacy.
 
         A repeated private round draws new noise, so its loops start from the beginning.
         """
         return self.keeper if self.privacy is None else None
 
     def server_loop(self, name: str, steps: int, state: State) -> Iterator[int]:
-        """Yields a server loop's step numbers and reports each completed step.
+        """Yields the step numbers of a loop on the server, and reports each completed step.
 
         After an interruption the loop resumes after the last checkpoint (`resumable`).
         """
@@ -158,7 +157,7 @@ class RoundContext:
         return resumable(steps, state, keeper=self.loop_keeper, name=name, report=report)
 
     def architecture_of(self, client: int) -> nn.Module:
-        """Returns the client's untrained network."""
+        """Returns the untrained network of one client."""
         if self.client_architectures is None:
             return self.architecture
         return self.client_architectures[client]

@@ -1,4 +1,4 @@
-"""A cache for the features of a data set's images.
+"""A cache for the feature vectors of images.
 
 Some methods sum the same features over their clients' examples many times. Without the cache they
 would spend most of their time computing the feature map. The cached vectors are as private as the
@@ -52,8 +52,8 @@ class _Table:
         self.embedded: tuple[Embedding, _Table] | None = None
 
     def look(self, records: Tensor, compute: Look) -> Look:
-        """Computes the missing vectors of `records` and returns a function that looks up the
-        vectors.
+        """Computes the vectors that are missing for `records`, and returns a function that looks
+        vectors up.
 
         Args:
             records: positions in the data set, on the CPU.
@@ -90,7 +90,7 @@ def feature_table(
     *,
     isolated: bool = False,
 ) -> Look:
-    """Computes the missing vectors of `records` and returns a function that looks up the vectors.
+    """Computes the vectors missing for `records`, and returns a function that looks vectors up.
 
     The returned function maps positions [M], which must be among `records` [N], to vectors [M, d].
     A look-up does not wait for the device.
@@ -139,7 +139,7 @@ def _fits(data: ImageData, features: FeatureMap) -> bool:
 def keep_on_disk(
     folder: Path, data: ImageData, features: FeatureMap, records: Tensor, note: Note | None = None
 ) -> None:
-    """Loads a data set's vectors from a folder, or computes and stores them in the folder.
+    """Loads a data set's vectors from a folder. If they are not there, computes and stores them.
 
     Only the user can open the folder. Vectors that do not fit into the cache are not stored.
 

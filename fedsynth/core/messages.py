@@ -41,7 +41,7 @@ Tensors = Mapping[str, Tensor]
 
 
 def released() -> Any:
-    """Declares a dataclass field that holds only values released by a privacy mechanism."""
+    """Declares a dataclass field that holds only the noisy results of a privacy mechanism."""
     return field(metadata={"dp": "released"})
 
 
@@ -63,7 +63,7 @@ def unprotected() -> Any:
 
 @dataclass(frozen=True)
 class Packed:
-    """A frozen dataclass that can be sent as bytes.
+    """A frozen dataclass that can be converted to bytes and back.
 
     Each field is a tensor, a number, a mapping of names to tensors, or None.
     """
@@ -81,7 +81,7 @@ class Packed:
                 yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
 
     def numbers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields all tensors, and then the plain numbers as float64 scalars, each with its name."""
+        """Yields (name, value) for each tensor, then for each plain number as a float64 scalar."""
         yield from self.arrays()
         for f in fields(self):
             value = getattr(self, f.name)
@@ -104,7 +104,7 @@ class Packed:
         )
 
     def to_bytes(self) -> bytes:
-        """Returns the dataclass in its wire format.
+        """Converts the dataclass to bytes.
 
         Equal dataclasses give equal bytes. Tensors are copied to the CPU, and the receiver gets
         them on the CPU.
@@ -137,7 +137,7 @@ class Packed:
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
-        """Reads an instance from its wire format.
+        """Creates an instance from the bytes that `to_bytes` returned.
 
         Raises:
             MessageError: the bytes are damaged or hold another type. Also raised if a field is
@@ -192,7 +192,7 @@ class Message(Packed):
 
 
 class _Header(BaseModel):
-    """The JSON header in a packed dataclass's metadata.
+    """The JSON header of a dataclass that was converted to bytes.
 
     Attributes:
         values: the value of each field that is not a tensor: a number, None, or the list of the
@@ -207,7 +207,7 @@ class _Header(BaseModel):
 
 
 def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
-    """Returns the tensors and the header of a packed dataclass."""
+    """Parses bytes into the tensors and the header of a dataclass."""
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
@@ -221,7 +221,7 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
 
 
 def _allows(hint: Any, value: object) -> bool:
-    """Returns True if the value fits a field's annotation.
+    """Returns True if a value has the type of a field's annotation.
 
     A field that is annotated as float may also be an int.
     """
@@ -233,7 +233,7 @@ def _allows(hint: Any, value: object) -> bool:
 
 
 def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Removes and returns a field's value from a message's received parts."""
+    """Removes the parts of one field from a received message, and returns the field's value."""
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
@@ -254,7 +254,7 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """Returns each message field's declared privacy status, with the declared reason.
+    """Returns the privacy status of each message field and the reason for it, as declared.
 
     The status is "released", "public", "unprotected" or "undeclared".
     """

@@ -133,7 +133,7 @@ class Method(ABC):
         """
 
     def upload_rules(self, exchange: str, client: int, context: RoundContext) -> dict[str, Rule]:
-        """Returns the server's validation rules for the fields of a client's upload.
+        """Returns the rules by which the server validates each field of a client's upload.
 
         A field without a rule may hold any finite values. The engine checks every tensor once,
         before a step reads it. The rules also determine the largest size of an upload on the wire.
@@ -150,7 +150,7 @@ class Method(ABC):
     def check_upload(
         self, exchange: str, upload: Upload, client: int, context: RoundContext
     ) -> None:
-        """Checks that the fields of an upload are consistent with each other.
+        """Checks that the fields of an upload fit together.
 
         Each field has already passed its own rule (`upload_rules`).
 
@@ -228,8 +228,8 @@ class Method(ABC):
         """Raises SettingError if the method cannot use the network architecture."""
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of all private releases that each client makes in a round, the main
-        release first.
+        """Returns the plans of all private releases that a client makes in one round. The main one
+        comes first.
 
         The engine calls it before any data are read, and charges each client for every plan. A step
         gets the charged releases by the plan's name (`PrivateClientView.mechanisms`). A method with
@@ -238,7 +238,7 @@ class Method(ABC):
         return ()
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns a client's release plans for the round in the context.
+        """Returns the plans of one client's private releases in the current round.
 
         By default they are the round's `plans`. A method may reduce a plan's number of steps or
         change its dimension, according to public values. The client is then charged for the changed

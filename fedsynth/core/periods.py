@@ -25,7 +25,7 @@ MAX_PERIODS = 999
 
 @dataclass(frozen=True)
 class SumsOverPeriods(SummedUploads):
-    """A method whose private sums can be extended by later periods' records.
+    """A method whose private sums can later be extended by new records.
 
     Args:
         periods: the declared number of periods, whose releases share one budget. With 1, nothing is
@@ -52,13 +52,13 @@ class SumsOverPeriods(SummedUploads):
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
     def all_periods(self) -> Self:
-        """Returns a method whose single run has the privacy cost of all periods together."""
+        """Returns a method whose single run costs as much privacy as all periods together."""
         return replace(self, periods=1, period=1)
 
     def over_periods(
         self, plans: Plans, continued: tuple[str, ...], context: RoundContext
     ) -> Plans:
-        """Returns the current period's release plans.
+        """Returns the plans of the private releases in the current period.
 
         Args:
             plans: the plans of a run without periods.
@@ -93,7 +93,7 @@ class SumsOverPeriods(SummedUploads):
         return tuple(result)
 
     def total_records(self, context: RoundContext) -> float:
-        """Returns a client's public number of records in all periods so far."""
+        """Returns a client's number of records in all periods so far, which is public."""
         return context.nominal_size + self.earlier_records
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Pool:
-    """A release's sum over several clients, with public facts about the sum.
+    """The sum of one release over several clients, with its noise and its number of records.
 
     Attributes:
         sums: the sums [D], float64.
@@ -76,7 +76,7 @@ class SummedUploads(Method):
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
-        """Returns the number of clients whose added noise is charged as one release's noise.
+        """Returns how many clients' noise together makes up the noise of one release.
 
         This is H, or 1 if every client adds all of the noise.
 
@@ -96,7 +96,7 @@ class SummedUploads(Method):
     def sum_over_clients(
         self, plans: Plans, privacy: PrivacySettings, context: RoundContext
     ) -> Plans:
-        """Adds H, and public facts that bound the sums, to the plans for secure aggregation."""
+        """Adds H and public limits of the sums to the release plans, if sums are secure."""
         if not self.requires_secure_sum:
             return plans
         records = privacy.max_records
@@ -107,7 +107,7 @@ class SummedUploads(Method):
         return tuple(replace(plan, shares=shares, addends=addends) for plan in plans)
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:
-        """Returns the noise's standard deviation per coordinate of an upload sum.
+        """Returns the standard deviation of the noise in each coordinate of a summed upload.
 
         The result is 0 without differential privacy.
 
@@ -120,12 +120,12 @@ class SummedUploads(Method):
         return client_deviation * sqrt(clients)
 
     def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
-        """Returns a sum of uploads together with its noise and the public number of records."""
+        """Returns a sum of uploads with the size of its noise and its public number of records."""
         records = context.nominal_size * clients
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
     def sum_dtype(self, plan: str, context: RoundContext) -> torch.dtype:
-        """Returns an upload field's dtype.
+        """Returns the dtype of a field after the uploads are added.
 
         The dtype is float64 for a release that is rounded to a grid, and float32 otherwise.
         """
@@ -134,7 +134,7 @@ class SummedUploads(Method):
     def receive_sum(
         self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
-        """Returns `from_sum`, or the state before the exchange if the sum has too little noise.
+        """Returns the result of `from_sum`, or the old state if the sum has too little noise.
 
         The noise of one client does not count, because this client may be the attacker. A note
         states that the round is discarded.
@@ -151,7 +151,7 @@ class SummedUploads(Method):
 
     @abstractmethod
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
-        """Maps each upload field that is only sent as part of a sum to its release plan's name.
+        """Returns the release plan's name for each upload field that is sent only within a sum.
 
         The keys are the names of the fields, and the values are the names of the plans.
         """
@@ -160,7 +160,7 @@ class SummedUploads(Method):
     def from_sum(
         self, exchange: str, state: State, total: Upload, clients: int, context: RoundContext
     ) -> ServerState:
-        """Computes the server's next state from an exchange's sum of uploads.
+        """Computes the server's next state from the sum of all uploads in an exchange.
 
         Args:
             exchange: the exchange, "first" or "main".

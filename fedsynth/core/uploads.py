@@ -44,7 +44,7 @@ FREE_BYTES = 64 * 2**20
 
 
 class Rule(Protocol):
-    """Base class for validation rules, each for one upload field."""
+    """Base class for the rules that validate one field of an upload."""
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class Array:
 
     @classmethod
     def like(cls, tensor: Tensor) -> Array:
-        """Creates the validation rule for an uploaded tensor with the shape and dtype of `tensor`.
+        """Creates the rule for an uploaded tensor with the shape and dtype of `tensor`.
 
         Integer tensors are treated as counters.
         """
@@ -163,7 +163,7 @@ class Named:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor]) -> Named:
-        """Creates the validation rule for uploaded tensors with given names, shapes and dtypes."""
+        """Creates the rule for uploaded tensors with given names, shapes and dtypes."""
         return cls({name: Array.like(tensor) for name, tensor in tensors.items()})
 
     @property
@@ -187,7 +187,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Free:
-    """A validation rule that allows any finite values.
+    """A validation rule that allows all finite values.
 
     It applies to the fields of a custom method that declares no rule for them.
     """
@@ -260,7 +260,7 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
 def check_fields(
     upload: Message, rules: Mapping[str, Rule], server_memory: Iterable[Span] = ()
 ) -> None:
-    """Checks each field of an upload against its rule, and that no tensor shares memory.
+    """Checks each field of an upload against a rule. Tensors that share memory are refused.
 
     Args:
         upload: the upload.
@@ -282,7 +282,7 @@ FREE = Free()
 
 
 def most_bytes(kind: type[Message], rules: Mapping[str, Rule]) -> int:
-    """Returns the largest packed size of an upload in bytes, including the header."""
+    """Returns the largest number of bytes that a valid upload can have, with the header."""
     sizes = [rules.get(f.name, FREE).nbytes + NAME_BYTES for f in fields(kind)]
     return HEADER_BYTES + sum(sizes)
 
@@ -293,7 +293,7 @@ Span = tuple[str, int, int, bool, str]
 
 
 def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:
-    """Returns the memory ranges of named tensors, without empty tensors."""
+    """Returns the memory range of each named tensor, except for empty tensors."""
     return [
         (str(t.device), t.data_ptr(), t.data_ptr() + _reach(t), server, name)
         for name, t in tensors
@@ -304,7 +304,7 @@ def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False)
 def overlap(
     tensors: Iterable[tuple[str, Tensor]], server_memory: Iterable[Span] = ()
 ) -> tuple[str, str] | None:
-    """Finds two tensors that share memory. Returns their names and the second one's owner, or None.
+    """Finds two tensors that share memory. Returns both names and the owner of the second, or None.
 
     Adjacent slices of one storage do not share memory.
 
@@ -345,7 +345,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Refuses a server's message with a non-finite number, or with a too large norm of all numbers.
+    """Raises an error if the numbers in a server's message are not finite or have too large a norm.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).
@@ -384,7 +384,7 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
 
 
 def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Refuses a tensor in a server's message if it has the wrong shape or type.
+    """Raises an error if a tensor in a server's message has the wrong shape or type.
 
     Args:
         name: the name of the message's field.
@@ -408,7 +408,7 @@ def check_tensor(name: str, value: Tensor, shape: tuple[int, ...], dtype: torch.
 
 
 def check_named(name: str, sent: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuses named tensors in a server's message if they do not match the expected ones.
+    """Raises an error if the named tensors in a server's message are not the expected ones.
 
     Args:
         name: the name of the message's field.

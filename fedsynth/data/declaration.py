@@ -110,7 +110,7 @@ class _File(_Section):
 
 @dataclass(frozen=True)
 class Declaration:
-    """The public facts about a user's images.
+    """The public information about a user's images.
 
     Attributes:
         spec: the data set's specification. `train_size` is the declared total number of images at
@@ -179,7 +179,7 @@ def read_declaration(path: Path) -> Declaration:
 
 
 def _for_channels(values: list[float], channels: int) -> tuple[float, ...]:
-    """Repeats a single value for each channel."""
+    """Repeats a single value once per channel."""
     return tuple(values) * (channels if len(values) == 1 else 1)
 
 
@@ -197,7 +197,7 @@ def require_signed(declaration: Declaration) -> None:
 
 
 def require_declared(records: Records, declaration: Declaration) -> None:
-    """Checks that a folder's classes and sites match its declaration.
+    """Checks that a folder has the classes and sites that its declaration states.
 
     Raises:
         DataError: a class or site is not declared, or a declared one contains no images.
@@ -352,7 +352,7 @@ class FolderSettings:
         self.limits()
 
     def limits(self) -> tuple[float, float] | None:
-        """Returns the smallest and largest value, or None if `bounds` is not set.
+        """Returns the smallest and largest possible value, or None if `bounds` is not set.
 
         Raises:
             SettingError: `bounds` are not two ascending numbers.
@@ -370,7 +370,7 @@ class FolderSettings:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The user's column names, in the form expected by `read_part`."""
+        """The names of the user's columns, as `read_part` expects them."""
         names = {"feature": self.feature_columns, "label": self.label_column}
         return {**names, "user": self.user_column, "site": self.site_column}
 
@@ -393,8 +393,7 @@ class FolderSettings:
         return height, width
 
     def decoding(self, declaration: Declaration | None = None) -> Decoding:
-        """Returns the conversion of file values to pixels. The declaration takes precedence over
-        the settings.
+        """Returns how file values are converted to pixels. A declaration overrides the settings.
 
         Raises:
             SettingError: `window` is invalid.
@@ -422,7 +421,7 @@ class FolderSettings:
 
 
 def default_declaration(folder: Path) -> Path:
-    """Returns the declaration's default path: next to the manifest or file, or in the folder.
+    """Returns the default path of the declaration: next to the manifest or file, or in the folder.
 
     For a file, the name starts with the file's name: `scans.fedsynth.toml` for `scans.npz`.
     """

@@ -43,9 +43,8 @@ class Described:
     by_site: bool
 
     def commands(self, declaration: Path) -> list[str]:
-        """Returns command lines for private runs with the given signed declaration. Each ends with
-        a comment.
-        """
+        """Returns commands for private runs with the signed declaration. Each ends with a
+        comment."""
         options = list(self.options)
         if declaration.absolute() != self.path.absolute():
             options += ["--declaration", str(declaration.absolute())]
@@ -110,7 +109,7 @@ def describe_folder(
 
 
 def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
-    """Returns the options that a private run on the images needs besides the declaration."""
+    """Returns the options, besides the declaration, that a private run on the images needs."""
     options = ["--data", settings.folder, "--dp-epsilon", "8"]
     if train.spec.image_shape[:2] == (1, 1):  # FedDM's default settings are for images
         options += ["--method", "fedstats"]
@@ -131,7 +130,7 @@ def _numbered(names: Sequence[str]) -> str:
 
 
 def coarse(count: float, *, up: bool = False) -> int:
-    """Rounds a count coarsely, to hide the exact count.
+    """Rounds a count to a round number that hides the exact count.
 
     The result is 1, 2 or 5 times a power of ten: the nearest, or the next higher one if `up` is
     true.

@@ -106,7 +106,7 @@ def expanded(folder: str | Path) -> Path:
 
 
 def missing(path: Path) -> FileNotFoundError:
-    """Returns the error for a missing file. The file name may be a pattern, such as `*.png`."""
+    """Creates the error for a missing file. The file name may be a pattern, such as `*.png`."""
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
@@ -159,7 +159,7 @@ _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
-    """Returns the column that a heading denotes, or an empty string for an unknown heading.
+    """Returns the kind of column that a heading denotes, or an empty string if it is unknown.
 
     Case, spaces and punctuation are ignored. User and site headings may contain a word such as
     "no.".
@@ -194,7 +194,7 @@ def csv_form(text: str) -> tuple[str, int]:
 
 
 def same_name(text: str) -> str:
-    """Returns a name in a normalised spelling, for comparisons.
+    """Normalises the spelling of a name, so that names can be compared.
 
     Accents are composed (Unicode NFC), and leading and trailing spaces are removed.
     """

@@ -158,7 +158,7 @@ def with_patients(files: Records) -> Records:
 
 
 def manifest_of(folder: Path) -> Path:
-    """Returns a folder's manifest path, or returns a file's path unchanged."""
+    """Returns the manifest's path for a folder. The path of a file is returned unchanged."""
     return folder if folder.is_file() else folder / MANIFEST
 
 
@@ -297,7 +297,7 @@ def _files_in_manifest(file: Path) -> Records:
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:
-    """Returns a path as spelt on disk, where accents may be composed or decomposed characters."""
+    """Returns a path as it is spelt on disk, where accents may be encoded in two ways."""
     if (root / path).exists():
         return path
     place = PurePosixPath()

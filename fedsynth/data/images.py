@@ -152,7 +152,7 @@ class ImageData:
         return replace(self, **changed)
 
     def origins(self) -> tuple[IntArray | None, IntArray | None]:
-        """Returns `domains` and `groups` as NumPy arrays, for `partition`.
+        """Returns `domains` and `groups` as NumPy arrays, as `partition` expects them.
 
         Both arrays are int64 [N]. Missing domains or groups are None.
         """
@@ -269,7 +269,7 @@ def _stacked(dataset: Any) -> tuple[Any, Any]:
 
 
 def _of_frame(frame: Any, *columns: Any) -> tuple[Any, ...]:
-    """Splits a data frame into features and the named columns, as arrays.
+    """Splits a data frame into an array of features and arrays of the named columns.
 
     All other columns are features. Arrays in `columns` are returned unchanged.
     """
@@ -309,7 +309,7 @@ def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str
 
 
 def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
-    """Returns the examples' image shape (C, H, W), given their array's shape.
+    """Returns the shape (C, H, W) of one image, given the shape of an array of examples.
 
     Arrays contain vectors [N, D], images [N, H, W], [N, C, H, W] or [N, H, W, C] with 1 or 3
     channels, or time series [N, C, 1, L].
@@ -400,7 +400,7 @@ def pixel_constants(spec: DatasetSpec, device: torch.device) -> tuple[Tensor, Te
 
 @functools.lru_cache(maxsize=64)
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Converts the channels' constants to a cached tensor [1, C, 1, 1].
+    """Converts one constant per channel to a tensor [1, C, 1, 1], which is cached.
 
     Without the cache, copying to the GPU in each step would stall the training loop.
     """
@@ -455,7 +455,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
 def _checked_numbers(
     what: str, numbers: Tensor, shape: tuple[int, ...], spec: DatasetSpec, limit: float
 ) -> Tensor:
-    """Checks labels' shape and range [0, limit). Converts numbers to int64 and masks to uint8."""
+    """Checks the shape and range of labels, and converts them to int64 (masks to uint8)."""
     if numbers.shape != shape:
         raise DataError(
             f"the {what} of {spec.name} must have the shape {list(shape)}, got "

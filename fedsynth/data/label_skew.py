@@ -199,7 +199,7 @@ def dominated_dirichlet(sizes: IntArray, settings: PartitionSettings, rng: Rng) 
 
 
 def _floored(shares: Floats, total: int, rng: Rng) -> IntArray:
-    """Computes the parts ⌊share·total⌋.
+    """Multiplies shares by totals, and rounds down.
 
     The remainder is added to a random entry, so that the entries sum to `total`.
     """
@@ -255,7 +255,7 @@ def _held_classes(
 
 
 def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
-    """Draws how many clients have each class.
+    """Draws the number of clients that have each class.
 
     The numbers differ by at most one. The classes with one client more are random.
     """
@@ -265,7 +265,7 @@ def _places(clients: int, per_client: int, classes: int, rng: Rng) -> IntArray:
 
 
 def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDArray[np.bool_]:
-    """Assigns classes to clients, as a bool matrix [K, C].
+    """Assigns classes to clients, and returns a boolean matrix of shape [K, C].
 
     In random order, each client takes the `per_client` classes with the most remaining places. Ties
     are broken at random. The remaining places therefore differ by at most one, so every client gets
@@ -282,7 +282,7 @@ def _take(places: IntArray, clients: int, per_client: int, rng: Rng) -> npt.NDAr
 
 
 def _spread(rows: Floats, columns: Floats, allowed: npt.NDArray[np.bool_]) -> Floats:
-    """Computes a matrix [K, C] of numbers ≥ 0 with the given row and column sums.
+    """Computes a non-negative matrix of shape [K, C] with the given row and column sums.
 
     They are as even as possible, and zero where `allowed` is false.
     """

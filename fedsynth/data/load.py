@@ -135,7 +135,7 @@ def _read_files(spec: DatasetSpec, root: Path | str | None, download: bool) -> t
 
 
 def _download(name: str, root: Path) -> None:
-    """Downloads a data set through torchvision, which checks checksums.
+    """Downloads a data set through torchvision, and verifies the checksums.
 
     Raises:
         DataFilesMissingError: the download failed. The message gives the reason.
@@ -332,7 +332,7 @@ def _joined(splits: Sequence[Split]) -> Split:
 
 
 def _published_bytes(path: Path, digest: str) -> bytes:
-    """Reads a file after comparing it with its published hash.
+    """Reads a file, and checks that it has the published hash.
 
     `digest` is the MD5 or SHA-256 in hexadecimal.
 
@@ -414,14 +414,14 @@ def make_synthetic(
 
 
 def device_sizes() -> IntArray:
-    """Draws the devices' example counts, [30]. A few devices have most examples."""
+    """Draws the number of examples on each of 30 devices. A few devices have most examples."""
     return numpy_generator(SEED, "synthetic sizes").lognormal(4, 2, DEVICES).astype(np.int64) + 50
 
 
 def draw_device(
     alpha: float | None, beta: float | None, device: int, n: int
 ) -> tuple[Floats, Floats, Floats]:
-    """Draws the inputs [n, 60], the weights W [60, 10] and the bias b [10] for one device.
+    """Draws one device's inputs [n, 60], weights W [60, 10] and bias b [10].
 
     If α or β is None, all devices have the same W and b, as in `synthetic(iid)`.
     """

@@ -28,7 +28,7 @@ from fedsynth.seeding import numpy_generator
 
 
 class Pair(NamedTuple):
-    """The file of an image or volume, with its mask's file."""
+    """An image or volume file together with the file of its mask."""
 
     image: Path
     mask: Path
@@ -96,7 +96,7 @@ def examples_in(pair: Pair) -> Iterator[Example]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Converts errors about a file's content to one error with the file's name."""
+    """Converts errors about a file's content to a single error that names the file."""
     try:
         yield
     except (FileNotFoundError, DataFilesCorruptError):

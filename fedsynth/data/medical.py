@@ -76,7 +76,7 @@ class Decoding:
     slice: int = -1
 
     def position(self, count: int) -> int:
-        """Returns the chosen slice's or frame's index, for a file with `count` of them.
+        """Returns the index of the chosen slice or frame in a file with `count` of them.
 
         Raises:
             UnsupportedImageError: the chosen slice does not exist.
@@ -176,7 +176,7 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
 
 
 def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
-    """Describes the information lost in decoding: bits, slices, or a scale common to all images."""
+    """Describes what decoding loses: bits, slices, or a scale common to all images."""
     return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 
@@ -296,7 +296,7 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
 
 
 def _stored_values(data: Any, position: int) -> Array:
-    """Decodes a frame's stored values, also from a word's upper bits as in old files."""
+    """Decodes the pixel values of a frame, even if they are in the upper bits as in old files."""
     from pydicom.pixels import pixel_array
 
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
@@ -364,7 +364,7 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
 
 
 def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
-    """Marks the stored values that are padding around the image, or between its parts."""
+    """Returns a mask of the values that pad the image or separate its parts."""
     limits = [_number(data, f"PixelPadding{name}") for name in ("Value", "RangeLimit")]
     first, last = limits[0], limits[0] if limits[1] is None else limits[1]
     if first is None or last is None:
@@ -377,7 +377,7 @@ def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
 
 
 def _table(descriptor: Any, content: Any, data: Any) -> tuple[int, Array]:
-    """Returns a lookup table's first stored value and its entries."""
+    """Returns the entries of a lookup table, and the stored value of the first entry."""
     count, first, _ = descriptor
     count = count % 2**16 or 2**16
     order = "<" if data.file_meta.TransferSyntaxUID.is_little_endian else ">"
@@ -424,7 +424,7 @@ def _rescaled(values: Array, data: Any) -> Array:
 
 
 def _in_file_window(stored: Array, data: Any, decoding: Decoding) -> tuple[Floats, bool]:
-    """Applies the chosen window or, without a choice, the file's first window or table.
+    """Applies the user's window. If there is none, applies the first window or table in the file.
 
     Without any, 8-bit files keep their values, and other files' ranges are scaled. Also returns
     whether the values' scale is known, which is False for the scaled ranges.

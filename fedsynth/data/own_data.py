@@ -258,7 +258,7 @@ def splits_of(
     revision: str = "",
     ledger: Path | None = None,
 ) -> Splits:
-    """Returns the readers for all splits in a folder or file.
+    """Returns a function for each split in a folder or file, which reads the split.
 
     An image folder has only the split "train", even if it is used for tests.
 
@@ -282,7 +282,7 @@ def splits_of(
 
 
 def training_records(splits: Splits, settings: FolderSettings, note: Note) -> Records:
-    """Reads the training records, and notes unused splits.
+    """Reads the training records, and tells the user about unused splits.
 
     Raises:
         DataError: the records cannot be read.
@@ -481,7 +481,7 @@ def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, 
 
 
 def _decoded_once(records: Records, settings: FolderSettings) -> Records:
-    """Decodes images in the shape of the first one, so that each file is read only once.
+    """Decodes all images to the shape of the first one. Each file is read only once.
 
     If another shape is needed, `as_data` decodes them again.
     """
@@ -589,7 +589,7 @@ def _note_copies(files: Records, hashes: Bytes, note: Note) -> None:
 
 
 def _without(files: Records, faults: dict[int, str], note: Note) -> Records:
-    """Returns the readable files, and lists the skipped ones in a note."""
+    """Returns the readable files, and tells the user which ones were skipped."""
     if not faults:
         return files
     note("\n  ".join((f"skipped in {one_line(files.root)}:", *_descriptions(files, faults))))

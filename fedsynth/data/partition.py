@@ -103,7 +103,7 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Draws the share `settings.subset` of each class, with at least one example per class.
+    """Draws the same share `settings.subset` of each class, but at least one example.
 
     Returns the sorted indices of the drawn examples.
     """
@@ -116,7 +116,7 @@ def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
 
 
 def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
-    """Checks the clients' example indices.
+    """Checks the example indices that a partition assigns to the clients.
 
     They must be integers in [0, examples), without repetitions at or between clients.
 
@@ -194,7 +194,7 @@ def _of_domains(
 def _of_groups(
     groups: npt.NDArray[np.integer] | None, settings: PartitionSettings, rng: Rng
 ) -> list[IntArray]:
-    """Draws K random groups, one for each client, in group order."""
+    """Draws K groups at random, one for each client, and returns them in group order."""
     if groups is None:
         raise PartitionError(
             "the partition 'natural' cannot divide a data set without groups. Choose another "
@@ -283,7 +283,7 @@ def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """Computes a keyed user hash for each record at `positions`, uint8 [N, size].
+    """Computes a keyed hash of the user of each record at `positions`, uint8 [N, size].
 
     The hash covers all of the user's records at `positions`, in any order. It does not depend on
     the user's index, because an additional user may change the indices of others.

@@ -105,7 +105,7 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """Returns the number of parts in the whole data set.
+    """Returns the number of clients or groups into which the whole data set is divided.
 
     The result is the number of clients K. With `natural`, it is the published number of groups (or
     domains) if larger, because clients are then sampled from the groups.

@@ -57,7 +57,7 @@ PAGES_LOST = "images that are the first page of several"
 
 
 class ImageHeader(NamedTuple):
-    """The facts in an image file's header.
+    """The information in an image file's header.
 
     Attributes:
         height, width: the size in pixels of the upright image.
@@ -115,7 +115,7 @@ def read_pixels(
 
 
 class DecodedFiles(NamedTuple):
-    """The results of `read_pixels`, the readable images' headers, and the files' SHA-256 [N, 32].
+    """Decoded images, with the headers of the readable files and the SHA-256 [N, 32] of all files.
 
     Unreadable files have the hash 0.
     """
@@ -210,7 +210,7 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
 
 
 def _opened(content: bytes) -> tuple[Image.Image, AbstractContextManager[Any]]:
-    """Opens an image as `opened_image` does. Returns it with a lock that large images share."""
+    """Opens an image as `opened_image` does, and returns a lock that large images share."""
     if not content:
         raise ValueError("the file is empty")
     if content.startswith(b"\xff\xd8") and content.count(b"\xff\xda") > MAX_SCANS:
@@ -224,7 +224,7 @@ def _opened(content: bytes) -> tuple[Image.Image, AbstractContextManager[Any]]:
 
 
 def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], dict[int, str]]:
-    """Calls `read` for each item in threads.
+    """Calls `read` for each item, in parallel threads.
 
     Failed calls do not stop others. Returns the results, with None for failed calls, and a
     dictionary that maps the failed items' indices in `items` to fault descriptions. Threads speed

@@ -124,7 +124,7 @@ def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
 
 
 def counted(entries: Iterable[Entry]) -> str:
-    """Counts entries by kind, and formats the counts as one line with an example of each kind."""
+    """Counts entries by kind, and returns a line with the counts and an example of each kind."""
     paths: dict[str, list[PurePosixPath]] = {}
     for kind, path in sorted(entries):
         paths.setdefault(kind, []).append(path)
@@ -183,7 +183,7 @@ def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") ->
 
 
 def note_shared_users(train: Records, test: Records, note: Note) -> None:
-    """Warns if people may have both training and test records.
+    """Warns if the same people may have both training and test records.
 
     Two lists may also use the same names, such as 0, 1, …, for different people.
 

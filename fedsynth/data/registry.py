@@ -360,7 +360,7 @@ def is_published(spec: DatasetSpec) -> bool:
 
 
 def published_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Returns the published specification with `spec`'s name.
+    """Returns the specification of the published data set with the same name as `spec`.
 
     For encoded data, fields determined by the encoder are taken from `spec`.
 

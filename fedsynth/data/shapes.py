@@ -23,7 +23,7 @@ STYLES = (
 
 
 def make_shapes(spec: DatasetSpec) -> tuple[Split, Split]:
-    """Generates the training and test splits, with equally sized sites as domains."""
+    """Generates the training and test splits. Each site is a domain, and all have equal sizes."""
     splits = []
     for purpose, size in (("shapes", spec.train_size), ("test shapes", spec.test_size)):
         images, masks = [], []
@@ -49,7 +49,7 @@ def _ellipses(rng: np.random.Generator, count: int, height: int, width: int) -> 
 def _scanned(
     is_inside: Floats, style: tuple[float, float, float, float], rng: np.random.Generator
 ) -> Floats:
-    """Simulates a site's scanner, with structures that are not part of the masks."""
+    """Simulates the scanner of a site, and adds structures that the masks do not mark."""
     brightness, contrast, noise, slope = style
     count, height, width = is_inside.shape
     waves = rng.uniform(0, 2 * np.pi, (count, 1, 1)) + np.arange(width) / rng.uniform(

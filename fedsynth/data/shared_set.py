@@ -98,7 +98,7 @@ class SharedSet:
         return (self.images - mean) / std
 
     def values(self) -> Tensor:
-        """Returns the values in their original units, float32 [N, C, H, W].
+        """Returns the images or vectors in their original units, float32 [N, C, H, W].
 
         Without bounds, the values are the images.
         """
@@ -183,7 +183,7 @@ def write_set(
 
 
 def set_facts(spec: DatasetSpec, pixels: str) -> dict[str, str]:
-    """Returns the image metadata for a synthetic set's file."""
+    """Returns the metadata to be stored in a synthetic set's file."""
     facts = {"format": FORMAT, "pixels": pixels, "data_set": spec.name, "encoder": spec.encoder}
     for name in sorted(_FACTS - {"encoder"}):
         facts[name] = json.dumps(getattr(spec, name))

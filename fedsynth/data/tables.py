@@ -298,7 +298,7 @@ def _features(
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
-    """Reads the records' labels, sites or users. Without a column, they are empty strings."""
+    """Reads the label, site or user of each record. If there is no such column, each is empty."""
     if not name:
         return np.full(count, "", object)
     what = f"{one_line(name)!r} in {part.place}"
@@ -414,7 +414,7 @@ def _read_array(path: Path, member: str = "") -> Array:
 
 
 def _npy_readers(path: Path) -> Readers:
-    """Returns the readers of a file, named "x", and of its neighbours with the same prefix."""
+    """Returns functions that read a file, named "x", and files beside it with the same prefix."""
     prefix = path.stem[: path.stem.rfind("_") + 1]
     if path.stem.removeprefix(prefix).casefold() not in _FEATURES:
         prefix = ""
@@ -509,7 +509,7 @@ def _fault_of_numbers(column: Any) -> str:
 
 
 def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]]:
-    """Returns class names by column and the image columns, as stored by the package `datasets`."""
+    """Reads the class names and the image columns that the package `datasets` has stored."""
     stated, images = {}, []
     try:
         content = decode_json((schema.metadata or {}).get(b"huggingface", b"{}"))
@@ -553,7 +553,7 @@ def _has_meaning(name: str) -> bool:
 
 
 def _item_type(kind: Any) -> Any:
-    """Returns the item type in nested lists, or the type itself."""
+    """Returns the type of the items in nested lists. Any other type is returned unchanged."""
     while hasattr(kind, "value_type") or hasattr(kind, "storage_type"):
         kind = getattr(kind, "storage_type", None) or kind.value_type
     return kind

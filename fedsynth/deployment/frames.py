@@ -94,7 +94,7 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class Facts(BaseModel):
-    """Base class for models that validate received frames' fields.
+    """Base class for pydantic models that validate the fields of received frames.
 
     A model lists the fields that the receiver uses. All other fields are ignored.
     """
@@ -113,7 +113,7 @@ class Facts(BaseModel):
 
 
 class JoinFacts(Facts):
-    """Fields of the server's join request.
+    """The fields of the server's request to join a run.
 
     They are the proposal, and the last completed round if the run is resumed.
     """
@@ -176,7 +176,7 @@ StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializ
 
 
 class Statement(Facts):
-    """The answer fields with a client's index and ledger history.
+    """The fields of an answer that contain the client's index and ledger history.
 
     Args:
         client: the index of the client.

@@ -131,7 +131,7 @@ class NetworkedRun(ActiveRun):
         self.checkpoints.write(checkpoint)
 
     def _charged_histories(self) -> list[History]:
-        """Returns the clients' ledgers, including charges that were not reported to the server.
+        """Returns the contents of the ledgers, with charges that clients may not have reported.
 
         If a client was asked for a step and never answered again, the client may have been charged,
         and its upload may have been seen. The report must include this charge, so the function

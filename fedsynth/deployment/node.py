@@ -290,7 +290,7 @@ class Node(Place):
         return objections
 
     def _approval_used(self, proposal: Proposal) -> list[str]:
-        """Returns an objection if the owner's manual approval was already used by another run.
+        """Returns an objection if another run has already used the owner's manual approval.
 
         A manual approval is valid for one run only, unless a bound on ε limits what several runs
         can spend together.
@@ -314,7 +314,7 @@ class Node(Place):
         return []
 
     def _rows_before(self) -> tuple[Release, ...]:
-        """Returns the releases in the current ledger, without creating a ledger.
+        """Returns the releases recorded so far. Does not create a ledger.
 
         The result is empty if there is no ledger yet.
         """

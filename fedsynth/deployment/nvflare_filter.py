@@ -1,4 +1,4 @@
-"""A privacy guard for NVFlare jobs written by others, as a task filter at a site (extra `nvflare`).
+"""A privacy guard for NVFlare jobs that do not use fedsynth. Sites install it as a filter.
 
 The site names the filter for tasks and for results in its `local/privacy.json`, so that every job
 at the site passes it unchanged:
@@ -42,7 +42,7 @@ HEADERS = (AppConstants.START_ROUND, AppConstants.CURRENT_ROUND, AppConstants.NU
 
 
 class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-checked
-    """Makes a site's results private before they are sent, as a filter for tasks and results.
+    """A filter that makes a site's results private before they are sent.
 
     Args:
         folder: the folder with guard.toml.
@@ -79,7 +79,7 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         return result
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO:
-        """Returns the private data to send in place of a result.
+        """Makes a result private, and returns the data that are sent instead.
 
         Args:
             dxo: the job's result.

@@ -208,7 +208,7 @@ def _stored_proposal(stated: Any) -> Proposal:
 
 
 class State(BaseModel):
-    """The values stored by a client's node, from which a new process can continue the run.
+    """The information that a client's node stores, so that a new process can continue the run.
 
     The client's state is stored in files of its own.
 
@@ -258,7 +258,7 @@ def read_state(folder: Path) -> State | None:
 
 @contextmanager
 def damage_is_named(folder: Path) -> Iterator[None]:
-    """Converts errors caused by a damaged folder to a CheckpointError."""
+    """Converts errors that a damaged folder causes to a CheckpointError."""
     try:
         yield
     except (OSError, ValueError, MessageError) as error:

@@ -169,7 +169,7 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if the session's state is the latest one on disk."""
+        """Returns True if the file on disk still contains the session's state."""
         file = self.folder / STATE
         return file.is_file() and read_regular(file) == self._stored
 

@@ -37,7 +37,7 @@ def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
 
 
 def domain_masks(data: ImageData) -> dict[str, Tensor]:
-    """Returns a data set's examples by domain, such as by hospital.
+    """Returns the examples of each domain, such as of each hospital.
 
     Returns:
         A boolean tensor [N] by the domain's name, for domains with at least one example. The
@@ -53,7 +53,7 @@ def domain_masks(data: ImageData) -> dict[str, Tensor]:
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Scores the prediction for each example, float64 [N] in [0, 1].
+    """Scores each prediction: float64 [N] in [0, 1], where 1 is correct.
 
     For classes [N], it is 1 if the prediction is correct, and otherwise 0. For masks [N, H, W], it
     is the Dice coefficient.

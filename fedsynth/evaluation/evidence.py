@@ -41,7 +41,7 @@ class Attack(Part):
 
 
 class Membership(Attack):
-    """The attack by nearest neighbours, with the distances of each released image.
+    """An attack that compares each released image with its nearest real images.
 
     It succeeds if the nearest real image is a training image and not a held-out one.
     """
@@ -60,7 +60,7 @@ class Membership(Attack):
 
 
 class SiteInference(Attack):
-    """The attack that tells by whom an image was released, with a linear classifier."""
+    """An attack that guesses by which owner an image was released, with a linear classifier."""
 
     owners: int
     can_show: str = (

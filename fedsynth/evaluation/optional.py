@@ -28,7 +28,7 @@ ROWS = 512  # of the matrix of distances that is in memory at a time
 
 
 def embeddings(model: nn.Module, data: ImageData) -> Tensor:
-    """Computes the embeddings of all examples, which are the inputs [N, d] of `model.classifier`."""
+    """Computes the inputs [N, d] that `model.classifier` receives for all examples."""
     parts: list[Tensor] = []
     layer: nn.Module = model.classifier  # type: ignore[assignment]
     hook = layer.register_forward_pre_hook(lambda layer, inputs: parts.append(inputs[0]))

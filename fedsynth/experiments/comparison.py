@@ -42,7 +42,7 @@ HOLDS, FAILS, UNRESOLVED = "holds", "does not hold", "not resolved"
 
 @dataclass(frozen=True)
 class Line:
-    """A published number and its reproduction runs' results.
+    """A published number, with the results of the runs that reproduce it.
 
     Args:
         cell: a line of text that identifies the table cell.
@@ -244,7 +244,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _resolved_sign(differences: Sequence[float]) -> int:
-    """Returns the sign of the mean paired difference, or 0 if its 95 % interval contains zero."""
+    """Returns the sign of the mean difference, or 0 if its 95 % interval contains zero."""
     mean, std = Spread.of(differences)
     if mean is None or std is None:
         return 0
@@ -286,7 +286,7 @@ def judgements(
 
 
 def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
-    """Returns the finished jobs' rows, by seed."""
+    """Returns the result rows of the finished jobs, by seed."""
     return {job.entries["seed"]: rows[job.hash] for job in jobs if job.hash in rows}
 
 
@@ -356,7 +356,7 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns a metric's value after each round. `variant` selects one of several models."""
+    """Returns the values of a metric after each round, of one model if there are several."""
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 

@@ -133,7 +133,7 @@ class Cell:
         return {name: getattr(self, name) for name in COLUMNS}
 
     def fits(self, when: When) -> bool:
-        """Returns True if the cell's value in each column of `when` is one of the listed values."""
+        """Returns True if the cell has one of the allowed values in each column of `when`."""
         return all(getattr(self, column) in values for column, values in when.items())
 
 
@@ -157,7 +157,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim that a method is ahead of others in a table.
+    """A paper's claim that one method is better than others in a table.
 
     Args:
         text: the claim in words.

@@ -144,7 +144,7 @@ class Rows:
     def get(
         self, key: str, work: Callable[[], Row | None], repeats: int = 1
     ) -> dict[str, Any] | None:
-        """Returns the last row with a key. A missing row is computed first.
+        """Returns the last row with a key. If there is none, computes and appends it.
 
         Args:
             key: the key of the rows.
@@ -250,7 +250,7 @@ def curve_of(rows: Sequence[Row], domains: bool) -> dict[str, list[float | None]
 
 
 def _figures(prefix: str, row: Row, domains: bool) -> dict[str, float]:
-    """Returns one round's metrics by dotted path, rounded to six decimals."""
+    """Returns the metrics of one round by dotted path, rounded to six decimals."""
     figures = {f"{prefix}{name}": row.get(name) for name in FIGURES}
     for client, accuracy in enumerate(row.get(CLIENT_MODELS, ())):
         figures[f"{prefix}{CLIENT_MODELS}.{client}"] = accuracy

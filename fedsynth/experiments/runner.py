@@ -101,7 +101,7 @@ class Outcome:
 
 @dataclass
 class Deadline(Observer):
-    """Stops a run at a given time (`time.monotonic`), unless its last round has ended."""
+    """Stops a run at a given time, unless the last round has ended."""
 
     time: float
     rounds: int
@@ -120,7 +120,7 @@ class Deadline(Observer):
 
 
 def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns published tables' finished runs, as rows by run hash.
+    """Returns the result rows of all finished runs, by run hash.
 
     Tables that need the same run share it, such as FedKF's Tables V and VIII.
 

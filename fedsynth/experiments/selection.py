@@ -80,7 +80,7 @@ class SelectionPlan:
 
     @cached_property
     def held_out(self) -> float:
-        """The clients' public number of held-out records, by which a score is divided."""
+        """The number of records that are held out to score a trial. It is public."""
         partition = self.plans[0].run.partition
         share = partition.local_test / (1 - partition.local_test)
         return partition.clients * self.plans[0].nominal_size * share
@@ -283,7 +283,7 @@ def result_folder(sweep: Sweep) -> Path:
 
 
 def describe(plan: SelectionPlan) -> str:
-    """Describes a selection's law and cost in a sentence."""
+    """Describes in a sentence how the number of trials is drawn, and what the selection costs."""
     delta = plan.plans[0].privacy.delta
     return (
         f"private selection among {len(plan.sweep.cells)} runs: {plan.selection.mean:g} trials are "

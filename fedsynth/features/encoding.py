@@ -158,7 +158,7 @@ def _pretrained_map(settings: EncoderSettings, shape: Shape, decoding: Decoding)
 
 
 def _dependence(loaded: pretrained.PretrainedNetwork) -> str:
-    """Tests whether an image's vector depends on other images.
+    """Tests whether the vector of an image depends on the other images in a batch.
 
     Small images are used if the network accepts them, because the test is slow.
 
@@ -307,7 +307,7 @@ def _vectors(
 
 
 def _is_moved(features: FeatureMap, device: torch.device) -> bool:
-    """Tests on full batches of random images whether a custom map mixes images.
+    """Tests on random images whether a custom map mixes the images of a batch.
 
     Returns True if a vector's last bits change with other images in the batch.
 

@@ -170,7 +170,7 @@ def _power_law(uniform: Tensor, smallest: float, largest: float) -> Tensor:
 
 
 def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates coordinates by π·turn.
+    """Rotates coordinates by the angle π·turn.
 
     Returns the coordinates along the rotated axis and perpendicular to this axis.
     """
@@ -179,7 +179,7 @@ def _turned(down: Tensor, across: Tensor, turn: Tensor) -> tuple[Tensor, Tensor]
 
 
 def _shape(along: Tensor, off: Tensor, kind: Tensor) -> Tensor:
-    """Returns a boolean tensor that is true inside a shape of unit size.
+    """Returns a boolean tensor that is true for points inside an ellipse, rectangle or triangle.
 
     `kind` in [0, 1] selects the shape: below 1/3 an ellipse, below 2/3 a rectangle, otherwise a
     triangle.

@@ -143,7 +143,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 @cache
 def _build(name: str, shape: Shape) -> FeatureMap:
-    """Builds one map object per (name, shape) pair, by which vectors are cached."""
+    """Builds a feature map once per name and image shape, so that vectors can be cached by map."""
     if name in _CUSTOM:
         return _build_custom(name, shape)
     if name not in _BUILT_IN:

@@ -135,7 +135,7 @@ class ClientBudget:
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:
-    """Records in a ledger that a round without differential privacy is about to begin.
+    """Records in a ledger that a round without differential privacy will begin.
 
     From then on, the ε of this ledger is infinite. Nothing is clipped and no noise is added, so the
     recorded sensitivity and dimension are placeholders.
@@ -262,7 +262,7 @@ class ClientRuntime:
         return self.remote and sums_securely(self.method)
 
     def join(self) -> ClientInfo:
-        """Returns the message with which the client joins a run.
+        """Returns the message that the client sends to join a run.
 
         In a private run, the message does not state the number of the client's records.
         """
@@ -397,7 +397,7 @@ class ClientRuntime:
         return self._granted[2]
 
     def may_try_again(self, exchange: str, context: RoundContext) -> bool:
-        """Returns True if a failed step may be repeated without another charge.
+        """Returns True if a failed step can be repeated without another charge.
 
         This is the case for steps without differential privacy, and for charged steps that have not
         taken any mechanism from their release budget.

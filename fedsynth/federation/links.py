@@ -174,7 +174,7 @@ class Links:
         raise (DivergedError if code == DivergedError.code else RankError)(text).with_code(code)
 
     def next(self, waiting: Sequence[int] = ()) -> Frame:
-        """Waits for the next frame. The ranks in `waiting` must give a sign in time.
+        """Waits for the next frame. Fails if a rank in `waiting` sends nothing for too long.
 
         Raises:
             DivergedError, RankError: as for `poll`, or a rank has given no sign.

@@ -87,7 +87,7 @@ class _LastReleaseError(Exception):
 
 
 class _TriedMechanism(GaussianSumMechanism):
-    """A trial's mechanism, which detects a step that adds vectors without its client view."""
+    """The mechanism in a trial. It detects a step that adds vectors by itself."""
 
     trial: StepTrial
 
@@ -160,7 +160,7 @@ class TrialClientView(PrivateClientView):
         grad_mode = torch.is_grad_enabled()
 
         def values(x: Tensor, labels: Tensor, *, by_client: bool = False) -> Tensor:
-            """Computes the records' values, for all clients together or for each one separately."""
+            """Computes the records' vectors, for all clients together or one at a time."""
             self._show(x, labels)
             owners = (1000 * x.flatten(1)[:, 0]).long().cpu() % len(mechanisms)
             vectors: list[Tensor] = []
@@ -278,7 +278,7 @@ class StepTrial:
 
     @property
     def inputs_of_run(self) -> StepInputs:
-        """The step's random records."""
+        """The random records on which the step is tested."""
         return replace(self.inputs, seed=OTHER_SEED) if self.repeats else self.inputs
 
     def _take_step(self, states: Sequence[ClientState]) -> Sequence[ClientState]:
@@ -327,7 +327,7 @@ class StepTrial:
         return mechanism
 
     def compare(self, values: Callable[..., Tensor], clients: int) -> None:
-        """Compares records' values within one release, or with the first run's values.
+        """Checks that records have the same values at all positions, or in all runs of the step.
 
         Args:
             values: computes the values of records. With `by_client`, it computes those of each client
@@ -497,7 +497,7 @@ def _refused_model(settings: RunSettings, reason: str) -> SettingError:
 def _isolated(
     settings: RunSettings, context: RoundContext, trials: list[StepTrial], warnings: list[str]
 ) -> StepCheck:
-    """Returns the check's result for a run that needs one record per pass, or refuses the run.
+    """Returns the result for a run that must compute one record per pass, or refuses the run.
 
     Raises:
         SettingError: bits depend on positions even then, on a CPU.
@@ -552,7 +552,7 @@ def _trials(
 
 
 def _with_partner(plan: PrivacyPlan, context: RoundContext, client: int) -> list[int]:
-    """Returns a client, with another one whose step may share its passes in a simulation.
+    """Returns a client, and a second one whose records may be computed in the same pass.
 
     Only a user's method can treat the clients in a pass differently.
     """

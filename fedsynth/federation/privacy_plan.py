@@ -137,7 +137,7 @@ class PrivacyPlan:
 
     @property
     def chief(self) -> ReleasePlan:
-        """The most important release in a round, as described in summaries."""
+        """The main release of a round, which summaries describe."""
         return self.plans[0]
 
     @property
@@ -147,7 +147,7 @@ class PrivacyPlan:
 
     @property
     def facts(self) -> MechanismFacts:
-        """The facts about the run's mechanism, such as whether it has a privacy guarantee."""
+        """Describes the run's mechanism, such as whether it has a privacy guarantee."""
         return mechanism_facts(self.privacy.mechanism or self.chief.mechanism)
 
     @property
@@ -259,7 +259,7 @@ class PrivacyPlan:
         return rows
 
     def _totals(self, rounds: int, sigma: float | None = None) -> Totals:
-        """Returns the release totals for a client that takes part in `rounds` rounds.
+        """Returns the total of all releases by a client that takes part in `rounds` rounds.
 
         If the rounds differ, all clients take part in every round. The totals are then those of the
         first rounds.
@@ -415,7 +415,7 @@ class PrivacyPlan:
 
     @cached_property
     def _attendance(self) -> list[tuple[Totals, list[int]]]:
-        """Pairs (earlier releases, number of rounds), from which the clients' ε is computed.
+        """The clients' earlier releases and numbers of rounds, from which ε is computed.
 
         Each pair has the totals of the releases that a ledger contained when its client joined.
         With it comes, for each n in `shown_rounds`, the number of the first n rounds in which the

@@ -166,7 +166,7 @@ class Backend(Protocol):
         """
 
     def begin(self, context: RoundContext) -> None:
-        """Notifies all clients whose data influence a round that the round begins.
+        """Tells the clients that a round begins, if their data influence it.
 
         `affected_clients` states which clients these are. No client has refused to take part. In a
         deployment, a client learns this from the first request of the round.

@@ -81,7 +81,7 @@ def owners(
 
 
 def statement(identity: str) -> dict[str, str]:
-    """Returns the values that must be equal at all ranks.
+    """Returns a description of the run that must be the same at all ranks.
 
     Args:
         identity: the identity of the settings and data (`run_identity`).
@@ -284,7 +284,7 @@ def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
 
 
 def reporter(links: Links, clients: int) -> Callable[..., None]:
-    """Returns a function that sends the progress of another rank, its sign of life, to rank 0.
+    """Returns a function that reports progress to rank 0, which shows that this rank is alive.
 
     It sends the progress at most once in `REPORT_SECONDS`.
 

@@ -172,7 +172,7 @@ def divided(
 
 @dataclass(frozen=True, eq=False)
 class RunData:
-    """A run's images, and the known facts about the clients that hold them.
+    """A run's images, and what is known about the clients that hold them.
 
     Attributes:
         settings: the run's settings, completed with the values of the owner's declaration.
@@ -245,7 +245,7 @@ def encoded(
     device: torch.device,
     progress: Callable[[int, str, int, int], None],
 ) -> RunData:
-    """Replaces a run's images by its encoder's vectors, if the run has an encoder.
+    """Replaces the run's images by vectors, if the run has an encoder.
 
     Args:
         run_data: the images of the run.
@@ -462,7 +462,7 @@ class Clients:
         return LedgerFolder(folder).open(self.names, self.digests, data_set_id(run), sequences)
 
     def sequences(self, folder: Path, run: RunSettings) -> dict[str, ReleaseSequence]:
-        """Returns the clients' release sequences over periods, by client name.
+        """Returns each client's releases in all periods, by client name.
 
         The result is empty unless the run is one of several periods.
         """

@@ -151,7 +151,7 @@ class Server:
 
 
 def _check_device(reply: Message, device_type: str) -> None:
-    """Raises UploadRejectedError for a tensor on another type of device than the server's."""
+    """Raises UploadRejectedError if a tensor is not on the same type of device as the server."""
     for name, tensor in reply.arrays():
         if tensor.device.type != device_type:
             reason = f"must be on a {device_type!r} device like the server, got "
@@ -164,7 +164,7 @@ FIRST_EXCHANGE = "first exchange: "
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """Facts about a round that is skipped, because too few clients sent valid uploads.
+    """A skipped round, in which too few clients sent valid uploads.
 
     Args:
         exchange: the exchange with too few usable uploads.

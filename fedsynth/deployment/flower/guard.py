@@ -1,4 +1,4 @@
-"""A privacy guard for Flower jobs written by others, as a mod of their ClientApp.
+"""A privacy guard for Flower jobs that do not use fedsynth, as a mod of their ClientApp.
 
     app = ClientApp(mods=[guard_mod])    # first, so that it sees what the other mods return
 
@@ -49,7 +49,7 @@ FAILED = "the client sends no answer. The reason is in the client's log only"
 def guard_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Makes a client's answer private before the answer is sent, as a ClientApp mod.
+    """Makes a client's answer private before it is sent. Is used as a mod of a ClientApp.
 
     Args:
         message: the request.
@@ -78,7 +78,7 @@ def guard_mod(
 def _answer(
     call_next: Callable[[Message, Context], Message], message: Message, context: Context
 ) -> Message:
-    """Returns the job's answer.
+    """Runs the job, and returns its answer.
 
     Raises:
         MessageError: the job failed, whatever it raised.
@@ -122,7 +122,7 @@ def identity(message: Message) -> list[object]:
 def protected(
     guard: UpdateGuard, request: Sequence[object], received_content: RecordDict, answer: RecordDict
 ) -> RecordDict:
-    """Returns the private content to send in place of a job's answer.
+    """Makes a job's answer private, and returns the content that is sent instead.
 
     Args:
         guard: the client's guard.
