@@ -93,7 +93,7 @@ def register_method(method: type[Method], label: str = "") -> str:
 
 
 def own_label(name: str) -> str:
-    """Returns the label of a custom method's file.
+    """Returns the label that names the file of a custom method.
 
     The label is empty for built-in methods and for methods that were registered without a file.
     """

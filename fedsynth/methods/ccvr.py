@@ -61,7 +61,7 @@ DEVIATIONS = 4
 
 @dataclass(frozen=True)
 class ModelOrMoments(ModelParameters):
-    """A client's upload in CCVR: the trained model, or in the last round the class moments.
+    """A client's upload in CCVR: the trained model, or (in the last round) the class moments.
 
     The moments [C, D] are empty in all other rounds. In the last round, there are no parameters.
     """
@@ -70,7 +70,7 @@ class ModelOrMoments(ModelParameters):
 
 
 def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
-    """Returns each example's vector u, whose class sums are the moments.
+    """Returns one vector u per example. The class moments are the sums of u over each class.
 
     Args:
         f_Nd: the features f.
@@ -88,7 +88,7 @@ def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
 
 @dataclass(frozen=True)
 class CCVR(TrainsLocally, VaryingReleases):
-    """CCVR: FedAvg, with a last round in which the classifier learns from virtual features.
+    """CCVR: FedAvg, and a last round in which the classifier is retrained on virtual features.
 
     All clients must take part in every round. The following settings come in addition to those of
     `TrainsLocally`.
@@ -144,7 +144,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         check_embedding(self.name, model)
 
     def calibrates(self, round: int, rounds: int) -> bool:
-        """Returns True in the last round, in which clients send class moments."""
+        """Returns True in the last round, in which clients send class moments instead of models."""
         return self.virtual > 0 and round == rounds
 
     @property
@@ -153,7 +153,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         return self.covariance == DIAGONAL
 
     def width(self, context: RoundContext) -> int:
-        """Returns the number D of moments per class."""
+        """Returns D, the number of moments of one class."""
         d = feature_width(context, logits=False)
         return 2 * d + 1 if self.diagonal else (d + 1) * (d + 2) // 2
 
@@ -189,7 +189,7 @@ class CCVR(TrainsLocally, VaryingReleases):
 
     @torch.no_grad()
     def exact_moments(self, model: Any, clients: ExactClientView, width: int) -> Tensor:
-        """Computes the sums of u over each class's examples, [clients, C, D].
+        """Sums u over each client's examples of each class, without noise: [clients, C, D].
 
         With full covariances, one matrix product adds up a batch.
         """
@@ -234,7 +234,7 @@ class CCVR(TrainsLocally, VaryingReleases):
     def gaussian(
         self, moments_D: Tensor, noise: float, context: RoundContext
     ) -> tuple[Tensor, Tensor] | None:
-        """Computes μ_c [d] and the symmetric root [d, d] of Σ_c from a class's moments.
+        """Computes the mean μ_c [d] of a class, and the square root [d, d] of the covariance Σ_c.
 
         Returns None if the class has no examples, or too few to be seen above the noise.
 

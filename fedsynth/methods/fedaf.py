@@ -60,7 +60,7 @@ LOGITS = "logit sums"  # the release plan's name for V_k's sums
 
 @dataclass(frozen=True)
 class GlobalLogits(ModelParameters):
-    """FedAF's request: the model w_r and the averaged logits V [C, C].
+    """FedAF's request: the model w_r, and the averaged class-mean logits V [C, C].
 
     V has a row for each class. A mask [C] marks the classes with logits.
     """
@@ -71,7 +71,7 @@ class GlobalLogits(ModelParameters):
 
 @dataclass(frozen=True)
 class CondensedSet(sets.SyntheticSet):
-    """A client's upload in FedAF: synthetic images, and each class's mean logits and soft labels.
+    """A client's upload in FedAF: synthetic images, class-mean logits and class-mean soft labels.
 
     The labelled images are uint8 pixels. The mean logits V_k and the soft labels R_k are float32
     [C, C]. A boolean mask [C] marks the classes for which V_k and R_k are defined.
@@ -85,7 +85,7 @@ class CondensedSet(sets.SyntheticSet):
     present: Tensor = released()
 
     def soft_labels(self) -> Tensor | None:
-        """Returns the images' soft labels [N, C], or None if the client sent none (R_k).
+        """Returns a soft label for each image [N, C], or None if the client sent no soft labels.
 
         An image's soft label is the row of R_k for its class, or the one-hot label if R_k is not
         defined for the class.
@@ -231,7 +231,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     def _class_logits(
         self, w_r: nn.Module, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[dict[str, Tensor]]:
-        """Returns each client's "logits" V_k [C, C] (Eq. 5) and its "present" classes [C]."""
+        """Returns each client's "logits" V_k [C, C] (Eq. 5), and the "present" classes [C]."""
         if all("logits" in state for state in states):  # released in the first exchange
             return [{name: state[name] for name in ("logits", "present")} for state in states]
         C = context.spec.classes
@@ -289,7 +289,7 @@ class FedAF(CondensingMethod, TwoExchanges):
         return results
 
     def _upload(self, S_k: sets.SyntheticSet, V_k: Tensors, context: RoundContext) -> CondensedSet:
-        """Returns a client's upload: S_k, V_k and R_k (Eq. 11), with 8-bit pixels as in App. C."""
+        """Returns an upload: 8-bit images S_k (App. C), logits V_k, soft labels R_k (Eq. 11)."""
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-exchange":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -398,7 +398,7 @@ class FedAF(CondensingMethod, TwoExchanges):
 def averaged(
     state: KnowledgeState, sent: Sequence[CondensedSet | LocalKnowledge], soft: Sequence[Tensor]
 ) -> tuple[KnowledgeState, Tensor, Tensor]:
-    """Averages the clients' logits V_k (Eq. 8) and soft labels R_k (Eq. 12).
+    """Averages all clients' class-mean logits V_k (Eq. 8) and soft labels R_k (Eq. 12).
 
     If no client of the round has a class, V keeps its row.
 

@@ -114,7 +114,7 @@ class FedBE(DistilsOnPublicImages):
     def drawn(
         self, uploads: Mapping[int, ModelParameters], mean: Tensors, context: RoundContext
     ) -> Iterator[Tensors]:
-        """Draws the parameters of M global models."""
+        """Draws M random models around the uploaded ones, and yields their parameters."""
         names = trainable(context)
         squares = {
             k: replace(u, parameters={n: (u.parameters[n] - mean[n]).square() for n in names})
@@ -138,7 +138,7 @@ class FedBE(DistilsOnPublicImages):
     def distilled(
         self, teacher: Callable[[Tensor], Tensor], student: nn.Module, context: RoundContext
     ) -> nn.Module:
-        """Trains the student, and returns its weights averaged over the ends of the cycles."""
+        """Trains the student. Returns the average of its weights at the ends of SWA cycles."""
         averaged = copy.deepcopy(student).requires_grad_(False)
         sgd = torch.optim.SGD(student.parameters(), 1.0, 0.9, weight_decay=1e-5)
         schedule = torch.optim.lr_scheduler.LambdaLR(sgd, self.rate)
@@ -157,7 +157,7 @@ class FedBE(DistilsOnPublicImages):
         return averaged
 
     def rate(self, step: int) -> float:
-        """Returns a step's learning rate, which decays linearly within each SWA cycle."""
+        """Returns the learning rate of a step. The rate decays linearly within each SWA cycle."""
         if step < self.swa_start:
             return self.server_lr
         part = ((step - self.swa_start) % self.cycle + 1) / self.cycle

@@ -98,7 +98,7 @@ class FedBN(TrainsLocally, PersonalModels):
     def combine(
         self, state: AveragingState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> AveragingState:
-        """Averages the uploads with equal weights (Algorithm 1) and keeps the batch-norm layers."""
+        """Averages uploads with equal weights (Algorithm 1). Batch norms stay unchanged."""
         return replace(state, parameters={**state.parameters, **average(uploads, uniform=True)})
 
     def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:

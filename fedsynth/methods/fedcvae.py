@@ -331,7 +331,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         return super().client_plans(plans, client, self._of_autoencoder(context))
 
     def _of_autoencoder(self, context: RoundContext) -> RoundContext:
-        """Returns the context with the clients' autoencoder as the network."""
+        """Returns a copy of the context in which the network is the clients' autoencoder."""
         return replace(context, architecture=self.autoencoder(context))
 
 
@@ -372,7 +372,7 @@ class FedCVAEEns(TrainsAutoencoders):
 
 @dataclass(frozen=True)
 class FedCVAEKd(TrainsAutoencoders):
-    """FedCVAE-KD: the server distils all clients' decoders into one, and learns from its images.
+    """FedCVAE-KD: the server distils all decoders into one, and trains on images from that one.
 
     The following settings come in addition to those of `TrainsAutoencoders`.
 

@@ -48,7 +48,7 @@ DRIFT = "drift."
 
 @dataclass(frozen=True)
 class FedDC(TrainsWithControls):
-    """FedDC: local training with a drift variable for each client and SCAFFOLD's correction.
+    """FedDC: local training with SCAFFOLD's correction and one drift variable per client.
 
     The server's state holds the mean of all h_k in `buffers`. The following settings come in
     addition to those of `TrainsWithControls`.

@@ -40,7 +40,7 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
-    """FedDM: clients condense their data into synthetic images with similar mean features.
+    """FedDM: clients condense their data into synthetic images that have similar mean features.
 
     Random networks around the global model compute the features.
 
@@ -161,7 +161,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> matching.MatchingObjective:
-        """Returns the matching loss of lines 13 to 17: Eq. 9, or a mechanism with a guarantee."""
+        """Returns the matching loss for lines 13 to 17: Eq. 9, or a private version of the loss."""
         if isinstance(clients, PrivateClientView):
             return super().matcher(clients, pairs, context)
         if self.networks_per_round:
@@ -213,7 +213,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
 
 
 def clipped_by_client(gradient: Tensor, client_S: Tensor, bound: float) -> Tensor:
-    """Clips each client's part of the image gradient.
+    """Clips the image gradient separately for each client's images.
 
     The norm is taken over all images of a client together.
     """

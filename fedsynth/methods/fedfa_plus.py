@@ -82,8 +82,8 @@ class StatisticsUp(ModelParameters):
 
 @dataclass(frozen=True)
 class StatisticsState(AveragingState):
-    """The server's state in FedFA+, with γ of each layer and the histogram π. The mapping is empty
-    before the first round."""
+    """The server's state in FedFA+, with the strength γ for each layer and the histogram π. The
+    mapping is empty before the first round."""
 
     statistics: Tensors = field(default_factory=dict)
 
@@ -186,7 +186,7 @@ class FedFAPlus(TrainsLocally):
 
     @property
     def _variance(self) -> str:
-        """The resampled statistics' variance, or the name of another augmentation."""
+        """The variance of the resampled statistics, or the name of another augmentation."""
         return "fedfa" if self.with_fedfa else self.augmentation
 
     def task(
@@ -280,7 +280,7 @@ class FedFAPlus(TrainsLocally):
         return replace(state, parameters=average(uploads, uniform=True), statistics=statistics)
 
     def _stages(self, context: RoundContext) -> tuple[str, ...]:
-        """Returns the augmented stages' names."""
+        """Returns the names of the augmented stages of the network."""
         if self.parts == "alignment":
             return ()
         names: Sequence[str] = context.architecture.stage_names  # type: ignore[assignment]
@@ -288,11 +288,11 @@ class FedFAPlus(TrainsLocally):
         return tuple(names[number - 1] for number in numbers)
 
     def _sent_stages(self, context: RoundContext) -> tuple[str, ...]:
-        """Returns the stages with uploaded statistics: all augmented stages, or none."""
+        """Returns the stages whose statistics are uploaded: all augmented stages, or none."""
         return self._stages(context) if self._variance == "fedfa" else ()
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:
-        """Computes the client's histogram π_k under its trained model, without augmentation.
+        """Computes the histogram π_k of a client's embeddings by the trained model, unaugmented.
 
         The histogram is over all examples of the client.
         """

@@ -59,7 +59,7 @@ class AnchorsDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FeatureSums(Message):
-    """A client's upload in FedFM's first exchange: feature sums [C, D] and class counts [C]."""
+    """A client's upload in FedFM's first exchange: class sums [C, D] and class counts [C]."""
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -87,7 +87,7 @@ def anchor_losses(
     *,
     temperature: float | None,
 ) -> Tensor:
-    """Computes the anchor loss q of each example [N].
+    """Computes the anchor loss q for each example, [N].
 
     Features and anchors are scaled to length 1. The loss is 0 for examples whose class has no
     anchor.
@@ -115,7 +115,7 @@ def anchor_losses(
 
 @dataclass(frozen=True)
 class AnchorState(AveragingState):
-    """The server's state in FedFM: the anchors [C, D], and a boolean mask [C] of their classes."""
+    """The server's state in FedFM: the anchors [C, D], and a mask [C] of classes with anchors."""
 
     anchors: Tensor = field(kw_only=True)
     has_anchor: Tensor = field(kw_only=True)

@@ -259,11 +259,11 @@ class FedGen(TrainsLocally):
         return generator
 
     def _noise(self, labels_N: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws the noise ε of the embeddings, [N, noise]."""
+        """Draws the noise ε from which the generator makes embeddings, [N, noise]."""
         return torch.randn(len(labels_N), self.noise, generator=generator, device=labels_N.device)
 
     def _labels(self, classes_C: Tensor, generator: torch.Generator) -> Tensor:
-        """Draws a batch of labels uniformly from the classes in a mask."""
+        """Draws a batch of random labels from the classes for which a mask is True."""
         weights = classes_C.to(torch.float32)
         return torch.multinomial(
             weights, self.generator_batch, replacement=True, generator=generator
@@ -272,7 +272,7 @@ class FedGen(TrainsLocally):
     def _train_generator(
         self, state: GeneratorState, sent: Sequence[ModelAndCounts], context: RoundContext
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Trains the generator on the uploaded models of a round.
+        """Trains the generator with the models that the clients have uploaded in a round.
 
         Returns:
             The tensors of the generator and Adam, and a mask [C] of the classes seen so far.

@@ -35,7 +35,7 @@ class TeacherDown(ModelParameters):
 
 @dataclass(frozen=True)
 class FedGKD(TrainsLocally):
-    """FedGKD: local training distilled from the average of the last global models.
+    """FedGKD: local training that also distils the average of the last global models.
 
     The server's state holds the last M global models in `buffers`, as one tensor [M, …] per
     parameter. The following settings come in addition to those of `TrainsLocally`.

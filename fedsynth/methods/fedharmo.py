@@ -44,7 +44,7 @@ from fedsynth.validation import in_range
 
 
 class AmplitudeNorm(nn.Module):
-    """Replaces the amplitudes of normalised images [N, C, H, W] by an average.
+    """Replaces the Fourier amplitudes of normalised images [N, C, H, W] by an average.
 
     Attributes:
         amplitude: Ā [C, H, W], with the lowest frequency in the centre. Before it is known, it is
@@ -145,7 +145,7 @@ class FedHarmo(TrainsLocally, ExtendsNetwork):
         self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            """Returns the losses at the shifted weights w + δ, for a gradient with respect to w."""
+            """Returns the losses at the weights w + δ, for a gradient with respect to w."""
             parameters = dict(network.named_parameters())
             at_w = example_losses(network(x), y).mean()
             gradients = torch.autograd.grad(at_w, list(parameters.values()))

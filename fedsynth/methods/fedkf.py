@@ -144,7 +144,7 @@ class FedKF(TrainsLocally):
         check_embedding(self.name, model)
 
     def keeps_cache(self) -> bool:
-        """Returns True, so that `server_step` also averages all clients' latest models (technique
+        """Returns True: `server_step` must also average the latest models of all clients (technique
         T1, Steps 0 and 5).
 
         `TrainsLocally.server_step` averages the active clients' models, and then the last models
@@ -179,7 +179,7 @@ class FedKF(TrainsLocally):
         )
 
     def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
-        """Averages the measures of generated images over the clients with a generator."""
+        """Averages quality measures of generated images over the clients that have a generator."""
         generators = [describe(state[TALLY]) for state in states if TALLY in state]
         return {GENERATOR: average_facts(generators)} if generators else {}
 
@@ -257,7 +257,7 @@ class KnowledgeFusion:
         return distillation_loss(self._teacher_logits, logits)
 
     def client_state(self) -> ClientState:
-        """Returns the client's state: the generator, its Adam optimiser, and the tally of its
-        images."""
+        """Returns what the client stores: the generator, the generator's optimiser state, and a
+        tally of the generated images."""
         tally = generator_tally(self._teacher, self._generator)
         return {**named_tensors(self._learner), TALLY: tally}

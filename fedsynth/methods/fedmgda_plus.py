@@ -34,7 +34,7 @@ Array = npt.NDArray[np.float64]
 
 
 def min_norm_weights(gram_KK: Array, center_K: Array, radius: float) -> Array:
-    """Computes the weights λ of the shortest weighted sum of vectors.
+    """Computes the weights λ for which the weighted sum of the vectors is shortest.
 
     They minimise λᵀGλ over the simplex, subject to |λ_k − center_k| ≤ radius.
 
@@ -125,6 +125,6 @@ class FedMGDAPlus(TrainsLocally):
 
 
 def updates(name: str, w_t: Mapping[str, Tensor], uploads: Mapping[int, ModelParameters]) -> Tensor:
-    """Returns the updates g_k = w_t − w_k of one parameter, [K, size], as float64."""
+    """Returns the clients' updates g_k = w_t − w_k of one parameter, [K, size], as float64."""
     models = [upload.parameters[name] for upload in uploads.values()]
     return (w_t[name] - torch.stack(models)).double().reshape(len(models), -1)

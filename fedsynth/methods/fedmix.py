@@ -124,7 +124,7 @@ class FedMix(TrainsLocally, TwoExchanges):
         return results
 
     def _means(self, client: ExactClientView, context: RoundContext) -> Means:
-        """Computes a single client's means over random parts of its examples."""
+        """Splits a client's examples into random parts, and returns each part's mean."""
         examples, spec = client.examples(0), context.spec
         draws = torch_generator(context.seed, "mean images", client.ids[0])
         order = torch.randperm(len(examples), generator=draws).to(examples.device)

@@ -62,7 +62,7 @@ class FedSAM(TrainsLocally):
         self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            """Returns the losses at ŵ, which is w plus a shift that has no gradient."""
+            """Returns the losses at ŵ = w + shift. No gradient flows through the shift."""
             w = dict(network.named_parameters())
             value = example_losses(network(x), y).mean()
             g = torch.autograd.grad(value, list(w.values()), materialize_grads=True)

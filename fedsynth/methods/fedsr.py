@@ -57,7 +57,7 @@ def normal(mean: Tensor, raw_deviation: Tensor) -> Normal:
 
 @dataclass(frozen=True)
 class FedSR(TrainsLocally, ExtendsNetwork):
-    """FedSR: local training of short, random representations that carry little information.
+    """FedSR: local training of short, random representations with little information.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -87,7 +87,7 @@ class FedSR(TrainsLocally, ExtendsNetwork):
     sample: bool = True
 
     def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
-        """Adds the layer for σ(x), and r(z|y)'s table [C, 2D] of means and deviations."""
+        """Adds the layer for σ(x), and the table [C, 2D] of means and deviations of r(z|y)."""
         check_learned_embedding(self.name, network)
         classifier: nn.Linear = network.classifier  # type: ignore[assignment]
         width = classifier.in_features

@@ -1,5 +1,5 @@
-"""FedStats: the server computes a model and synthetic images from clients' class statistics of
-fixed features.
+"""FedStats: clients send class statistics of fixed features, from which the server computes a model
+and synthetic images.
 
 φ is a public feature map that does not depend on private data (`fedsynth.features`). Each client
 sends only noisy sums over its examples. The sum over all clients equals the sum over the pooled
@@ -93,7 +93,7 @@ CONTINUED = (MOMENTS, PIXELS)
 
 @dataclass(frozen=True)
 class StatisticSums(Message):
-    """A client's upload in FedStats: the noisy sum of one release, as a vector.
+    """A client's upload in FedStats: one noisy sum, as a vector.
 
     The second moments of z in a subspace are empty if they are not released.
     """
@@ -104,8 +104,8 @@ class StatisticSums(Message):
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """A client's upload in FedStats' first exchange: noisy sums of features and optional
-    statistics: small pictures, and products of features for covariances.
+    """A client's upload in FedStats' first exchange: noisy sums of features. Sums of small pictures
+    and of products of features are optional.
 
     The sums of small pictures and the sums of products are empty if they are not released.
     """
@@ -135,7 +135,7 @@ class FedStatsState(ImagesState):
 
 @dataclass(frozen=True)
 class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
-    """FedStats: the server computes a linear model on fixed features from clients' noisy sums.
+    """FedStats: the server computes a linear model on fixed features from noisy sums of clients.
 
     A run takes one gradient step in each round, but with second moments none in round 1. Below,
     e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`,
@@ -257,8 +257,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state with the first exchange's releases: the centre m, and the whitening
-        matrices and the small pictures' moments if they are released.
+        """Returns the state after the first exchange. It contains the centre m and, if released,
+        the whitening matrices and the moments of small pictures.
         """
         if self.period == 1:
             pool = self.pooled(total.sums, clients, CENTRE, context)
@@ -290,7 +290,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def client_step(
         self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Computes the sums that each client releases in a round's main exchange: in round 1
+        """Computes the sums that each client releases in the main exchange. In round 1 these are
         moments about the released centre, in later rounds gradients at the released model.
         """
         weight = message.parameters["classifier.weight"]
@@ -351,8 +351,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self._shortened(state, self.pooled(total.principal, clients, PRINCIPAL, context))
 
     def _shortened(self, state: FedStatsState, pool: Pool) -> FedStatsState:
-        """Returns the state with the map that shortens z, in which all that is known of z is
-        expressed.
+        """Returns the state with a map that shortens z. Weights, velocity and class means are
+        converted to the shortened z.
         """
         shorten, factor = moments.principal_shortening(pool, state.parameters["directions"])
 
@@ -418,7 +418,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         clients: Group,
         embedding: Embedding | None = None,
     ) -> Tensor:
-        """Computes each client's upload for the named plan, [clients, D].
+        """Computes the upload of each client for the plan with the given name, [clients, D].
 
         The view clips, sums and adds noise. An exact sum is float64 and becomes float32; a release
         is float32, or float64 on a grid.
@@ -430,7 +430,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     # ------------------------------------------------- the model, the releases and their shares
 
     def map_of(self, spec: DatasetSpec) -> FeatureMap:
-        """Returns the feature map φ that the settings select for a dataset's images."""
+        """Returns the feature map φ for a dataset's images, as the settings select it."""
         name = self.features
         if name == AUTO:
             name = registry.features_for(spec.image_shape)
@@ -466,7 +466,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self.whitening == YES
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Returns True if second moments are released, depending only on public settings."""
+        """Returns True if second moments are released, which depends only on public settings."""
         if self.second_moments == AUTO:
             return privacy is None
         return self.second_moments == YES
@@ -479,7 +479,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return privacy is not None and self.has_whitening_matrices(spec)
 
     def has_principal(self, privacy: PrivacySettings | None, context: RoundContext) -> bool:
-        """Returns whether second moments of z in a subspace are released.
+        """Returns True if second moments of z in a subspace are released.
 
         This depends only on public settings.
         """
@@ -490,7 +490,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def _round_1_shares(
         self, pictures: bool, covariances: bool, principal: bool
     ) -> dict[str, float]:
-        """Returns each first-round release's share of the budget, by plan name.
+        """Returns the share of the budget for each release in round 1, by plan name.
 
         The share is 0 for a release that is not made. `MOMENTS` counts only with second moments.
 
@@ -518,7 +518,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def budget_shares(
         self, privacy: PrivacySettings | None, context: RoundContext
     ) -> dict[str, float]:
-        """Returns the releases' shares of the budget μ², by plan name.
+        """Returns the share of the privacy budget μ² for each release, by plan name.
 
         A release that is not made has the share 0. Without second moments, the moments have the
         same share as a step. The steps divide the rest of the budget equally.
@@ -577,7 +577,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
-        """Returns all release plans, before `sum_over_clients`.
+        """Returns all release plans, before they are passed to `sum_over_clients`.
 
         The expected signals assume a best case. The C classes are equally frequent, all examples of
         a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
@@ -630,7 +630,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return tuple(plan for plan in plans if (plan.name in FIRST_ROUND) == (round == 1))
 
     def rate(self, context: RoundContext) -> float:
-        """Returns the step size for runs without released second moments.
+        """Returns the step size for runs in which no second moments are released.
 
         The size depends only on public numbers. It is computed for all K clients, so it is the same
         in all rounds, whereas `pooled` describes the sum over the clients that answered. All
@@ -689,7 +689,7 @@ def _planned(
     signal: float,
     clip: float = 1.0,
 ) -> Plans:
-    """Returns a list with a release's plan, or an empty list if its budget share is 0."""
+    """Returns a list with the plan of a release, or an empty list if its budget share is 0."""
     if not shares[name]:
         return ()
     plan = ReleasePlan(

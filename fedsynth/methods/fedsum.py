@@ -64,7 +64,7 @@ class SumsRequest(ModelParameters):
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """A client's upload in FedSum: class sums of features under each network, and class
+    """A client's upload in FedSum: class sums of features (one set for each network), and class
     counts.
 
     The sums have the shape [M, classes, D], and the counts [classes]. S's class-mean features are
@@ -231,7 +231,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return S.images, S.labels, None
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """Returns the minimum number of examples, over all clients, for a class to be used."""
+        """Returns the number of examples, over all clients, below which a class is not used."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = context.privacy.sample_rate if context.privacy is not None else None
         return max(1.0, self.min_examples * (rate or 1.0), noise)
@@ -239,7 +239,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     def _feature_maps(
         self, w_r: nn.Module, context: RoundContext
     ) -> Iterator[matching.NetworkFeatures]:
-        """Yields the features u_1, …, u_M under the round's networks, in an endless cycle.
+        """Yields the feature function u of each of the M networks in a round, in an endless cycle.
 
         All parties use the same networks. The function yields the same object each time, with a
         different network.
@@ -281,7 +281,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return images_NCHW.view(context.spec.classes, self.ipc, *context.spec.image_shape)
 
     def _set(self, state: CondensedState, context: RoundContext) -> sets.SyntheticSet:
-        """Returns the images and labels of the classes with enough data."""
+        """Returns the images and labels of all classes that have enough examples."""
         if state.images is None or state.condensed is None:
             raise ValueError(
                 "the server's state contains no images, because no round was completed. Run at least "
@@ -311,7 +311,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return {"sums": IMAGES, "counts": COUNTS}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for each round: M for sums, and one for counts."""
+        """Returns the plans for each round: M for the class sums, and one for the counts."""
         refuse_batch_norm(context.architecture)
         plans = class_sums.feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
@@ -324,6 +324,6 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
 
 
 def _centred(u: matching.NetworkFeatures, s_CD: Tensor, x_NCHW: Tensor, label_N: Tensor) -> Tensor:
-    """Returns u(x) − s_c for each image, [N, D]. Each row depends only on its image and its
-    class."""
+    """Returns u(x) − s_c [N, D], each image's features minus the vector s_c of the image's class.
+    Each row depends only on its image and class."""
     return u.real(x_NCHW, label_N) - s_CD[label_N]

@@ -82,7 +82,7 @@ class PrototypeState(AveragingState):
 
 
 def first_partition(rows_ND: Tensor) -> Tensor:
-    """Computes the cluster of each row by the first partition of FINCH (Sarfraz et al. 2019).
+    """Computes each row's cluster index, by the first partition of FINCH (Sarfraz et al. 2019).
 
     Each row is linked to its nearest neighbour by cosine similarity. The clusters are the connected
     components, numbered from 0 in the order of their first rows.
@@ -99,7 +99,7 @@ def first_partition(rows_ND: Tensor) -> Tensor:
 
 
 def last_partition(rows_ND: Tensor) -> Tensor:
-    """Computes the cluster of each row by FINCH's last partition with several clusters.
+    """Computes the cluster index of each row, by FINCH's last partition with several clusters.
 
     Each partition links the cluster means of the previous one. If the first partition has a single
     cluster, it is the last.
@@ -131,8 +131,8 @@ def prototype_losses(
     unbiased_CD: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Computes L_CPCL [N] and L_UPCR [N] of each example. They are 0 for examples whose class has
-    no prototype."""
+    """Computes the two losses L_CPCL [N] and L_UPCR [N] for each example. They are 0 if the class
+    of the example has no prototype."""
     same_class = labels_N[:, None] == classes_P
     has_prototype = same_class.any(dim=1)
     s = row_product(F.normalize(z_ND, dim=1), F.normalize(prototypes_PD, dim=1)) / temperature
@@ -145,7 +145,7 @@ def prototype_losses(
 
 @dataclass(frozen=True)
 class FPL(TrainsLocally):
-    """FPL: local training that pulls embeddings towards client clusters' prototypes.
+    """FPL: local training that pulls embeddings towards the prototypes of client clusters.
 
     The following settings come in addition to those of `TrainsLocally`.
 

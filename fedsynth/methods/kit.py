@@ -1,4 +1,4 @@
-"""Stable names for authors of methods, in addition to those of `fedsynth`.
+"""Names for code that defines custom methods. Like the names in `fedsynth`, they stay stable.
 
 >>> import torch
 >>> from fedsynth.methods.kit import ModelParameters, average

@@ -28,8 +28,7 @@ TINY = 1e-10  # the public code's guard of F_k
 
 @dataclass(frozen=True)
 class FairModel(ModelParameters):
-    """A client's upload in q-FFL: the trained model w_k, and the loss F_k(w_t) before
-    training."""
+    """A client's upload in q-FFL: the trained model w_k, and F_k(w_t), the loss before training."""
 
     loss: float = unprotected()
 
@@ -108,7 +107,7 @@ class QFFL(TrainsLocally):
 
 
 def mean_loss(model: nn.Module, client: ExactClientView) -> float:
-    """Computes a model's mean cross-entropy on a single client's examples, or 0 without examples."""
+    """Computes a model's mean cross-entropy on one client's examples, or 0 without examples."""
     examples = client.examples(0)
     total = 0.0
     with torch.no_grad():

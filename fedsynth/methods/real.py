@@ -1,5 +1,5 @@
 """REAL: clients send random real images, as in the control experiment of FedDM's Sec. 4.5. The
-control shows how much condensation improves on real images. It protects nothing.
+experiment shows how much better condensed images are. The method protects no data.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class ControlState(AveragingState):
 def controls_of(
     message: ControlDown, state: ClientState, context: RoundContext
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the client's control variate c_k and its gradient correction c − c_k."""
+    """Returns a client's control variate c_k, and c − c_k, the correction of the gradient."""
     c_k: dict[str, Tensor] = {}
     correction: dict[str, Tensor] = {}
     for name in trainable(context):

@@ -44,7 +44,7 @@ M = TypeVar("M", bound=Message)
 def counted_uploads(
     uploads: Mapping[int, M], model: Tensors, context: RoundContext
 ) -> dict[int, M]:
-    """Returns the uploads with weights above zero.
+    """Returns the uploads that have a weight above zero.
 
     With robust aggregation, `robust_uploads` replaces them. The result may be empty.
     """
@@ -55,7 +55,7 @@ def counted_uploads(
 
 
 def robust_uploads(uploads: Mapping[int, M], model: Tensors, context: RoundContext) -> dict[int, M]:
-    """Replaces every upload by the robust aggregate of all uploads, with weight 1.
+    """Replaces every upload by a robust aggregate of all uploads. All weights become 1.
 
     The returned uploads share their tensors.
 
@@ -112,7 +112,7 @@ def robust_mean(
 
 
 def _cut(count: int, context: RoundContext) -> int:
-    """Returns how many of `count` sorted values the robust rule drops at each end.
+    """Returns how many sorted values, of `count`, the robust rule drops at each end.
 
     `trimmed` removes ⌈β·count⌉. All other rules keep only the one or two middle values.
     """
@@ -262,7 +262,7 @@ def update_cache(
     *,
     all_slots: bool = False,
 ) -> Averaging:
-    """Adds the cache of the clients' latest models, and the cache's average (OCA), to a state.
+    """Stores the latest models of all clients, and the average of these models (OCA), in a state.
 
     OCA weights each client by n_k, or equally with differential privacy, where n_k is private.
     Which clients have taken part is public.

@@ -1,6 +1,6 @@
 """Class sums of vectors, and class counts. Each example yields one vector. Without differential
-privacy, the sums and counts are exact. With it, they are noisy and charged. FedAF computes its
-class-mean logits from them, and FedFM its anchors.
+privacy, the sums and counts are exact. With it, they are noisy, and the ledger records them. FedAF
+computes class-mean logits from them, and FedFM computes anchors.
 
 Private condensation uses class sums too. A mechanism consists of release plans and of
 a matching loss that reads the releases.
@@ -145,7 +145,7 @@ def class_counts(clients: Group) -> Tensor:
 
 
 def mechanisms_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
-    """Returns each private client's charged mechanisms. Other clients have none."""
+    """Returns one mechanism per private client, for the named plan. Other clients have none."""
     if isinstance(clients, PrivateClientView):
         return clients.mechanisms(plan)
     return ()
@@ -231,7 +231,7 @@ class ModelAndSums(ModelParameters):
 def uploads_with_sums(
     plan: str, context: RoundContext
 ) -> Callable[[nn.Module, Trained], tuple[Message, ClientState]]:
-    """Returns a function for `LocalObjective.make_upload`, which creates a client's upload.
+    """Returns a function that creates a client's upload, for `LocalObjective.make_upload`.
 
     The sums run over the client's examples, under its trained model.
 
@@ -257,7 +257,7 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Computes each client's class means [C, D], and a mask [C] of its classes.
+    """Computes the class means [C, D] of each client, and a mask [C] of the classes that have one.
 
     The means of all other classes are near zero and must not be used.
 
@@ -296,8 +296,8 @@ def feature_width(context: RoundContext, logits: bool) -> int:
 
 
 def default_clip(width: int) -> float:
-    """Returns a public clipping bound for residuals, the differences of real and synthetic
-    features.
+    """Returns a public clipping bound for residuals. These are differences between the features of
+    real and of synthetic images.
 
     The bound is close to a residual's typical norm if features are instance-normalised. Their
     spread per coordinate is about the same for all networks, so the norm grows as √width.
@@ -343,7 +343,7 @@ def private_matching(
     columns: int | None = None,
     min_examples: float,
 ) -> matching.MatchingObjective:
-    """Returns the matching loss that uses the charged releases.
+    """Returns the matching loss that is computed from noisy sums, with differential privacy.
 
     Args:
         clients: the clients, charged for the images or for both `feature_plans`.

@@ -168,7 +168,7 @@ class CondensingMethod(TrainsOnUnion):
         super().__post_init__()
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plan for the T releases with which a round's synthetic images are optimised.
+        """Returns the plan for a round's T noisy releases, which optimise the synthetic images.
 
         Each release moves the images by one step. Methods with further releases append their plans.
         """
@@ -206,7 +206,7 @@ class CondensingMethod(TrainsOnUnion):
         return (plan,)
 
     def client_bytes(self, context: RoundContext) -> int:
-        """Estimates the memory in bytes for one more client in a group.
+        """Estimates how many bytes of memory one more client in a group needs.
 
         The estimate includes a round's batch indices, the synthetic images with their gradient and
         velocity, and the class sums of features. For networks with batch norm, it is the
@@ -250,7 +250,7 @@ class CondensingMethod(TrainsOnUnion):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns the condensation's matching loss.
+        """Returns the loss by which synthetic images are matched to real data.
 
         With differential privacy, the loss clips, sums and adds noise. Otherwise, it compares a
         batch of each class's real images with all of its synthetic images.
@@ -278,7 +278,7 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
-        """Returns the feature function u_w = [h_w; b·z_w] of images.
+        """Returns a function that maps images to features u_w: embedding and weighted logits.
 
         Its method `use` sets the network w.
 
@@ -394,7 +394,7 @@ def resampled(
 
 
 def _flat_copy(w: nn.Module, context: RoundContext) -> tuple[nn.Module, Tensor]:
-    """Copies a network to the device, with frozen weights that are views of one vector [P]."""
+    """Copies a network to the device. The copied weights are frozen views of one vector [P]."""
     network = copy.deepcopy(w).to(context.device).requires_grad_(False).eval()
     weights = _vector(network)
     nn.utils.vector_to_parameters(weights, network.parameters())

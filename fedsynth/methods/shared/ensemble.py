@@ -37,8 +37,8 @@ from fedsynth.validation import one_of
 
 @dataclass(frozen=True)
 class EnsembleState(AveragingState):
-    """The server's state in methods that distil the clients' models, with the last round's
-    measurements.
+    """The server's state in methods that distil the clients' models. It contains the measurements
+    of the last round.
 
     Args:
         tallies: each epoch's tallies of generated images, [epochs, C, C], or None if no images were
@@ -140,7 +140,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
     def result(
         self, training: OneShotDistillation, context: RoundContext, matrices: Tensors | None = None
     ) -> EnsembleState:
-        """Returns the state after the last epoch, and sets the student's final weights."""
+        """Gives the student its final weights, and returns the state after the last epoch."""
         self._note_models(training.models, context)
         student, other = training.student, training.average.state_dict()
         if self.student_weights == "average":
@@ -155,7 +155,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
         )
 
     def variants(self, state: EnsembleState) -> Mapping[str, Tensors]:
-        """Returns the students with the last and with the averaged weights."""
+        """Returns two students by name: one with the last weights, one with averaged weights."""
         if not state.other:
             return {}
         names = self.variant_names
@@ -175,8 +175,8 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:
-        """Returns the round's facts, including measures of the generated images (`GENERATOR`) and
-        the student's accuracy after each epoch (`EPOCHS`).
+        """Returns the round's metrics, including quality measures of the generated images
+        (`GENERATOR`) and the student's accuracy after each epoch (`EPOCHS`).
 
         Both are post-processing of the uploads.
         """
@@ -189,7 +189,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
 
 
 def generated_facts(tallies: Tensor) -> dict[str, float]:
-    """Computes the generated images' quality measures, averaged over the round's epochs.
+    """Computes quality measures of the generated images, averaged over the epochs of the round.
 
     `evaluation.generated` defines the measures.
 

@@ -66,7 +66,7 @@ PARTS = 100
 
 @dataclass(frozen=True)
 class Trained:
-    """Facts about one client's finished training, from which the upload is built.
+    """The result of one client's training, from which the upload is built.
 
     Args:
         weight: the upload's weight in the average.
@@ -80,13 +80,13 @@ class Trained:
 
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
-    """Returns an upload with only the trained model, and an empty client state."""
+    """Returns an upload that contains only the trained model, and an empty client state."""
     return ModelParameters(model.state_dict(), trained.weight), {}
 
 
 @dataclass(frozen=True)
 class LocalObjective(sgd.Objective):
-    """A method's additions to a client's training in one round.
+    """A method's additions to a client's local training in one round.
 
     An objective also makes the client's upload.
 
@@ -121,7 +121,7 @@ class LocalObjective(sgd.Objective):
 def _report_client(
     report: Callable[..., None], client: int, clients: int, stage: str, completed: int, total: int
 ) -> None:
-    """Reports one client's progress as its equal share of the group's progress."""
+    """Reports the progress of one client as an equal share of the progress of the group."""
     report(stage, client * total + completed, clients * total)
 
 
@@ -132,7 +132,7 @@ def _trained(learner: many_clients.Learner, client: ExactClientView) -> Trained:
 
 @dataclass(frozen=True)
 class TrainsLocally(Measurements):
-    """Base class for methods with local training on the clients and an average on the server.
+    """Base class for methods in which clients train locally and the server averages the models.
 
     Args:
         local_epochs: number of passes over the client's data in a round.
@@ -236,14 +236,14 @@ class TrainsLocally(Measurements):
     def _objective(
         self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Returns the client's task. For masks, a task without a loss gets the segmentation loss."""
+        """Returns the task of a client. The default loss for masks is the segmentation loss."""
         objective = self.task(client, message, state, context)
         if context.spec.has_masks and objective.loss is None:
             return replace(objective, loss=network_losses)
         return objective
 
     def local_optimiser(self) -> sgd.Optimiser:
-        """Returns the optimiser for local training, with and without differential privacy."""
+        """Returns the optimiser for local training, also with differential privacy."""
         if self.optimiser == "adam":
             return sgd.Adam(self.lr, self.momentum, weight_decay=self.weight_decay)
         return sgd.MomentumSgd(self.lr, self.momentum, self.weight_decay)
@@ -284,7 +284,7 @@ class TrainsLocally(Measurements):
     def _train_openly(
         self, message: Request, client: ExactClientView, state: ClientState, context: RoundContext
     ) -> tuple[Message, ClientState]:
-        """Trains a single client's model, and returns the client's upload and new state."""
+        """Trains one client's model without privacy, and returns the upload and new state."""
         (number,) = client.ids
         objective = self._objective(number, message, state, context)
         epochs = self.straggler_epochs(context).get(number)
@@ -316,7 +316,7 @@ class TrainsLocally(Measurements):
     def _train_privately(
         self, message: Request, client: PrivateClientView, state: ClientState, context: RoundContext
     ) -> tuple[Message, ClientState]:
-        """Trains a single client's model by DP-SGD, with as many steps as were charged."""
+        """Trains one client's model by DP-SGD, with exactly the steps that the ledger records."""
         (number,) = client.ids
         objective = self._objective(number, message, state, context)
         model = self.start_model(number, message, state, context)
@@ -335,7 +335,7 @@ class TrainsLocally(Measurements):
     def _plain_objectives(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[LocalObjective]:
-        """Returns all clients' objectives if all are plain, otherwise an empty list."""
+        """Returns the objectives of all clients, or an empty list if one of them is not plain."""
         objectives: list[LocalObjective] = []
         for client, state in zip(clients.ids, states, strict=True):
             objective = self._objective(client, message, state, context)
@@ -380,7 +380,7 @@ class TrainsLocally(Measurements):
         straggler_epochs: int | None,
         context: RoundContext,
     ) -> many_clients.Learner:
-        """Returns the network, examples and settings for a single client's training."""
+        """Returns all that one client needs for training: network, examples and settings."""
         return many_clients.Learner(
             model,
             client.examples(0),
@@ -397,7 +397,7 @@ class TrainsLocally(Measurements):
         state: ClientState,
         straggler_epochs: int | None,
     ) -> tuple[Message, ClientState]:
-        """Returns a client's upload and new state."""
+        """Returns the upload and the new state of a client after training."""
         if self.drop_stragglers and straggler_epochs is not None:
             upload, _ = objective.make_upload(model, replace(trained, weight=0.0))
             return upload, state  # as if the client had not taken part
@@ -412,7 +412,7 @@ class TrainsLocally(Measurements):
         return min(examples, self.local_steps) or examples
 
     def straggler_epochs(self, context: RoundContext) -> dict[int, int]:
-        """Returns each straggler's number of passes in the round, by client index."""
+        """Maps the index of each straggler to the number of passes that it makes in the round."""
         if not self.stragglers:
             return {}
         active = context.active
@@ -458,7 +458,7 @@ class TrainsLocally(Measurements):
         return state.parameters
 
     def planned_facts(self, context: RoundContext) -> Mapping[str, Any]:
-        """Returns each straggler's number of passes, and whether stragglers are dropped.
+        """Returns the number of passes of each straggler, and whether stragglers are dropped.
 
         Both are public, because stragglers are drawn publicly.
         """
@@ -490,7 +490,7 @@ class TrainsLocally(Measurements):
         return (plan,)
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns the plans with the client's number of steps and its model's dimension.
+        """Adapts the plans to one client: to its number of steps and its model's dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.
         """
@@ -503,7 +503,7 @@ class TrainsLocally(Measurements):
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> sgd.SgdSettings:
-        """Returns the SGD settings for `epochs` passes, or for equally many steps at all clients."""
+        """Returns SGD settings for `epochs` passes, or for the same steps at all clients."""
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes or (context.nominal_size,)
@@ -512,8 +512,8 @@ class TrainsLocally(Measurements):
         return sgd.SgdSettings(epochs, self.batch, self.local_optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
-        """Returns an upper bound on the client's number of steps, from public sizes or its declared
-        size."""
+        """Returns an upper bound on the number of steps of a client. It is computed from public
+        sizes or from the client's declared size."""
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
         examples = int(most_examples(client, context))

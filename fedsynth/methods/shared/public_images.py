@@ -1,6 +1,6 @@
 """The common part of FedDF and FedBE, whose servers distil an ensemble on unlabelled public images.
-The public images are the training images of a named dataset, resized to the run's image shape.
-Their labels are not used.
+These are the training images of a named dataset, resized to the image shape of the run. Their
+labels are not used.
 """
 
 from __future__ import annotations

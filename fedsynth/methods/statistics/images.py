@@ -1,4 +1,4 @@
-"""FedStats' synthetic images, which the server generates after the last round from released sums
+"""FedStats' synthetic images. The server generates them after the last round, from released sums
 only.
 
 If moments of small pictures are released, the initial images are rendered from them
@@ -45,7 +45,7 @@ FEW_CANDIDATES = 2
 
 @dataclass(frozen=True)
 class ImagesState(ServerState):
-    """The server's state for FedStats' synthetic images: their statistics, and the images.
+    """The server's state for FedStats' synthetic images: the images, and statistics for them.
 
     Args:
         class_means: the class means of z around their common mean, [C, d], from the released
@@ -102,7 +102,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return self.ipc + self.drawn_ipc
 
     def releases_pictures(self, spec: DatasetSpec) -> bool:
-        """Returns whether moments of small pictures are released.
+        """Returns True if moments of small pictures are released.
 
         They are released if images are requested that do not start from random processes. The
         decision uses only public facts.
@@ -114,7 +114,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return self.pictures == "yes"
 
     def at_end(self, state: State, context: RoundContext) -> ServerState:
-        """Returns the state with images made from all releases so far, and their soft labels."""
+        """Returns the state with images and soft labels that are made from all releases so far."""
         if state.class_means is None:
             return state
         teacher: Any = context.load(state.parameters).requires_grad_(False)
@@ -122,7 +122,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         return replace(state, images=images, soft_labels=soft_labels(teacher, images))
 
     def _pixels(self, teacher: FeatureLinear, state: State, context: RoundContext) -> Tensor:
-        """Generates all classes' images as stored pixels, [C · m, channels, H, W].
+        """Generates the images of all classes as stored pixels, [C · m, channels, H, W].
 
         The images are sorted by class. In each class the optimised images come first.
 
@@ -162,7 +162,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
 
 
 def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> Tensor:
-    """Computes the class means of z minus the common mean of all classes, [C, d].
+    """Computes the class means of z, [C, d], and subtracts the common mean of all classes.
 
     The class means are b·C/n times the sums of e/b ⊗ z (e = e_y − 1/C, b = ‖e‖), which is exact if
     the classes are equally frequent. They are then shrunk towards 0 by their noise.
@@ -181,7 +181,7 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> T
 
 
 def check_differentiable(model: FeatureLinear) -> None:
-    """Checks that the feature map has a gradient with respect to the pixels.
+    """Checks that gradients flow from the feature map back to the pixels.
 
     The check runs before any budget is charged.
 

@@ -1,4 +1,4 @@
-"""Post-processing of summed class statistics: a closed-form classifier, steps with noisy gradients,
+"""Post-processing of summed class statistics: a closed-form classifier, gradient steps with noise,
 and whitening of features.
 
 Let z = clip₁(T(φ(x) − m)/R), e = e_y − 1/C and b = ‖e‖ = √(1 − 1/C). Clients release noisy sums of
@@ -51,12 +51,12 @@ EXACT = 1e-6
 
 
 def target_norm(classes: int) -> float:
-    """Returns the centred one-hot target's norm b = ‖e_y − 1/C‖, the same for every class y."""
+    """Returns b = ‖e_y − 1/C‖, the norm of a centred one-hot target, the same for every class y."""
     return math.sqrt(1 - 1 / classes)
 
 
 def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
-    """Computes the mean cross-entropy's gradient at zero weights, [C, d], from the sums of e/b ⊗ z."""
+    """Computes the mean cross-entropy's gradient [C, d] at zero weights, from summed moments."""
     gradient: Tensor = pool.sums.view(classes, -1) * (-target_norm(classes) / pool.records)
     return gradient.float()
 
@@ -64,7 +64,7 @@ def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
 def moment_rows(
     z_Nd: Tensor, labels_N: Tensor, classes: int, *, has_second: bool
 ) -> Moments | Outer:
-    """Returns each example's contribution to the released moments.
+    """Returns the vector of each example whose sum is released as the moments.
 
     Without second moments, it is e/b ⊗ z, of norm at most 1.
     """
@@ -75,15 +75,15 @@ def moment_rows(
 
 
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
-    """Returns each example's contribution to a gradient step: clip(p − y) ⊗ z, the clipped gradient
-    of the cross-entropy.
+    """Returns the vector of each example for a gradient step. It is clip(p − y) ⊗ z, the clipped
+    gradient of the cross-entropy.
     """
     wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
 
 
 def second_and_crossed(pool: Pool, dimension: int, classes: int) -> tuple[Tensor, Tensor, float]:
-    """Extracts second moments and products with targets from the clients' summed `Moments`.
+    """Splits the summed `Moments` into second moments of z and products of z with the targets.
 
     Args:
         pool: Σ √½·[svec(z zᵀ); t ⊗ z] over all clients, with its noise.
@@ -113,7 +113,7 @@ class Spectrum:
 
     @classmethod
     def of(cls, second: Tensor, noise: float, ridge: float) -> Spectrum:
-        """Computes the second moments' spectrum.
+        """Computes the eigenvalues and eigenvectors of the second moments.
 
         Negative eigenvalues, caused by noise, are set to 0.
 
@@ -128,7 +128,7 @@ class Spectrum:
         return cls(values.clamp_min(0) + shift, vectors)
 
     def solve(self, crossed_Cd: Tensor) -> Tensor:
-        """Returns the weights of the ridge classifier, crossed·(A + λ)⁻¹ [C, d]."""
+        """Returns the weights [C, d] of the ridge classifier, crossed·(A + λ)⁻¹."""
         return ((crossed_Cd @ self.vectors) / self.values) @ self.vectors.T
 
     def step(self, gradient_Cd: Tensor, floor: float) -> Tensor:
@@ -141,7 +141,7 @@ class Spectrum:
 
 
 def total_weight(steps: int, momentum: float) -> float:
-    """Computes the total weight Σ_t (1 − mᵗ)/(1 − m) of all gradients in steps with momentum m.
+    """Sums the weights (1 − mᵗ)/(1 − m) that all gradients have in steps with momentum m.
 
     >>> total_weight(2, 0.5)
     2.5
@@ -152,7 +152,7 @@ def total_weight(steps: int, momentum: float) -> float:
 def step_rate(
     noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
 ) -> float:
-    """Returns the step size η ≤ `max_rate` with which all steps together add noise of about
+    """Returns a step size η ≤ `max_rate`. With it, all steps together add noise of about
     `logit_noise` to a logit.
 
     The steps are v ← m·v + g and W ← W − η·v.
@@ -184,7 +184,7 @@ FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns each example's contribution to the covariance release, [p·svec(U Uᵀ); q·svec(Uᵀ U)].
+    """Returns the vector [p·svec(U Uᵀ); q·svec(Uᵀ U)] of each example, for the covariance release.
 
     U are the matrices of u. Its norm is at most 1.
     """
@@ -192,7 +192,7 @@ def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the norm of the mean contribution for white channels and spatial cells.
+    """Returns the mean contribution's norm if channels and spatial cells are uncorrelated.
 
     The norm shows whether a flat spectrum is above the noise. All feature-map blocks are assumed to
     have equal norms.
@@ -209,8 +209,8 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """Computes the whitening matrices of T from the released covariances, by state name
-    (`fedsynth.models.on_features.root_names`).
+    """Computes the whitening matrices from the released covariances. The keys are names in the
+    model state (`fedsynth.models.on_features.root_names`).
 
     Args:
         pool: the release, summed over the clients. If its public number of records differs from the
@@ -245,7 +245,7 @@ SHORTENED = 0.7
 
 
 def principal_rows(z_Nd: Tensor, directions_dk: Tensor) -> Grams:
-    """Returns each example's contribution svec(y yᵀ) to second moments in a subspace.
+    """Returns the vector svec(y yᵀ) of each example, for second moments in a subspace.
 
     y = Dᵀz, clipped to norm 1. The release has one coordinate more, which is 0.
     """
@@ -254,7 +254,7 @@ def principal_rows(z_Nd: Tensor, directions_dk: Tensor) -> Grams:
 
 
 def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening, float]:
-    """Computes the map that shortens the directions with the largest second moments.
+    """Computes a linear map that shortens vectors along the directions with the most variance.
 
     A direction with the second moment λ > λ₀ is scaled by √(λ₀/λ), so that all of them have λ₀, a
     multiple `SHORTENED` of the noise.
@@ -277,7 +277,7 @@ def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening,
 
 
 def noise_edge(noise: float, size: int) -> float:
-    """Returns noise·√(2d), the largest eigenvalue expected of a symmetric noise matrix.
+    """Returns noise·√(2d), the expected largest eigenvalue of a symmetric [d, d] noise matrix.
 
     By chance, single eigenvalues exceed the edge by up to a quarter.
 
@@ -292,7 +292,7 @@ def noise_edge(noise: float, size: int) -> float:
 
 
 def denoised(values_d: Tensor, floor: float) -> Tensor:
-    """Replaces variances below the noise floor by their mean, or by 0 if it is negative.
+    """Replaces all variances below the noise floor by their mean, or by 0 if the mean is negative.
 
     The sum of all variances is kept, because a sum's noise is much smaller than its signal.
 
@@ -305,7 +305,7 @@ def denoised(values_d: Tensor, floor: float) -> Tensor:
 
 
 def _root(covariance: Tensor, noise: float) -> Tensor:
-    """Computes the symmetric matrix that partly whitens a covariance.
+    """Computes a symmetric matrix that partly whitens data with the given covariance.
 
     A limited factor roughly keeps the trace.
 

@@ -1,4 +1,4 @@
-"""Small pictures: the release of their moments, and images rendered from the released moments.
+"""Small pictures: how their moments are released, and how images are rendered from the moments.
 
 A small picture v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
 (`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients
@@ -77,20 +77,20 @@ FEWEST = 1e-3
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's contribution to the small-picture release, √½·[svec(u uᵀ); e_y ⊗ u] of
-    norm at most 1.
+    """Returns the vector of each example for the small-picture release: √½·[svec(u uᵀ); e_y ⊗ u],
+    of norm at most 1.
     """
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
 
 def pixel_width(dimension: int, classes: int) -> int:
-    """Returns the small-picture release's dimension."""
+    """Returns the number of coordinates of the small-picture release."""
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """The moments of small pictures, each scaled to v/‖v‖.
+    """The moments of small pictures v that are scaled to unit norm.
 
     Attributes:
         means: the mean of each class, [C, D − 1], without u's constant.
@@ -123,7 +123,7 @@ class PixelMoments:
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
     ) -> Tensor:
-        """Draws random images of each class from a Gaussian with the class's moments.
+        """Draws random images of each class from a Gaussian with the moments of the class.
 
         The images have the shape [C, count, channels, H, W], with pixels in [0, 1].
 
@@ -153,7 +153,7 @@ class PixelMoments:
         return PixelMoments(means, blurred * lost.clamp_max(REGAINED))
 
     def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
-        """Blends images of symmetric classes with their mirror images, in random shares."""
+        """Mixes images of symmetric classes with their mirror images, in random shares."""
         channels, height, width = images_CICHW.shape[2:]
         mean = self.means.view(len(self.means), *cells_of((channels, height, width)))
         flat = mean.flatten(1)
@@ -218,8 +218,8 @@ def _similar_style(
     shape: Shape,
     generator: torch.Generator,
 ) -> Style:
-    """Returns the style whose class means of z have the larger mean cosine similarity to the
-    released class means."""
+    """Returns the style whose rendered images are most similar to the released class means, by the
+    mean cosine similarity of class means of z."""
     similarity, device = {}, statistics.weight.device
     for name, style in STYLES.items():
         images_CICHW = style(moments, COMPARED, shape, generator)
@@ -236,7 +236,7 @@ def principal_directions(
     shape: Shape,
     generator: torch.Generator,
 ) -> Tensor:
-    """Returns the orthonormal directions [d, count] along which z of rendered images is largest.
+    """Returns the orthonormal directions [d, count] in which z of rendered images is largest.
 
     Both styles are rendered, because the statistics by which one is chosen are not released yet.
 
@@ -259,7 +259,7 @@ def principal_directions(
 def _embedded(
     embed: Callable[[Tensor], Tensor], images_CICHW: Tensor, device: torch.device
 ) -> Tensor:
-    """Returns z of images, [C, I, d]."""
+    """Computes the embeddings z of images, [C, I, d]."""
     parts = images_CICHW.flatten(0, 1).to(device).split(AT_ONCE)
     with torch.no_grad():
         z_Nd = torch.cat(list(map(embed, parts)))
@@ -269,7 +269,7 @@ def _embedded(
 def sharpened_images(
     moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws pictures and sharpens each by its own curve, [C, count, channels, H, W]."""
+    """Draws pictures and sharpens each with a curve of its own, [C, count, channels, H, W]."""
     blurred_NCHW = moments.drawn(count, shape, VARIETY, generator).flatten(0, 1)
     steepness, middle = _curves(len(blurred_NCHW), SHARPENED_STEEPNESS, SHARPENED_MIDDLE, generator)
     return sharpened(blurred_NCHW, steepness, middle).view(-1, count, *shape)
@@ -301,7 +301,7 @@ def _curves(
     middle: tuple[float, float],
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Draws the steepness and the middle of each image's curve, [count, 1, 1, 1] each."""
+    """Draws a steepness and a midpoint for the curve of each image, [count, 1, 1, 1] each."""
     share = torch.rand(2, count, 1, 1, 1, generator=generator)
     drawn_steepness = steepness[0] * (steepness[1] / steepness[0]) ** share[0]
     return drawn_steepness, middle[0] + (middle[1] - middle[0]) * share[1]
