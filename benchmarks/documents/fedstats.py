@@ -62,7 +62,7 @@ def _shortening() -> str:
     columns = {"shortened": 0.05, "not shortened": 0}
 
     def cell(dataset: str, share: float) -> str:
-        return spread_of("shortening", f"{dataset} share={share:g}", range(3))
+        return spread_of("shortening", f"{dataset} share={share:g}", SEEDS)
 
     return pivot("", rows, columns, cell)
 

@@ -32,7 +32,7 @@ def settings(cell: Cell) -> Any:
 
 GRID = Grid(
     axes={
-        "seed": range(3),
+        "seed": range(5),
         "dataset": ("mnist", "fashion-mnist"),
         "share": (FedStats.principal_share, 0.0),
     },
