@@ -248,7 +248,7 @@ class Event(Part):
 
 
 class RunFacts(Part):
-    """What a report states about the run. Attributes are None if the run did not state them.
+    """Entries that describe the run of a report. Entries that were not stated are None.
 
     Attributes:
         id: the name of the run folder when the run began.
