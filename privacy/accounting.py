@@ -123,7 +123,7 @@ class Merged:
 
     @property
     def without_sampling(self) -> float:
-        """The μ of the same releases without subsampling.
+        """The μ (of Gaussian DP) that the same releases have without subsampling.
 
         It gives an upper bound on δ(ε), because subsampling never increases δ(ε). It is infinite if
         there are selections.
@@ -136,7 +136,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """Releases as step counts by (σ, q), from which their ε is computed.
+    """Numbers of steps by noise multiplier σ and sampling rate q, from which ε is computed.
 
     Attributes:
         steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 means
@@ -234,7 +234,7 @@ def _many_steps(σ: float, q: float, interval: float, influence: int, steps: int
 
 
 def _composition(entries: Steps, interval: float | None, influence: int, level: int = 0) -> Any:
-    """Composes the releases in `entries` (σ, q, steps).
+    """Composes the releases with the given noise multipliers, sampling rates and steps.
 
     Most parts are computed only once if ε is computed after each of many rounds: multiples of
     `STEPS_TOGETHER` steps of one entry, and, of many entries, halves of halves. A bit of a hash of
@@ -300,7 +300,7 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 
 @lru_cache(maxsize=256)  # at most 1 kB each
 def rdp_curve(merged: Merged) -> npt.NDArray[np.float64]:
-    """Returns the merged releases' RDP at dp-accounting's orders, DEFAULT_RDP_ORDERS.
+    """Returns the Rényi DP of the merged releases at dp-accounting's orders, DEFAULT_RDP_ORDERS.
 
     A trial's candidate is drawn independently of the data, so the RDP of a trial is at most the
     largest of all candidates.

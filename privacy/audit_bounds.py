@@ -1,4 +1,4 @@
-"""Canary audits, and bounds on membership inference attacks.
+"""Bounds for audits with canaries, and bounds on membership inference attacks.
 
 A canary audit computes a lower bound on ε from one run with many canaries. It can find a fault, but
 it cannot prove privacy.
@@ -89,7 +89,7 @@ def epsilon_lower_bound(
 
 
 def largest(refuted: Callable[[float], bool], end: float) -> float:
-    """Searches for the largest refuted parameter, with an error of at most 1e-4.
+    """Searches for the largest parameter that is refuted, with an error of at most 1e-4.
 
     Args:
         refuted: a function that is True up to this parameter, and False above it.

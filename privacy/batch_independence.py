@@ -308,7 +308,7 @@ def dependence_in_step(
 
 
 class _Passes:
-    """Compares passes of a step's length, in which some records are replaced and others unchanged.
+    """Compares passes with as many records as a step. Some records are replaced, others unchanged.
 
     The values of all unchanged records are compared, and the state that the function can reach.
     """
@@ -335,7 +335,7 @@ class _Passes:
         return self._first
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes the records' values as in a private step, where non-finite values become 0."""
+        """Computes one value per record as in a private step, where non-finite values become 0."""
         self._generators.rewind()
         position = self._generators.position()
         watch = OperationWatch(self._fill)
@@ -419,7 +419,7 @@ class _Passes:
             self._compare(unchanged, MIXES, records=records, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
-        """Returns records with extreme ones among them, whose values are also compared.
+        """Returns records that include extreme ones. Values of both kinds are compared.
 
         The others occur twice, and their values are rounded, so that columns have ties, as numbers of
         sites or devices have.

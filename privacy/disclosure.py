@@ -1,4 +1,4 @@
-"""Privacy labels for a private run's outputs, and facts about each mechanism.
+"""Privacy labels for the outputs of a private run, and descriptions of the mechanisms.
 
 A label states whether the ledger accounts for a value, whether it is public, or whether it is
 unprotected. The code that computes a value declares its label, the reason and the value's type. A
@@ -115,7 +115,7 @@ def simulation_only(reason: str, shape: Any = Any) -> Disclosure:
 
 @dataclass(frozen=True)
 class MechanismFacts:
-    """Facts about a mechanism that appear in reports, ledgers and error messages.
+    """Texts about a mechanism for reports, ledgers and error messages.
 
     Attributes:
         name: the mechanism's name, as in `PrivacySettings.mechanism`.
@@ -165,7 +165,7 @@ PAPER = MechanismFacts(
 
 
 def mechanism_facts(name: str) -> MechanismFacts:
-    """Returns the facts about a mechanism, given its name.
+    """Returns the texts about the mechanism with the given name.
 
     >>> mechanism_facts("residual").guaranteed, mechanism_facts("paper").guaranteed
     (True, False)

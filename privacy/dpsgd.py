@@ -249,7 +249,7 @@ def dp_sgd(
 def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns a DP-SGD pass's length and its number of records (see `pass_size`)."""
+    """Returns the length of a DP-SGD pass, and the number of records in it (see `pass_size`)."""
     start = PASS_UPDATE + PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
@@ -441,7 +441,7 @@ def gradient_dependence(
 
 @torch.enable_grad()
 def _first_change(model: nn.Module, loss: ExampleLoss, inputs: StepInputs) -> str:
-    """Describes state that a model keeps from its first batch, or returns an empty string.
+    """Names state that a model keeps from the first batch, or returns an empty string.
 
     A trial of one copy cannot find what the model would keep of its first batch only.
     """

@@ -1,4 +1,4 @@
-"""A privacy guard for federated jobs written by others. It makes each model update private.
+"""A privacy guard for federated jobs that others have written. It makes each model update private.
 
 The job's own code trains a model on a client's data, in another framework. The guard sees the model
 that the server sent and the one that the client answers with. It clips their difference, charges
@@ -192,7 +192,7 @@ class UpdateGuard:
         *,
         difference: bool = False,
     ) -> dict[str, Any]:
-        """Returns the private arrays to send in place of the client's answer.
+        """Makes a client's answer private, and returns the arrays to send instead of the answer.
 
         Args:
             request: what identifies the request besides the received arrays, such as the names of
@@ -233,7 +233,7 @@ class UpdateGuard:
 
     @property
     def nominal(self) -> dict[str, int | float]:
-        """The declared nominal values, sent in every answer in place of the job's metrics."""
+        """The declared nominal values, which every answer contains instead of the job's metrics."""
         return dict(self.settings.nominal)
 
     def _released(self, name: str, received: Tensor) -> bool:
@@ -305,7 +305,7 @@ def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
 
 
 def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
-    """Returns the facts for a guard's report that are not in its ledgers.
+    """Returns the part of a guard's report that cannot be computed from the ledgers.
 
     Args:
         folder: the guard's folder.

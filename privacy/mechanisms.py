@@ -177,7 +177,7 @@ def squared_norms(rows_ND: Tensor) -> Tensor:
 
 
 def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
-    """Computes each row's factor that scales a norm above `clip` down to `clip`.
+    """Computes the factor for each row that reduces a norm above `clip` to `clip`.
 
     Args:
         squares_N: the squared norms of the rows. If one is NaN or infinite, its factor is zero.
@@ -255,7 +255,7 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Sums users' contributions, each the clipped mean of the user's rows.
+    """Sums one contribution per user: the mean of the user's rows, clipped.
 
     A user's rows are averaged in each group. The averages of all groups together are then clipped.
     Rows may arrive in several calls, and the rows of one user may be split between two calls.

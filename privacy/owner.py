@@ -342,7 +342,7 @@ class DataOwner:
         self._opaque |= dependence.opaque
 
     def _isolates(self, moved: float) -> bool:
-        """Returns True if passes must have one record each.
+        """Returns True if each pass must contain only one record.
 
         An additional record moves the records after it. If each of their values u then becomes v by
         rounding, the clipped values differ by at most ‖u − v‖ / min(‖u‖, ‖v‖) clips, as clipping is
@@ -467,7 +467,7 @@ class DataOwner:
         write_output(path, renderers[path.suffix](report).encode())
 
     def _not_compared(self) -> list[str]:
-        """Returns a report line about any state that the trials could not compare."""
+        """Returns a line for the report about state that the trials could not compare."""
         if not self._opaque:
             return []
         return [f"objects whose state could not be compared: {', '.join(sorted(self._opaque))}"]

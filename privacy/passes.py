@@ -71,7 +71,7 @@ class Sample:
         return [self.select(slice(i, i + size)) for i in range(0, len(self), size)]
 
     def select(self, indices: Tensor | slice) -> Sample:
-        """Returns the sample's part that a boolean mask or a slice selects."""
+        """Selects records by a boolean mask or a slice, and returns them as a sample."""
         if self.users is None or self.shares is None:
             return Sample(self.records[indices])
         return Sample(self.records[indices], self.users[indices], self.shares[indices])
@@ -163,7 +163,7 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
 def pass_size(
     expected: float | None, start_over_row: float, limit: int, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns a pass's length and its number of records. The rest is padding.
+    """Returns the length of a pass, and the number of records in it. The rest is padding.
 
     Args:
         expected, start_over_row, limit: see `pass_length`.
@@ -185,7 +185,7 @@ def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
 
 
 def values_of_each(compute: Callable[..., Tensor], records: Sequence[Tensor], note: Note) -> Tensor:
-    """Computes the records' values. If `compute` raises an error for a record, its value is NaN.
+    """Computes one value per record. The value is NaN if `compute` raises an error for the record.
 
     If `compute` raises, it is called again with some of the records replaced by random images with
     label 0, until the records that cause the exception are found. All calls have N records, so that
@@ -258,7 +258,7 @@ def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor
 
 
 def public_like(tensor: Tensor) -> Tensor:
-    """Returns public values in place of private ones, with the same shape, type and device.
+    """Returns a tensor of public values with the shape, type and device of a private tensor.
 
     int64 tensors are labels and are replaced with zeros. Other tensors are images and are replaced
     with random numbers.
@@ -337,7 +337,7 @@ def class_values(
     length: int,
     note: Note,
 ) -> Prepare:
-    """Computes the values that `noisy_sums` adds up by owner and class.
+    """Computes one value per record, which `noisy_sums` sums by owner and class.
 
     Args:
         inputs: returns the records of a pass, padded to `length`, and the labels [n] on the CPU.

@@ -45,7 +45,7 @@ _PERIOD = re.compile(r", period (\d+) of (\d+)$")
 
 
 def coefficients(count: int) -> list[float]:
-    """Returns the first coefficients c₀, c₁, … of the factorisation.
+    """Returns the first coefficients c₀, c₁, … of the Toeplitz matrix C that correlates the noise.
 
     >>> coefficients(4)
     [1.0, 0.5, 0.375, 0.3125]
@@ -57,7 +57,7 @@ def coefficients(count: int) -> list[float]:
 
 
 def column_norm(periods: int) -> float:
-    """Returns ‖c‖, the largest column norm of C, for a number of periods.
+    """Returns ‖c‖, the largest column norm of the matrix C for a number of periods.
 
     >>> round(column_norm(12) ** 2, 3)
     1.851
@@ -66,12 +66,12 @@ def column_norm(periods: int) -> float:
 
 
 def charged_factor(period: int, periods: int) -> float:
-    """Returns ‖c‖/c_{t−1}, the noise multiplier in period t's ledger row divided by σ."""
+    """Returns ‖c‖/c_{t−1}: the noise multiplier that the ledger records for period t, over σ."""
     return column_norm(periods) / coefficients(period)[-1]
 
 
 def sum_factor(period: int) -> float:
-    """Returns the running sum R_t's noise, divided by the noise in period t's ledger row.
+    """Returns the noise of the running sum R_t, divided by the noise in period t's ledger row.
 
     R_t has noise of standard deviation σ𝒞‖c‖·√(Σ_{k<t} c_k²).
     """
@@ -95,7 +95,7 @@ def period_of(quantity: str) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class PeriodFacts:
-    """A period's facts, stored by the client before the period's first charge.
+    """Public settings of a period, which the client stores before the first charge.
 
     Attributes:
         noise_multiplier: σ of the run.
@@ -146,7 +146,7 @@ class ReleaseSequence:
         self._begun = ""
 
     def stored_facts(self, period: int) -> PeriodFacts | None:
-        """Returns a period's facts, or None if the period has not begun.
+        """Returns the public settings of a period, or None if the period has not begun.
 
         Raises:
             LedgerError: the file is damaged.
@@ -165,11 +165,11 @@ class ReleaseSequence:
         return any(self.folder.glob(f"{self.period:03d}-*"))
 
     def is_charged(self, rows: Sequence[Release]) -> bool:
-        """Returns True if a ledger row is for a release in the current period."""
+        """Returns True if a ledger row belongs to a release in the current period."""
         return any(period_of(row.quantity) == (self.period, self.periods) for row in rows)
 
     def begin(self, records: str) -> None:
-        """Stores the current period's facts before its first charge.
+        """Stores the public settings of the current period before the first charge.
 
         Raises:
             LedgerError: a release of this period was made with other settings or another σ.
@@ -198,7 +198,7 @@ class ReleaseSequence:
         write_whole(path, _json(facts).encode(), secret=True)
 
     def stored(self, period: int, quantity: str) -> dict[str, Tensor] | None:
-        """Returns a release's noise and increment, or None if it has not been made.
+        """Returns a release's noise tensor and increment tensor, or None if it was not made.
 
         Raises:
             LedgerError: the file is damaged.
@@ -215,7 +215,7 @@ class ReleaseSequence:
         return tensors
 
     def earlier_releases(self, quantity: str) -> list[dict[str, Tensor]]:
-        """Returns noise and increment for all earlier periods, oldest first.
+        """Returns the stored tensors of all earlier periods' releases, oldest first.
 
         Raises:
             LedgerError: a file is missing or damaged.
@@ -310,7 +310,7 @@ class RunningSumMechanism(GaussianSumMechanism):
         self._fresh = torch.zeros(0)
 
     def _noise(self, shape: tuple[int, int], device: torch.device) -> Tensor:
-        """Computes the increment's noise, Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
+        """Computes the noise of the increment, Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s."""
         c = coefficients(self._sequence.period)
         self._fresh = self._secret.normal(shape, self.noise_std * c[-1])
         noise = self._fresh.clone()

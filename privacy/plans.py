@@ -92,7 +92,7 @@ class ReleasePlan:
         require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)
 
     def signal_to_noise(self, sigma: float, records: float, clients: int, rounds: int = 1) -> float:
-        """Returns the signal-to-noise ratio of the release's sum over all clients.
+        """Returns the signal-to-noise ratio of the sum of a release over all clients.
 
         The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
         (σ·𝒞·√(K/H)·√D). It divides the sum's norm by the root mean square of its noise's norm.
@@ -132,7 +132,7 @@ class ReleasePlan:
     def release(
         self, round: int, sigma: float, *, unit: str = RECORD, unaccounted: str | None = None
     ) -> Release:
-        """Returns the release's ledger row.
+        """Returns the ledger row for the planned release.
 
         Args:
             round: the number of the round.
@@ -209,7 +209,7 @@ class ReleaseBudget(Generic[S]):
             self._unused[plan.name] = mechanism
 
     def plan(self, name: str) -> ReleasePlan:
-        """Returns a plan by name.
+        """Returns the plan with the given name.
 
         Raises:
             UnplannedReleaseError: the client was not charged for such a plan in this exchange.
@@ -228,7 +228,7 @@ class ReleaseBudget(Generic[S]):
 
     @property
     def unused(self) -> bool:
-        """True if no mechanism has been taken.
+        """True if `take` has not returned any mechanism yet.
 
         In this case no noise was drawn, so a step that failed may be repeated without another
         charge.
@@ -247,7 +247,7 @@ class ReleaseBudget(Generic[S]):
             raise UnplannedReleaseError(f"release {name!r} is used twice in a round. Use it once")
 
     def take(self, name: str) -> S:
-        """Returns a plan's charged mechanism, given the plan's name.
+        """Returns the charged mechanism for the plan with the given name.
 
         Each mechanism can be taken only once.
 

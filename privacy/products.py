@@ -50,7 +50,7 @@ from fedsynth.privacy.mechanisms import (
 
 
 class Products(ABC):
-    """Base class for N examples' long vectors, stored as short factors.
+    """Base class for the long vectors of N examples, which are stored as short factors.
 
     A subclass is a dataclass. Its tensor fields are the factors, each with N rows. Its first field
     must be a tensor.
@@ -158,7 +158,7 @@ class Outer(Products):
 
 @dataclass(frozen=True, eq=False)
 class LayerGradients(Products):
-    """For each example, a gradient in blocks, clipped to norm `bound` in total.
+    """One gradient per example. It consists of blocks and is clipped to norm `bound` in total.
 
     A block is a vector, or the sum of T outer products l_t ⊗ r_t of two vectors, flattened in
     row-major order.
@@ -353,7 +353,7 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Splits each row into the matrices that were flattened and joined in it.
+    """Splits each row into the matrices that were flattened and concatenated to the row.
 
     Returns one tensor [N, channels, cells] for each block.
     """

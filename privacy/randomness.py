@@ -162,7 +162,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Addends:
-    """Public upper bounds on a sum's numbers of clients and records.
+    """Public upper bounds on the numbers of clients and records that a sum contains.
 
     Args:
         clients: the maximum number of clients in the sum.

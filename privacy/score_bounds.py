@@ -177,7 +177,7 @@ def shift_lower_bounds(
 
 
 def gaussian_pair(present: Scores, absent: Scores, delta: float, confidence: float) -> float:
-    """Computes the Gaussian pair's lower bound on ε.
+    """Computes a lower bound on ε from scores with two different Gaussian distributions.
 
     The hockey-stick divergence of two Gaussians depends only on the difference μ of the means, in
     deviations of the absent scores, and on the ratio ρ of the variances. The smallest ε in a
@@ -208,7 +208,7 @@ def gaussian_pair(present: Scores, absent: Scores, delta: float, confidence: flo
 
 
 def pair_epsilon(shift: float, ratio: float, delta: float) -> float:
-    """Computes the ε at δ between N(shift, ratio) and N(0, 1), in both directions, rounded down."""
+    """Computes the ε at δ between N(shift, ratio) and N(0, 1), for both orders, rounded down."""
     root = math.sqrt(ratio)
 
     def exceeds(ε: float) -> bool:
@@ -257,7 +257,7 @@ def step_bound(
     delta: float,
     confidence: float,
 ) -> float:
-    """Computes a lower bound on ε from the scores of single sampled steps.
+    """Computes a lower bound on ε from scores that belong to single steps with sampling.
 
     The auditor knows which canaries a step sampled. The bound refutes the noise and the clip, but
     not the sampling, which it composes as it was charged.

@@ -37,7 +37,7 @@ Steps = tuple[tuple[float, float, int], ...]
 
 @dataclass(frozen=True)
 class Selection:
-    """A selection's public facts, from which its privacy cost is computed.
+    """The public description of a selection, from which the privacy cost is computed.
 
     Attributes:
         candidates: each candidate's releases in one run, as (σ, q, steps), without the score.
@@ -101,7 +101,7 @@ class Selection:
         return _mean(self.eta, self.gamma)
 
     def number_of_trials(self, uniform: float) -> int:
-        """Converts a uniform random number to the random number K of trials.
+        """Computes the number of trials K from a random number that is uniform in [0, 1).
 
         If `uniform` is secret and uniform in [0, 1), K has the law. With a Poisson law K may be 0.
 
@@ -129,7 +129,7 @@ class Selection:
         trial: npt.NDArray[np.float64],
         delta: Callable[[float], float],
     ) -> npt.NDArray[np.float64]:
-        """Returns the selection's RDP ε'(λ) at each order λ.
+        """Returns the Rényi DP ε'(λ) of the selection at each order λ.
 
         Args:
             orders: the orders, ascending, all above 1.

@@ -52,7 +52,7 @@ FEW_CHANNELS = 4
 
 
 class _Saved(NamedTuple):
-    """The forward-pass tensors for a ConvNet block's backward pass (VJP).
+    """Tensors from a ConvNet block's forward pass that the backward pass (VJP) needs.
 
     `normalised` and `mask` have the shape [N, h, 2, w, 2, C], and `a` and `b` [N, h, w, C]. The
     size after pooling is h×w.
@@ -81,7 +81,7 @@ def _sums_2x2(x_NPC: Tensor, h: int, w: int, factor: float) -> Tensor:
 
 
 def _conv_transpose(dx_NHWC: Tensor, weight: Tensor, padding: int) -> Tensor:
-    """Computes a convolution's input gradient, in channels-last layout."""
+    """Computes the gradient of a convolution with respect to the input, in channels-last layout."""
     n, h, w, c = dx_NHWC.shape
     incoming = weight.shape[1]
     if incoming > FEW_CHANNELS:

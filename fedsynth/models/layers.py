@@ -101,7 +101,7 @@ class Projected(EmbeddingNetwork):
 
 
 class SharedStatistics(nn.Module):
-    """The images' groups in the next forward pass, shared by a network's batch norms.
+    """The group of each image in the next forward pass, which all batch norms of a network share.
 
     Each `GroupedBatchNorm` normalises a group's images by the group's own statistics. All batch
     norms in a network share one object.
@@ -114,14 +114,14 @@ class SharedStatistics(nn.Module):
 
     @staticmethod
     def of(network: nn.Module) -> SharedStatistics:
-        """Returns the `SharedStatistics` object shared by a network's batch norms.
+        """Returns the `SharedStatistics` object that the batch norms of a network share.
 
         `with_grouped_statistics` must have made the network.
         """
         return next(layer for layer in network.modules() if isinstance(layer, SharedStatistics))
 
     def assign(self, group_N: Tensor, groups: int) -> None:
-        """Sets the images' groups in the next forward pass.
+        """Sets the group of each image for the next forward pass.
 
         Groups are integers [N] in [0, groups).
         """

@@ -99,7 +99,7 @@ class FeatureLinear(EmbeddingNetwork):
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Returns the whitening matrices' names in a model's state, two for each block.
+    """Returns the names of the whitening matrices in a model's state, two for each block.
 
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
@@ -171,7 +171,7 @@ class Embedding:
         return F.normalize(self.shortening(z_Nd), dim=1)
 
     def same(self, other: Embedding) -> bool:
-        """Returns True if both embeddings have equal constants, and so are the same function."""
+        """Returns True if both embeddings have equal constants and are thus the same function."""
         tensors, other_tensors = self._tensors(), other._tensors()
         if self.radius != other.radius or len(tensors) != len(other_tensors):
             return False

@@ -1,4 +1,4 @@
-"""Trains timm and torchvision networks, with random or pretrained public weights."""
+"""Networks from timm and torchvision, with random or public pretrained weights."""
 
 from __future__ import annotations
 

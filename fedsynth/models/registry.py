@@ -361,7 +361,7 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """Returns the privacy report's entries on the network's feature map.
+    """Returns the entries about the network's feature map in the privacy report.
 
     Each entry names an item and why it is public. The result is empty without a feature map.
     """

@@ -66,7 +66,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
 def plan_when_it_began(
     folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
 ) -> PrivacyPlan:
-    """Returns the original privacy plan of a run to be resumed.
+    """Returns the privacy plan with which a run that is to be resumed began.
 
     Args:
         folder: the run folder.
@@ -142,7 +142,7 @@ class Charges:
             self._sort_rows(number, history.client, list(new_rows))
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates this run's ledger rows from other runs' rows.
+        """Separates the ledger rows of this run from the rows of other runs.
 
         The method examines only the rows that were added to a client's ledger since the run began.
 
@@ -172,7 +172,7 @@ class Charges:
         self.foreign += [(client, row) for row in remaining]
 
     def _sort_selection(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the row of the run's private selection from other runs' rows.
+        """Separates the row of this run's private selection from the rows of other runs.
 
         The row must cover all releases that the run plans.
         """
@@ -200,8 +200,8 @@ class Charges:
         return self.run.rows[number - 1]
 
     def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
-        """Returns the ledger rows that a client may be charged in a round, and whether each is
-        required.
+        """Returns the ledger rows that the plan allows a client in a round, each with True if the
+        row is required.
 
         A client whose first upload was rejected receives no second request. If the first exchange
         had too few uploads, no client receives a second request. In a run over a network, it is
@@ -290,7 +290,7 @@ class Charges:
         return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns a round's expected metrics about unused uploads.
+        """Returns the metrics on unused uploads that a round should contain.
 
         In a simulation, the entries follow from the run's seed. In a run over a network, and for
         rejected uploads, the reasons are copied from the round's metrics.

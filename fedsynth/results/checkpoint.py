@@ -263,7 +263,7 @@ class CheckpointFolder:
         self.give_states(clients, device)
 
     def steps_of(self, number: int) -> LoopCheckpoints:
-        """Returns the reader and writer for loop checkpoints within one round."""
+        """Returns an object that reads and writes the checkpoints of loops in one round."""
         return LoopCheckpoints(self, number, STEP_SECONDS)
 
     def _prune(self) -> None:
@@ -288,7 +288,7 @@ PLACE = {
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's settings without those listed in `PLACE`.
+    """Returns the settings of a run, without the settings that are listed in `PLACE`.
 
     The settings are grouped by section, as in config.toml.
     """
@@ -404,7 +404,7 @@ class LoopCheckpoints(LoopCheckpointer):
             self._write({**self._finished, self._paths[name]: state})
 
     def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
-        """Keeps the result of a finished loop, so that a resumed run does not repeat the loop.
+        """Stores the result of a finished loop, so that a resumed run does not repeat the loop.
 
         The result is written at once if enough time has passed since the last write. Otherwise, it
         is written together with the next checkpoint of another loop. A finished training is also

@@ -90,7 +90,7 @@ SUMMARY: Declared = {
 
 
 def declared_row(method: type[Method]) -> Declared:
-    """Returns the allowed names of a round's metrics, given the method.
+    """Returns the metric names that are allowed in a round with this method.
 
     Each name is mapped to the declaration of its privacy.
     """
@@ -113,7 +113,7 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
 
 
 def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the metrics that a method computed, by name.
+    """Returns the metrics of a method unchanged, after checking their names.
 
     Raises:
         UnaccountedReleaseError: a name is reserved for fedsynth.
@@ -183,7 +183,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns the metrics about a round's unused uploads, with reasons.
+    """Returns metrics on the unused uploads of a round, with the reasons.
 
     The clients are in ascending order. If a round was discarded because it had too few uploads, the
     metrics also state how many uploads came and how many were required.

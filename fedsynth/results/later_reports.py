@@ -1,4 +1,4 @@
-"""Builds privacy reports that the run itself did not write.
+"""Builds privacy reports for runs that have not written one.
 
 These are the report of a run that was killed, and the report that a data owner keeps about the
 client's own ledger. This module also verifies the second one.

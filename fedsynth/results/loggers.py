@@ -29,7 +29,7 @@ Numbers = Mapping[str, float]
 
 
 def numbers_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Returns the numbers in a round's metrics, by names for loggers.
+    """Collects all numbers from a round's metrics, and returns them by name, for loggers.
 
     A number in a nested dictionary gets a name such as "local/amp". Values that are not numbers are
     left out.

@@ -61,12 +61,12 @@ class Measure:
 
     @property
     def names(self) -> Names:
-        """The main measure's keys in metrics."""
+        """The names that the main measure has in the metrics."""
         return NAMES[self.task]
 
     @property
     def accuracy_name(self) -> str:
-        """The key in a round's metrics for the main measure on the test set."""
+        """The name of the main measure on the test set in a round's metrics."""
         return self.names.common if self.personal else self.names.test
 
     @property

@@ -1,4 +1,4 @@
-"""Collects the facts in a private run's report that are not in the ledgers.
+"""Collects the content of a private run's report that cannot be computed from the ledgers.
 
 These facts are the public items, the accesses to private data and the versions of the software.
 They are computed from the public plan of the run. This module never reads data.
@@ -110,8 +110,8 @@ def _description(plan: PrivacyPlan) -> list[str]:
 
 
 def noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns warnings for releases whose noise exceeds their largest possible signal, from public
-    sizes.
+    """Returns a warning for each release whose noise exceeds the largest possible signal. The check
+    uses public sizes.
     """
     if not plan.facts.guaranteed:
         return []
@@ -152,7 +152,7 @@ def start_facts(
     *,
     simulated: bool,
 ) -> figures.Start:
-    """Returns a private run's public facts that are fixed at its start.
+    """Returns the public settings of a private run that are fixed when the run starts.
 
     These facts are written into the run folder at the start, so that a privacy report can be made
     even if the run is killed.
@@ -225,7 +225,7 @@ def report_facts(
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> figures.ReportFacts:
-    """Returns a run's report facts that are not in the ledgers.
+    """Returns the content of a run's report that cannot be computed from the ledgers.
 
     Args:
         plan: the run's plan.
@@ -300,7 +300,7 @@ def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
 def owner_facts(
     plan: PrivacyPlan, k: int, history: History, rounds: int, start: figures.Start, *, secret: bool
 ) -> figures.ReportFacts:
-    """Returns the facts for a data owner's report that are not in the owner's ledger.
+    """Returns the content of a data owner's report that cannot be computed from the ledger.
 
     Args:
         plan: the run's plan.

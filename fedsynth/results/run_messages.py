@@ -60,7 +60,7 @@ def warnings(settings: RunSettings) -> Iterator[str]:
 def missing_classes(
     sets: Sequence[SyntheticSet], spec: DatasetSpec, *, guaranteed: bool
 ) -> Iterator[str]:
-    """Yields a warning about classes of which no client sends images.
+    """Yields a warning about classes for which no client sends images.
 
     Args:
         sets: the synthetic sets of all clients. Empty if the method sends no images.

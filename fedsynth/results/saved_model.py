@@ -262,8 +262,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Returns a network's rounded log-probabilities for public images, which identify it later. In
-    segmentation, logits are averaged over pixels.
+    """Returns the rounded log-probabilities of a network for public images. They later identify the
+    network. In segmentation, logits are averaged over pixels.
     """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training

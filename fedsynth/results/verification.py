@@ -207,7 +207,7 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if an event explains that a client did not send its ledger.
+    """Returns True if an event explains why a client did not send a ledger.
 
     It may have happened if the client did not answer in the rounds of the event, or if these rounds
     were interrupted.

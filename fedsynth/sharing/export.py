@@ -91,7 +91,7 @@ def export_run(
     method: type[Method] | None = None,
     real: RealImages | None = None,
 ) -> Path:
-    """Writes the releasable part of a finished run into a new folder.
+    """Writes the part of a finished run that may be released into a new folder.
 
     The folder contains the synthetic images, their privacy report and hashes of the files. It
     contains no ledgers, no paths or names from the run, and no number about the private data that

@@ -132,7 +132,7 @@ class RealImages:
         return _features(self._embed, images_NCHW, lambda completed, total: None)
 
     def evidence(self, synthetic: SharedSet) -> Evidence:
-        """Measures the evidence pack of a synthetic set.
+        """Computes the measurements for the evidence pack of a synthetic set.
 
         Raises:
             DataError: there are fewer than two released or held-out images.

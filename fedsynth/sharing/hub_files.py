@@ -112,7 +112,7 @@ def _file(folder: Path, name: str, media_type: str) -> dict[str, Any]:
 
 
 def _field(name: str, kind: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Describes a record field: its type, its files and its place in them."""
+    """Describes a record field: the type, the files, and the position in these files."""
     return {
         "@type": "cr:Field",
         "@id": f"examples/{name}",

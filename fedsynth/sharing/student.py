@@ -49,7 +49,7 @@ _FACTS_OF_INPUTS = (
 
 @dataclass(frozen=True, eq=False)
 class Student:
-    """A network trained on a synthetic set, with facts about its training.
+    """A network that was trained on a synthetic set, with a description of the training.
 
     Attributes:
         network: the network in evaluation mode. It maps normalised images to logits.
@@ -106,7 +106,7 @@ class Student:
 
 
 def require_place(file: Path) -> Path:
-    """Returns a path after checking that a model may be written there.
+    """Checks that a model may be written to a path, and returns the path.
 
     Raises:
         OutputError: the path is a folder, or it is inside an exported synthetic set, which must not

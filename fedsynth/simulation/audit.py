@@ -1,4 +1,4 @@
-"""Audits a method's privacy with canaries, test records in one client's data.
+"""Audits the privacy of a method with canaries, which are test records in one client's data.
 
 An audit is a real run of the method, but it reads no private record. The clients have public random
 images with the shape of the data set's images, and about as many as the data set declares. The
@@ -266,7 +266,7 @@ def _audited(settings: RunSettings, spec: DatasetSpec) -> RunSettings:
 
 
 class AuditedRun(Simulation):
-    """A run that computes canary scores from the audited client's releases.
+    """A run that computes canary scores from the releases of one audited client.
 
     It writes no files.
 

@@ -170,7 +170,7 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices (int64) of the canaries included in the data by random coins.
+        """Returns the indices (int64) of the canaries that random coins put into the data.
 
         These canaries come after the other records of the client.
         """
@@ -293,7 +293,7 @@ class AuditedSums(GaussianSumMechanism):
             super().add(rows[is_canary], groups[is_canary], _select(sample, is_canary))
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Replaces canaries' vectors among the next sampled records.
+        """Finds canaries among the next sampled records, and replaces their vectors.
 
         The clipped vectors of all other records are added to the sum that the auditor knows.
 

@@ -1,4 +1,4 @@
-"""Continues a data owner's sequence of runs with the next period's records."""
+"""Continues a sequence of a data owner's runs with the records of the next period."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
 def _complete(
     facts: list[PeriodFacts | None], ledger: Ledger | None, chain: str, folder: Path
 ) -> list[PeriodFacts]:
-    """Returns the facts about all periods that a shared set covers.
+    """Returns the public settings of each period that a shared set covers.
 
     Raises:
         LedgerError: a period is missing, or the ledger is not that of the share.
@@ -94,7 +94,7 @@ def _merged(sections: Sections, facts: list[PeriodFacts], period: int) -> dict[s
 
 
 def _ledger_folder(sections: Sections) -> Path:
-    """Returns the ledger folder from the settings or from the data's declaration."""
+    """Returns the ledger folder that the settings or the data's declaration name."""
     stated = sections.get("privacy", {}).get("ledger")
     data = sections.get("data", {})
     if stated is None and "folder" in data:

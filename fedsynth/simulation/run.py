@@ -128,7 +128,7 @@ class Simulation(ActiveRun):
             self._restore(resumed, checkpoint)
 
     def _state_period(self) -> None:
-        """Passes a period's public facts to the clients' release sequences."""
+        """Passes the public settings of a period to the clients' release sequences."""
         sections = self.settings.to_mapping()
         del sections["data"]
         for client in self.backend.clients:
@@ -155,7 +155,7 @@ class Simulation(ActiveRun):
         return self._private and bool(self.backend.prepare(self.plain_context(1)))
 
     def _keep_features(self, train: ImageData, test: ImageData | None, used: Tensor) -> None:
-        """Reads the run's feature-map vectors from the cache folder in the settings.
+        """Reads feature vectors of the run's images from the cache folder in the settings.
 
         Vectors that are not there are computed and stored, except if each pass has one record,
         since stored vectors come from full passes. `used` contains the indices of the clients'
@@ -357,7 +357,7 @@ class Simulation(ActiveRun):
         self.observer.note(f"{message}{self._spent()}. {location}")
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
-        """Warns in the first round about classes of which no client sends images.
+        """Warns in the first round about classes for which no client sends images.
 
         This happens, for example, if each client has too few examples of the class.
         """

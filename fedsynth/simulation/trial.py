@@ -1,4 +1,4 @@
-"""One trial of a private selection: a run and its score, both already charged by the selection.
+"""One trial of a private selection: a run and a score, both already charged by the selection.
 
 The score is the number of held-out records that the run's model classifies correctly, with Gaussian
 noise of each client. It is released by `GaussianSumMechanism`, as all releases are.

@@ -257,7 +257,7 @@ class _PrivateMatching:
         self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
     def _check(self, features: matching.NetworkFeatures) -> None:
-        """Tests a step's per-record vectors before anything is charged."""
+        """Tests the per-record vectors of a step before anything is charged."""
         self.owner.check_independent(
             lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
         )
@@ -266,7 +266,7 @@ class _PrivateMatching:
         return _step_features(self.networks, self.seed, step, self.owner.device)
 
     def _width(self, features: matching.NetworkFeatures) -> int:
-        """Returns a step's number of released coordinates per class."""
+        """Returns the number of released coordinates per class in a step."""
         raise NotImplementedError  # abstract
 
 

@@ -1,4 +1,4 @@
-"""Names clients' trained models, so that runs can reuse the results of equal trainings."""
+"""Computes names for clients' trained models, so that runs can reuse equal trainings."""
 
 from __future__ import annotations
 

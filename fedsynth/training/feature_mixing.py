@@ -37,7 +37,7 @@ def mixup(x_NCHW: Tensor, partner_N: Tensor, share: float) -> Tensor:
 
 
 def mixstyle(x_NCHW: Tensor, partner_N: Tensor, share_N: Tensor) -> Tensor:
-    """Mixes each image's channel statistics with its partner's (MixStyle, Zhou et al. 2021).
+    """Mixes each image's channel statistics with those of a partner (MixStyle, Zhou et al. 2021).
 
     The result is γ·(x − μ)/σ + β, where γ = λ·σ + (1 − λ)·σ' and β = λ·μ + (1 − λ)·μ' (Eqs. 4 to
     6). As in the code, the statistics have no gradient. The variances are biased, as in Eq. 3.
@@ -50,7 +50,7 @@ def mixstyle(x_NCHW: Tensor, partner_N: Tensor, share_N: Tensor) -> Tensor:
 
 
 def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
-    """Replaces each image's moments by its partner's (MoEx, Li et al. 2021, Eq. 2).
+    """Replaces each image's moments by those of a partner (MoEx, Li et al. 2021, Eq. 2).
 
     The result is σ'·(x − μ)/σ + μ'. As in positional normalisation, the moments are taken over each
     pixel's channels. The variance is biased as in the paper, unlike the code's.
@@ -61,7 +61,7 @@ def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
 
 
 def scnorm(x_NCHW: Tensor) -> Tensor:
-    """Halves each image's style by SCNorm (DAC-SC, Lee, Bae and Kim 2023).
+    """Reduces the style of each image to half by SCNorm (DAC-SC, Lee, Bae and Kim 2023).
 
     SCNorm keeps the phase of x's Fourier transform. It mixes the amplitudes of the instance norm
     IN(x) and x with the weights λ and 1 − λ. IN(x) has the phase of x and a mean of 0, so the

@@ -121,7 +121,7 @@ def augmented(
 def channels(
     network: nn.Module, stages: tuple[str, ...], image_shape: tuple[int, int, int]
 ) -> dict[str, int]:
-    """Returns each named submodule's number of output channels."""
+    """Returns the number of output channels of each named submodule."""
     sizes: dict[str, int] = {}
     twin = copy.deepcopy(network).cpu().eval()
     for name in stages:

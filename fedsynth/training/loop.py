@@ -48,7 +48,7 @@ class LoopCheckpointer:
         """
 
     def finish(self, name: str, steps: int, tensors: MakeTensors) -> None:
-        """Keeps a finished loop's tensors for the next checkpoint.
+        """Stores the tensors of a finished loop for the next checkpoint.
 
         If the run is interrupted in a later loop of the same round, it need not repeat the finished
         one.

@@ -152,7 +152,7 @@ def train_together(
 
 
 class _Queue:
-    """A learner's remaining batches."""
+    """The batches that a learner has not yet trained on."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -195,7 +195,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 def _finish(
     queue: _Queue, flat: Tensor, state: tuple[Tensor, ...], images: sgd.LookUp, labels: sgd.LookUp
 ) -> None:
-    """Trains the only learner with remaining steps, and writes the weights into its model."""
+    """Trains the only learner that has steps left, and writes the weights into the model."""
     learner = queue.learner
     nn.utils.vector_to_parameters(flat.clone(), learner.model.parameters())
     remaining = queue.take(queue.steps)

@@ -145,7 +145,7 @@ class LedgerFolder:
         records_by_client: Mapping[str, Records],
         sequence: ReleaseSequence | None,
     ) -> Iterator[None]:
-        """Checks the records again before a ledger's first charge.
+        """Checks the records a second time, before the first charge of a ledger.
 
         Another run may have opened the ledger for other records in the meantime. When the runs
         opened it, neither could notice the other, because nothing had been charged yet.

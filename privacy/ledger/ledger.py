@@ -54,7 +54,7 @@ RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files
 
 @dataclass(frozen=True)
 class Lines:
-    """A ledger file's content up to the read position.
+    """The content of a ledger file up to the position reached by reading.
 
     Attributes:
         client: the client's name. Empty before the header is read.
@@ -177,7 +177,7 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
 
 
 def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
-    """Adds a note (a line other than a release) to the read content.
+    """Adds a note (a ledger line that is not a release) to the content read so far.
 
     Args:
         lines: the content before the line.
@@ -289,7 +289,7 @@ class Ledger:
 
     @property
     def bound(self) -> bool:
-        """True if the client must use exactly the records charged before.
+        """True if the client must use exactly the records that were charged before.
 
         This is the case once a release was charged, unless the owner has declared that the records
         may change.

@@ -56,5 +56,5 @@ class TrialLedger(Ledger):
         self._released = released
 
     def note_files(self, sha256: str) -> None:
-        """Keeps the files' hash, to be noted in the client's ledger if the trial wins."""
+        """Stores the hash of the files. The client's ledger gets this note if the trial wins."""
         self.files = sha256

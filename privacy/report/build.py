@@ -194,7 +194,7 @@ def worst_by_round(by_client: Mapping[str, Mapping[int, float]]) -> dict[int, fl
 
 
 def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKind]:
-    """Computes ε for each kind of release, as if the client made only that kind.
+    """Computes one ε per kind of release, as if the client made only releases of that kind.
 
     These values do not add up to the total ε, which is usually smaller than their sum.
     """
@@ -209,8 +209,8 @@ def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKin
 
 
 def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[float, bool]:
-    """Computes the ε that protects several units together: examples or users of one client, or
-    clients.
+    """Computes the ε of a group of units together. A group is several examples or users of one
+    client, or several clients.
 
     Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
     the noise multiplier σ/size. Clients change one sum each, which gives σ/√size. With subsampling,

@@ -75,7 +75,7 @@ class Attack(Part):
 
 
 class Group(Part):
-    """The ε that protects several privacy units of one client together.
+    """The ε of a group of several privacy units of one client.
 
     `epsilon` is None if the accountant is not accurate enough to compute it.
     """
@@ -248,7 +248,7 @@ class Event(Part):
 
 
 class RunFacts(Part):
-    """Facts about a report's run. Facts that were not stated are None.
+    """Entries that describe the run of a report. Entries that were not stated are None.
 
     Attributes:
         id: the name of the run folder when the run began.
@@ -266,7 +266,7 @@ class RunFacts(Part):
 
 
 class ReportFacts(Part):
-    """A report's public facts that cannot be computed from the ledgers.
+    """The public content of a report that cannot be computed from the ledgers.
 
     Attributes:
         method, mechanism: the names of the method and of its mechanism.

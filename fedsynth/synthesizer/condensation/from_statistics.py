@@ -34,7 +34,7 @@ AT_ONCE = 48
 
 @dataclass(frozen=True, eq=False)
 class ReleasedStatistics:
-    """Public and released values for making images.
+    """Released and other public values from which images are made.
 
     Attributes:
         embed: a differentiable function, pixels in [0, 1] [N, C, H, W] -> z [N, d].
@@ -174,7 +174,7 @@ def _pull(target: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: Im
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss's gradient with respect to the pixels, and their features z.
+    """Returns the gradient of the loss with respect to the pixels, and the features z.
 
     Only `AT_ONCE` images' graph is in memory at a time. The derivative with respect to z comes from
     the previous step, so each step computes features only once.

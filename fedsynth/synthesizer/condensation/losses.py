@@ -38,7 +38,7 @@ REDUCTIONS = ("mean", "sum")
 def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Averages each class's row over the clients with examples of the class (Eqs. 8 and 12).
+    """Averages the row of each class over the clients that have the class (Eqs. 8 and 12).
 
     Returns the averages [C, C], and a mask [C] of the classes with examples at any client. All
     other rows are zero and must not be used.

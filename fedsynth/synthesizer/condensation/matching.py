@@ -198,7 +198,7 @@ class NetworkFeatures:
 
 
 def _gradients(outputs: Tensor, leaf: Tensor, vectors: Tensor) -> Tensor:
-    """Computes the vector-Jacobian products of vectors [V, …] by autograd, [V, …]."""
+    """Computes vector-Jacobian products by autograd, one product for each of V vectors."""
     if len(vectors) == 1:
         return torch.autograd.grad(outputs, leaf, vectors[0], retain_graph=True)[0][None]
     return torch.autograd.grad(outputs, leaf, vectors, is_grads_batched=True, retain_graph=True)[0]
@@ -209,8 +209,8 @@ def pull_back(
     synthetic_SICHW: Tensor,
     cotangents: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Returns the gradient J_cᵀ v_c with respect to every (client, class) pair's synthetic images,
-    [S, ipc, C, H, W].
+    """Computes the gradient of the loss with respect to the synthetic images, [S, ipc, C, H, W],
+    from the gradient with respect to mean features.
 
     Here v_c is the gradient with respect to the pair's mean features, and J_c the Jacobian of
     mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore contain few pairs,
@@ -233,7 +233,7 @@ def pull_back(
 
 
 def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
-    """Returns mean_{S_c} u_w for each pair's synthetic images, [S, D], without an autograd graph.
+    """Returns the mean features of each pair's synthetic images, [S, D], without an autograd graph.
 
     The passes are the same as in `pull_back`.
     """
@@ -266,7 +266,7 @@ def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
 
 
 def pair_sums(values_ND: Tensor, pair_N: Tensor, pairs: int) -> Tensor:
-    """Returns each group's sum of rows, [pairs, D].
+    """Sums the rows of each group, [pairs, D].
 
     A matrix product computes the sums, which is deterministic on CUDA.
 
@@ -338,7 +338,7 @@ class ExactMatcher(MatchingObjective):
     columns: int | None = None
 
     def real_means(self, step: int, features: NetworkFeatures) -> Tensor:
-        """Returns mean_{B_c} u_w over each (client, class) pair's real images in the step's batch,
+        """Returns the mean features of each (client, class) pair's real images in the step's batch,
         [S, D], without an autograd graph.
         """
         sums = torch.zeros(())
@@ -350,7 +350,7 @@ class ExactMatcher(MatchingObjective):
         return sums / self.batches.divisors.to(sums.dtype)
 
     def real_rows(self, step: int, features: NetworkFeatures) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the features u_w of the step's real images, [N, D], without an autograd graph.
+        """Returns the features of the step's real images, [N, D], without an autograd graph.
 
         Also returns each image's (client, class) pair index [N], ascending, and the number of
         images per pair [S], on the CPU.

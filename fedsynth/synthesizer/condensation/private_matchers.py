@@ -185,7 +185,7 @@ def vectors_at_once(
 
 
 def ones(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-    """Returns ones [N, 1], whose class sums are the class counts."""
+    """Returns ones [N, 1]. Their class sums are the class counts."""
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
 

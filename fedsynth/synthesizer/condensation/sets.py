@@ -188,8 +188,8 @@ def averaged_start(
 def split_uploads(
     images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Splits a group's synthetic images into one upload per client, for the (client, class) pairs
-    in `uploaded_S`.
+    """Splits the synthetic images of a group into one upload per client. Only the (client, class)
+    pairs in `uploaded_S` are uploaded.
 
     With None, uploads contain all pairs.
     """

@@ -136,7 +136,7 @@ def train_student(
 
 
 def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor:
-    """Converts labels [N] to one-hot rows, with a column for each of the student's classes.
+    """Converts labels [N] to one-hot rows with one column for each class of the student.
 
     Rows [N, C] are returned unchanged.
     """

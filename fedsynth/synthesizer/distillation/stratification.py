@@ -108,7 +108,7 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tens
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
-    """Returns the guidance matrix U [C, m]: how well each of the m models can teach each class.
+    """Returns the matrix U [C, m], which states how well each of the m models can teach each class.
 
     An entry is (max_t − min_t)/min_t over a (class, client) pair's losses (Eqs. 2 and 3).
 
@@ -125,7 +125,7 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
-    """Returns Ū_r: U with rows normalised to sum 1 (Eqs. 4 and 5).
+    """Scales each row of U to the sum 1 and returns the result, Ū_r (Eqs. 4 and 5).
 
     A row of zeros becomes uniform.
     """
