@@ -40,7 +40,7 @@ from fedsynth.methods.statistics.pictures import PixelMoments, pixel_rows, pixel
 from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
-from fedsynth.privacy.products import Grams
+from fedsynth.privacy.products import Grams, svec
 from fedsynth.privacy.randomness import SecretGenerator
 from tests.digits import SPEC, charge_for, digits, round_context
 from tests.privacy.support import HOSTILE, guard
@@ -556,7 +556,9 @@ def test_largest_directions_are_shortened_to_the_noise() -> None:
     after = np.linalg.eigvalsh((expected @ basis).T @ (expected @ basis) / 500)
     np.testing.assert_allclose(after[values > floor], floor, rtol=1e-6)
     assert (values > floor).sum() >= 2
-    assert factor == pytest.approx(np.mean(expected**2 @ np.ones(6)) ** -0.5)
+    _, factor = cm.principal_shortening(Pool(sums, 0.0, 500.0), directions)
+    left = 1 - values.sum()  # without noise, almost nothing is left along the directions
+    assert factor == pytest.approx(left**-0.5, rel=1e-3)
 
 
 def test_noise_alone_shortens_little() -> None:
@@ -564,7 +566,24 @@ def test_noise_alone_shortens_little() -> None:
     noise = torch.randn(20 * 21 // 2 + 1, generator=draws, dtype=torch.float64)
     shorten, factor = cm.principal_shortening(Pool(100 * noise, 100.0, 1e4), torch.eye(20))
     assert float(shorten.shortened.max()) < 0.35
-    assert 1 <= factor < 1.1
+    assert 1 <= factor < 1.02
+
+
+def test_regained_norm_is_unbiased_by_noise() -> None:
+    """The mean factor of noisy releases is near that of the exact second moments."""
+    exact = torch.diag(torch.tensor([0.3, 0.1] + [0.6 / 98] * 98, dtype=torch.float64))
+    noise = 0.005
+    floor = cm.SHORTENED * cm.noise_edge(noise, 100)
+    known = exact.diagonal()[:2]
+    expected = (1 - float((known - floor).sum())) ** -0.5
+    draws = torch.Generator().manual_seed(0)
+    factors = []
+    for _ in range(5):
+        release = torch.cat([svec(exact), torch.zeros(1)])
+        release += noise * torch.randn(release.shape, generator=draws, dtype=torch.float64)
+        _, factor = cm.principal_shortening(Pool(release, noise, 1.0), torch.eye(100))
+        factors.append(factor)
+    assert np.mean(factors) == pytest.approx(expected, rel=0.03)
 
 
 def test_a_shortened_embedding_has_norm_1_and_one_result_per_row() -> None:

@@ -269,9 +269,12 @@ def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening,
     k = directions_dk.shape[1]
     sums = pool.sums[: k * (k + 1) // 2].double() / pool.records
     values, vectors = torch.linalg.eigh(smat(sums, k))
-    floor = max(SHORTENED * noise_edge(pool.noise_std / pool.records, k), EXACT)
+    edge = noise_edge(pool.noise_std / pool.records, k)
+    floor = max(SHORTENED * edge, EXACT)
     factors = (values.clamp_min(floor) / floor) ** -0.5
-    square = 1 - float(((1 - factors**2) * values).sum())
+    # noise of this edge moves an eigenvalue θ above it to θ + (edge/2)²/θ, and hides all others
+    exact = torch.where(values > edge, (values + (values**2 - edge**2).clamp_min(0).sqrt()) / 2, 0)
+    square = 1 - float(((1 - factors**2) * exact).sum())
     turned = directions_dk @ vectors.to(directions_dk)
     return Shortening(turned, (1 - factors).float()), max(square, floor) ** -0.5
 
