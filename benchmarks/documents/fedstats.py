@@ -56,6 +56,22 @@ def _students() -> str:
     return pivot("", DATASETS, columns, cell)
 
 
+@table("medical-students")
+def _medical_students() -> str:
+    columns = {
+        "classifier": "classifier",
+        "stored soft labels": "stored",
+        "classifier labels copies": "taught",
+    }
+    rows = {"rendered from thumbnails": "auto", "from random processes": "no"}
+
+    def cell(pictures: str, network: str) -> str:
+        key = f"pneumonia eps=1 pictures={pictures}"
+        return spread_of("medical_students", key, SEEDS, f"{network}.auroc")
+
+    return pivot("images", rows, columns, cell)
+
+
 @table("fedstats-shortening")
 def _shortening() -> str:
     rows = {name: DATASETS[name] for name in ("MNIST", "Fashion-MNIST")}

@@ -35,7 +35,7 @@ def settings(cell: Cell) -> RunSettings:
     """Returns the settings of one run: those of `medical`, with images."""
     run = medical.settings(Cell(**vars(cell), method="fedstats"))
     few = 4 if cell.quick else 200
-    return replace(run, method=FedStats(ipc=few, drawn_ipc=4 * few))
+    return replace(run, method=FedStats(ipc=few, drawn_ipc=4 * few, pictures=cell.pictures))
 
 
 def work(cell: Cell) -> Row:
@@ -68,8 +68,9 @@ GRID = Grid(
         "dataset": tuple(medical.FACTS),
         "seed": range(5),
         "epsilon": (1.0, 3.0, 8.0),
+        "pictures": ("auto", "no"),
     },
-    key="{dataset} eps={epsilon:g} seed={seed}",
+    key="{dataset} eps={epsilon:g} pictures={pictures} seed={seed}",
     settings=settings,
     work=work,
 )
