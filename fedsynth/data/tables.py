@@ -414,7 +414,7 @@ def _read_array(path: Path, member: str = "") -> Array:
 
 
 def _npy_readers(path: Path) -> Readers:
-    """Returns functions that read a file, named "x", and files beside it with the same prefix."""
+    """Returns functions that read a file, named "x", and files next to it with the same prefix."""
     prefix = path.stem[: path.stem.rfind("_") + 1]
     if path.stem.removeprefix(prefix).casefold() not in _FEATURES:
         prefix = ""

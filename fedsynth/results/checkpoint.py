@@ -267,7 +267,7 @@ class CheckpointFolder:
         return LoopCheckpoints(self, number, STEP_SECONDS)
 
     def _prune(self) -> None:
-        """Removes files that the current checkpoint does not list, as far as possible."""
+        """Removes files that the current checkpoint does not list. Ignores errors."""
         for path in self.path.iterdir():
             if path.name not in self._files and _PRUNED.fullmatch(path.name):
                 with suppress(OSError):

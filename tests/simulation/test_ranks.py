@@ -184,13 +184,17 @@ def errors_of(err: str) -> list[str]:
     return [line for line in err.splitlines() if "error" in line.lower()]
 
 
+def wait_for_round_2(server: subprocess.Popen[str]) -> None:
+    assert server.stderr is not None
+    for line in server.stderr:
+        if line.startswith("round 2/"):
+            return
+
+
 def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
     many = ("--rounds", "100000", "--output", str(tmp_path))
     with started(2, *TRAIN, *many) as both:
-        assert both[0].stderr is not None
-        for line in both[0].stderr:
-            if line.startswith("round 2/"):
-                break
+        wait_for_round_2(both[0])
         both[1].send_signal(signal.SIGKILL)
         code, out, err = ended(both)[0]
     assert (code, out) == (2, "")
@@ -203,10 +207,7 @@ def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
 def test_a_killed_server_is_reported_by_one_rank(tmp_path: Path) -> None:
     many = ("--rounds", "100000", "--output", str(tmp_path))
     with started(2, *TRAIN, *many) as both:
-        assert both[0].stderr is not None
-        for line in both[0].stderr:
-            if line.startswith("round 2/"):
-                break
+        wait_for_round_2(both[0])
         both[0].send_signal(signal.SIGKILL)
         _, (code, out, err) = ended(both)
     assert (code, out) == (2, "")
