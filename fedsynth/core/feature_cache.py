@@ -19,6 +19,7 @@ from torch import Tensor
 from fedsynth.data.images import ImageData
 from fedsynth.features.encoding import cached
 from fedsynth.features.feature_map import FeatureMap
+from fedsynth.large_arrays import new_tensor
 from fedsynth.models.on_features import Embedding
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 
@@ -47,7 +48,8 @@ class _Table:
     """
 
     def __init__(self, data: ImageData, features: FeatureMap) -> None:
-        self.vectors = torch.zeros(len(data), features.dimension, device=data.images.device)
+        shape = (len(data), features.dimension)
+        self.vectors = new_tensor(shape, torch.float32, data.images.device)
         self.computed = torch.zeros(len(data), dtype=torch.bool)
         self.embedded: tuple[Embedding, _Table] | None = None
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from fedsynth.data.registry import SEGMENTATION, DatasetSpec, custom_spec, in_order
 from fedsynth.errors import DataError
+from fedsynth.large_arrays import ROWS, converted, is_mapped, new_array, selected
 from fedsynth.seeding import torch_generator
 
 IntArray = npt.NDArray[np.int64]
@@ -141,7 +142,7 @@ class ImageData:
         index = torch.as_tensor(indices)
         index = _checked_numbers("indices", index, (index.numel(),), self.spec, len(self))
         index = index.to(self.labels.device)
-        return self._map(lambda array: array[index])
+        return self._map(lambda array: selected(array, index))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> ImageData:
         changed: dict[str, Any] = {}
@@ -232,13 +233,13 @@ def from_arrays(
         spec = custom_spec("arrays", image_shape_of(x.shape), classes, domains=names, **facts)
     if tuple(x.shape[1:]) != spec.image_shape and image_shape_of(x.shape) == spec.image_shape:
         if x.dim() == 4:
-            x = x.permute(0, 3, 1, 2).contiguous()
+            x = converted(x.permute(0, 3, 1, 2), lambda rows: rows, x.dtype)
         x = x.reshape(len(x), *spec.image_shape)
     y = _positions(labels, spec.class_names, spec, "labels")
     data = ImageData(_scaled(x, spec), _as_tensor(y, "labels"), spec)
     if spec.bounds is not None:
         # -0.0 and 0.0 are the same value
-        values = (x.flatten(1).float() + 0.0).contiguous()
+        values = converted(x.flatten(1), lambda rows: rows.float() + 0.0, torch.float32)
         data = replace(data, record_bytes=values.view(torch.uint8))
     if domains is not None:
         domains = _positions(domains, spec.domains, spec, "domains")
@@ -432,7 +433,7 @@ def to_stored(x_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 def _is_within(x: Tensor, largest: int) -> bool:
-    return bool(((x >= 0) & (x <= largest)).all())
+    return not x.numel() or bool(x.min() >= 0 and x.max() <= largest)  # False for NaN
 
 
 def _text(dtype: torch.dtype) -> str:
@@ -444,7 +445,12 @@ def _as_tensor(array: Array, what: str) -> Tensor:
     if isinstance(array, Tensor):
         return array.detach().clone()
     try:
-        return torch.from_numpy(np.array(array, order="C"))
+        values = np.asarray(array)
+        if is_mapped(values) and values.flags.c_contiguous:
+            return torch.from_numpy(values)  # read from a file, so that nobody else changes it
+        copy = new_array(values.shape, values.dtype)
+        copy[...] = values
+        return torch.from_numpy(copy)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"{what} must be a NumPy array or a tensor of numbers: "
@@ -485,7 +491,7 @@ def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> N
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
-    bad = int((~torch.isfinite(x)).sum())
+    bad = sum(int((~torch.isfinite(rows)).sum()) for rows in x.split(ROWS))
     if bad:
         raise DataError(
             f"{bad} of {x.numel()} values of {spec.name} are NaN or infinite. Replace or remove "
@@ -504,19 +510,22 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
     if spec.bounds is not None:
         low, high = spec.bounds
         # float32 first, so that a record has the same bytes whatever file it comes from
-        return x.float().double().sub(low).div(high - low).clamp(0, 1).float()
-    outside = int(((x < 0) | (x > 1)).sum())
+        return converted(
+            x,
+            lambda rows: rows.float().double().sub(low).div(high - low).clamp(0, 1),
+            torch.float32,
+        )
+    outside = sum(int(((rows < 0) | (rows > 1)).sum()) for rows in x.split(ROWS))
     if outside:
         raise DataError(
             f"{outside} of {x.numel()} floating-point pixels of {spec.name} are outside [0, 1]. "
             "Rescale them, or set bounds in the specification"
         ).with_code("data.pixels")
-    return (x.float() * 255).round().to(torch.uint8)
+    return converted(x, lambda rows: (rows.float() * 255).round(), torch.uint8)
 
 
 DIGEST_BYTES = 16
 _PURPOSE = b"fedsynth record"
-_AT_ONCE = 4096  # records copied to the CPU at a time: bounds memory
 
 
 def record_digests(
@@ -544,8 +553,8 @@ def record_digests(
     chosen = np.asarray(positions, np.int64)
     digests = np.empty((len(chosen), size), np.uint8)
     empty = hashlib.blake2b(key=key, digest_size=size, person=_PURPOSE)
-    for first in range(0, len(chosen), _AT_ONCE):
-        chunk = data.subset(chosen[first : first + _AT_ONCE])
+    for first in range(0, len(chosen), ROWS):
+        chunk = data.subset(chosen[first : first + ROWS])
         stored = chunk.images if chunk.record_bytes is None else chunk.record_bytes
         pixels = stored.cpu().flatten(1).contiguous().view(torch.uint8).numpy()
         if labels:
@@ -588,7 +597,7 @@ def proxy_images(data: ImageData, spec: DatasetSpec) -> ImageData:
         spec: the specification of the other data set.
     """
     converted = []
-    for pixels in data.images.split(_AT_ONCE):
+    for pixels in data.images.split(ROWS):
         x = pixels.float()
         if pixels.is_floating_point():
             x = x * 255

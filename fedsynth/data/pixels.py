@@ -29,6 +29,7 @@ from fedsynth.data.medical import Decoding, Picture
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import DataFilesCorruptError, one_line
 from fedsynth.files import read_regular
+from fedsynth.large_arrays import new_array
 
 T = TypeVar("T")
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
@@ -131,7 +132,7 @@ def decode_files(
     paths: Sequence[Path], shape: tuple[int, int, int], decoding: Decoding
 ) -> DecodedFiles:
     """Reads each image file once, and decodes it to `shape` as `read_pixels` does."""
-    images = np.zeros((len(paths), *shape), np.uint8)
+    images = new_array((len(paths), *shape))
     hashes = np.zeros((len(paths), hashlib.sha256().digest_size), np.uint8)
 
     def read(position: int) -> tuple[ImageHeader, tuple[str, ...]]:

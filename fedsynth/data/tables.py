@@ -41,7 +41,7 @@ from fedsynth.data.files import (
     words_of,
 )
 from fedsynth.data.medical import Decoding
-from fedsynth.data.pixels import read_headers, read_pixels
+from fedsynth.data.pixels import ImageHeader, read_headers, read_pixels
 from fedsynth.data.records import Array, Names, Records, check_names, check_splits, names_array
 from fedsynth.errors import (
     DataError,
@@ -51,6 +51,7 @@ from fedsynth.errors import (
     one_line,
 )
 from fedsynth.files import decode_json, open_regular, read_regular
+from fedsynth.large_arrays import ROWS, new_array, read_array
 
 # A file's columns by name. Each function reads one column, [N, …].
 Readers = dict[str, Callable[[], Array]]
@@ -285,7 +286,7 @@ def _features(
         uses["not used"] = ", ".join(unused)
         note("; ".join(f"{use}: {one_line(name or 'none')}" for use, name in uses.items()))
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
-        columns = {name: array.astype(np.float32) for name, array in columns.items()}
+        columns = {name: array.astype(np.float32, copy=False) for name, array in columns.items()}
     if len(columns) == 1:
         return next(iter(columns.values()))
     shapes = {name: list(array.shape) for name, array in columns.items()}
@@ -388,7 +389,7 @@ def _read_npy(file: IO[bytes], length: int) -> Array:
     size = math.prod(shape) * dtype.itemsize
     if not 0 <= size == length - file.tell() <= MAX_ARRAY_BYTES:
         raise ValueError(f"the data's size is not the {size:,} bytes declared in the header")
-    return np.frombuffer(file.read(size), dtype).reshape(shape, order="F" if by_columns else "C")
+    return read_array(file, size).view(dtype).reshape(shape, order="F" if by_columns else "C")
 
 
 def _check_expanded(size: int, path: Path) -> None:
@@ -457,14 +458,13 @@ def _parquet_schema(path: Path) -> Any:
         return _optional("pyarrow.parquet", "tables").read_schema(file)
 
 
-def _read_parquet(paths: list[Path], names: list[str]) -> Any:
-    """Reads columns from Parquet files.
+def _parquet_batches(paths: list[Path], names: list[str]) -> Iterator[Any]:
+    """Reads columns from Parquet files, some rows at a time.
 
     Repeated text is stored once, because a small file may repeat a large text many times. Declared
     sizes are checked before memory is allocated, and real sizes while reading.
     """
     parquet = _optional("pyarrow.parquet", "tables")
-    batches = []
     for path in paths:
         with BufferedReader(open_regular(path)) as file:
             metadata = parquet.read_metadata(file)
@@ -475,10 +475,14 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
             texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
             table = parquet.ParquetFile(file, read_dictionary=texts)
             size = 0
-            for batch in table.iter_batches(columns=names, use_threads=False):
+            for batch in table.iter_batches(ROWS, columns=names, use_threads=False):
                 size += batch.nbytes
                 _check_expanded(size, path)
-                batches.append(batch)
+                yield batch
+
+
+def _read_parquet(paths: list[Path], names: list[str]) -> Any:
+    batches = list(_parquet_batches(paths, names))
     if not batches:
         raise ValueError(_NO_RECORDS)
     return _optional("pyarrow", "tables").Table.from_batches(batches)
@@ -525,7 +529,11 @@ def _stated_features(schema: Any) -> tuple[dict[str, tuple[str, ...]], list[str]
 
 
 def _table_part(
-    place: str, schema: Any, read: Callable[[list[str]], Any], decoding: Decoding = _PLAIN
+    place: str,
+    schema: Any,
+    read: Callable[[list[str]], Any],
+    batches: Callable[[list[str]], Iterator[Any]] | None = None,
+    decoding: Decoding = _PLAIN,
 ) -> Part:
     types = _optional("pyarrow", "tables").types
     stated, images = _stated_features(schema)
@@ -538,8 +546,8 @@ def _table_part(
     }
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
-    for name in images:
-        readers[name] = partial(_decoded, partial(read, [name]), name, decoding)
+    for name in images if batches else ():
+        readers[name] = partial(_decoded, partial(batches, [name]), decoding)
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
         name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
@@ -639,8 +647,8 @@ def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
 
 
 def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
-    read = partial(_read_parquet, paths)
-    parts = [_table_part(place, _parquet_schema(path), read, decoding) for path in paths]
+    read, batches = partial(_read_parquet, paths), partial(_parquet_batches, paths)
+    parts = [_table_part(place, _parquet_schema(path), read, batches, decoding) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if part.stated != parts[0].stated:
             raise DataError(
@@ -659,34 +667,57 @@ def _split_of_path(path: Path) -> tuple[str, str]:
     return TRAIN, path.parent.as_posix()
 
 
-def _decoded(read: Callable[[], Any], name: str, decoding: Decoding) -> Array:
-    """Decodes a column of equally sized image files: uint8 [N, C, H, W]."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = []
-        for number, cell in enumerate(read()[name]):
-            stored = cell.as_py() or {}
-            if stored.get("bytes") is None:
-                place = stored.get("path")
-                has = (
-                    "no image"
-                    if place is None
-                    else f"only the path {one_line(place)} instead of an image"
-                )
-                raise ValueError(
-                    f"row {number + 1} contains {has}. Remove the row, or store the image's bytes"
-                )
-            path = Path(folder, str(number))
-            path.write_bytes(stored["bytes"])
-            paths.append(path)
-        headers, faults = read_headers(paths)
-        sizes = {(header.height, header.width) for header in headers}
-        if len(sizes) > 1:
-            raise ValueError(f"the images have {len(sizes)} different sizes")
-        if not faults:
-            channels = 1 if all(header.grey for header in headers) else 3
-            pixels, faults, _ = read_pixels(paths, channels, *sizes.pop(), decoding)
+def _decoded(batches: Callable[[], Iterator[Any]], decoding: Decoding) -> Array:
+    """Decodes a column of equally sized image files: uint8 [N, C, H, W].
+
+    The column is read twice, some rows at a time: first for the images' sizes and colours.
+    """
+    headers: list[ImageHeader] = []
+    for paths in _image_files(batches()):
+        batch, faults = read_headers(paths)
+        _refuse_images(faults, len(headers))
+        headers += batch
+    if not headers:
+        raise ValueError(_NO_RECORDS)
+    sizes = {(header.height, header.width) for header in headers}
+    if len(sizes) > 1:
+        raise ValueError(f"the images have {len(sizes)} different sizes")
+    shape = (1 if all(header.grey for header in headers) else 3, *sizes.pop())
+    pixels = new_array((len(headers), *shape))
+    first = 0
+    for paths in _image_files(batches()):
+        pixels[first : first + len(paths)], faults, _ = read_pixels(paths, *shape, decoding)
+        _refuse_images(faults, first)
+        first += len(paths)
+    return pixels
+
+
+def _image_files(batches: Iterator[Any]) -> Iterator[list[Path]]:
+    """Writes the images of each batch to temporary files, and yields their paths."""
+    rows = 0
+    for batch in batches:
+        with tempfile.TemporaryDirectory() as folder:
+            paths = []
+            for cell in batch.column(0):
+                stored = cell.as_py() or {}
+                rows += 1
+                if stored.get("bytes") is None:
+                    place = stored.get("path")
+                    has = (
+                        "no image"
+                        if place is None
+                        else f"only the path {one_line(place)} instead of an image"
+                    )
+                    raise ValueError(
+                        f"row {rows} contains {has}. Remove the row, or store the image's bytes"
+                    )
+                paths.append(Path(folder, str(rows)))
+                paths[-1].write_bytes(stored["bytes"])
+            yield paths
+
+
+def _refuse_images(faults: Mapping[int, str], first: int) -> None:
     for row, fault in faults.items():
         raise ValueError(
-            f"row {row + 1} contains no valid image: {fault}. Remove or replace the row"
+            f"row {first + row + 1} contains no valid image: {fault}. Remove or replace the row"
         )
-    return pixels

@@ -36,6 +36,7 @@ from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
 from fedsynth.files import PARTIAL, write_whole
+from fedsynth.large_arrays import new_tensor
 from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, dependence_on_batch
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 from fedsynth.seeding import torch_generator
@@ -276,7 +277,7 @@ def encode(
     """
     compute = partial(_vectors, data, features, device, progress, note)
     vectors = compute() if not cache else cached(Path(cache), data, features, compute, MAX_NORM)
-    stored = ((vectors + 1) / 2).clamp(0, 1)
+    stored = vectors.add_(1).div_(2).clamp_(0, 1)
     return replace(
         data,
         images=stored[:, None, None].to(data.images.device),
@@ -289,7 +290,7 @@ def _vectors(
     data: ImageData, features: FeatureMap, device: torch.device, progress: Progress, note: Note
 ) -> Tensor:
     """Computes vectors, float32 [N, d], clipped to norm 1. Non-finite vectors become 0."""
-    vectors = torch.zeros(len(data), features.dimension)
+    vectors = new_tensor((len(data), features.dimension), torch.float32)
     with torch.no_grad():
         isolated = registry.is_own_features(features.name) and _is_moved(features, device)
         length, count = (MIN_LENGTH, 1) if isolated else (PASS, PASS)
@@ -303,7 +304,7 @@ def _vectors(
     vectors /= features.norm_bound
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     vectors /= norms.clamp_min(1)
-    return torch.where(torch.isfinite(norms), vectors, 0.0)
+    return vectors.masked_fill_(~torch.isfinite(norms), 0.0)
 
 
 def _is_moved(features: FeatureMap, device: torch.device) -> bool:

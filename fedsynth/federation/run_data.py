@@ -41,6 +41,7 @@ from fedsynth.errors import (
 from fedsynth.features.encoding import encode, encoded_spec, encoder_map
 from fedsynth.files import expand_home, require_folder
 from fedsynth.formatting import printable
+from fedsynth.large_arrays import new_tensor
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import PRIVATE as PRIVATE_FILES
 from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names
@@ -263,9 +264,13 @@ def encoded(
     show = partial(progress, 0, "encoding")
     options: dict[str, Any] = {"cache": encoder.encoder_cache, "progress": show}
     used = np.unique(np.concatenate(parts))
-    vectors = encode(images.subset(used), features, device, **options)
-    stored = vectors.images.new_zeros(len(images), *vectors.spec.image_shape)
-    stored[used] = vectors.images
+    are_all_used = len(used) == len(images)
+    subset = images if are_all_used else images.subset(used)
+    vectors = encode(subset, features, device, **options)
+    stored = vectors.images
+    if not are_all_used:
+        stored = new_tensor((len(images), *vectors.spec.image_shape), stored.dtype, stored.device)
+        stored[used] = vectors.images
     train = replace(images, images=stored, spec=vectors.spec, record_bytes=None)
     if test is not None:
         test = encode(test, features, device, **options)
