@@ -1,6 +1,7 @@
-"""The common part of FedDF and FedBE, whose servers distil an ensemble on unlabelled public images.
-These are the training images of a named dataset, resized to the image shape of the run. Their
-labels are not used.
+"""The base class of FedDF and FedBE, whose servers distil an ensemble on public images.
+
+The public images are the training images of a named dataset, resized to the run's image shape.
+Their labels are not used.
 """
 
 from __future__ import annotations
