@@ -346,7 +346,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Raises an error if the numbers in a server's message are not finite or have too large a norm.
+    """Raises an error if a server's message has a non-finite number or too large a norm.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).

@@ -278,7 +278,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         context: RoundContext,
         objective: sgd.Objective = sgd.CROSS_ENTROPY,
     ) -> None:
-        """Trains a network of the server by Adam, in place."""
+        """Trains one of the server's networks by Adam, in place."""
         name = type(model).__name__
         sgd.train_on(
             model,

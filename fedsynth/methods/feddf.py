@@ -48,8 +48,7 @@ class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains the student to match the averaged logits on public images (AVGLOGITS in Algorithm
-        1)."""
+        """Trains the student to match the averaged logits on public images (Algorithm 1)."""
 
         def teacher(x: Tensor) -> Tensor:
             return torch.stack([computed(m, x, context.precision) for m in models]).mean(dim=0)

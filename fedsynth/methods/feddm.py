@@ -183,13 +183,12 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         if has_batch_norm(model):
             self._refuse_fixed_networks("for a network with batch norm")
 
-    def _refuse_fixed_networks(self, reason: str, remedy: str = "") -> None:
+    def _refuse_fixed_networks(
+        self, case: str, remedy: str = "Set method.networks_per_round=0"
+    ) -> None:
         if self.networks_per_round:
-            value = self.networks_per_round
-            remedy = remedy or "Set method.networks_per_round=0"
-            raise SettingError(
-                "method", "networks_per_round", f"must be 0 {reason}. {remedy}", value=value
-            )
+            reason = f"must be 0 {case}, got {self.networks_per_round}. {remedy}"
+            raise SettingError("method", "networks_per_round", reason)
 
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
         return {

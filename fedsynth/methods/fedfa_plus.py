@@ -82,7 +82,7 @@ class StatisticsUp(ModelParameters):
 
 @dataclass(frozen=True)
 class StatisticsState(AveragingState):
-    """The server's state in FedFA+, with the clients' statistics.
+    """The server's state in FedFA+, with statistics over all clients.
 
     The statistics are γ for each stage, and the histogram π. They are empty before the first round.
     """

@@ -94,8 +94,7 @@ class FedRobust(TrainsLocally):
         return LocalObjective(loss=loss, state=shifts, make_upload=make_upload)
 
     def _ascend(self, shift: Tensor, weight: float) -> None:
-        """Registers a hook that updates Λ_k − I or δ_k by gradient ascent after each backward
-        pass."""
+        """Updates Λ_k − I or δ_k by gradient ascent after each backward pass."""
         rate = self.ascent_lr
 
         def step(leaf: Tensor) -> None:

@@ -469,7 +469,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self.whitening == YES
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Returns True if second moments are released, which depends only on public settings."""
+        """Returns True if second moments are released.
+
+        The result depends only on public settings.
+        """
         if self.second_moments == AUTO:
             return privacy is None
         return self.second_moments == YES
@@ -482,10 +485,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return privacy is not None and self.has_whitening_matrices(spec)
 
     def has_principal(self, privacy: PrivacySettings | None, context: RoundContext) -> bool:
-        """Returns True if the release `PRINCIPAL` is made.
+        """Returns True if second moments of the features in a subspace are released.
 
-        It contains second moments of z in the subspace of rendered images. The result depends only
-        on public settings.
+        The subspace is that of rendered images. The result depends only on public settings.
         """
         if privacy is None or self.has_second(privacy) or context.rounds == 1:
             return False

@@ -261,9 +261,9 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Computes the class means [C, D] of each client, and a mask [C] of the classes that have one.
+    """Computes the class means [C, D] of each client, and a mask [C] of the valid means.
 
-    The means of all other classes are near zero and must not be used.
+    All other means are near zero and must not be used.
 
     Args:
         clients, vectors, width, plan: as in `sums_and_counts`. The group may have several clients.

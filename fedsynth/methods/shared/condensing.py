@@ -85,7 +85,7 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings for a server that limits the distance from the current weights in training.
+    """Settings for a server that keeps the trained weights close to the current weights.
 
     The trained weights satisfy ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 
@@ -252,7 +252,7 @@ class CondensingMethod(TrainsOnUnion):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns the loss by which synthetic images are matched to real data.
+        """Returns the loss between synthetic images and real data.
 
         With differential privacy, the loss clips, sums and adds noise. Otherwise, it compares a
         batch of each class's real images with all of its synthetic images.

@@ -86,7 +86,7 @@ class EnsembleDistillation(TrainsLocally):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains the student in place from the clients' models.
+        """Trains the student in place by distilling the clients' models.
 
         Returns a state without the student's parameters, which `server_step` adds.
 

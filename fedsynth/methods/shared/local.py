@@ -223,9 +223,8 @@ class TrainsLocally(Measurements):
             reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}. Set method.optimiser=sgd"
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
-            raise SettingError(
-                "method", "momentum", "is 1, but must be below 1 for Adam. Use Adam's usual β₁, 0.9"
-            )
+            reason = "must be below 1 for Adam, got 1. Set method.momentum=0.9"
+            raise SettingError("method", "momentum", reason)
 
     def task(
         self, client: int, message: Request, state: ClientState, context: RoundContext
@@ -236,14 +235,14 @@ class TrainsLocally(Measurements):
     def _objective(
         self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Returns `task`, with a segmentation loss as the default loss for masks."""
+        """Returns the client's objective, with a segmentation loss as the default for masks."""
         objective = self.task(client, message, state, context)
         if context.spec.has_masks and objective.loss is None:
             return replace(objective, loss=network_losses)
         return objective
 
     def local_optimiser(self) -> sgd.Optimiser:
-        """Returns the optimiser for local training, also with differential privacy."""
+        """Returns the optimiser for local training, with and without differential privacy."""
         if self.optimiser == "adam":
             return sgd.Adam(self.lr, self.momentum, weight_decay=self.weight_decay)
         return sgd.MomentumSgd(self.lr, self.momentum, self.weight_decay)
@@ -335,9 +334,9 @@ class TrainsLocally(Measurements):
     def _plain_objectives(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[LocalObjective]:
-        """Returns all clients' objectives, or an empty list if they cannot be trained together.
+        """Returns all objectives, or an empty list if the clients cannot be trained together.
 
-        Clients can be trained together if all objectives are plain (`sgd.Objective.plain`).
+        They can if all objectives are plain (`sgd.Objective.plain`).
         """
         objectives: list[LocalObjective] = []
         for client, state in zip(clients.ids, states, strict=True):

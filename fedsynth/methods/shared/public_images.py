@@ -63,7 +63,7 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
     def images_of(self, context: RoundContext) -> ImageData:
         """Returns the public images."""
         if context.proxy is None:
-            reason = f"is None, but {self.name} distils on public images. Pass the images"
+            reason = f"is None, but {self.name} distils on public images. Pass them as proxy"
             raise SettingError(None, "RoundContext.proxy", reason)
         return context.proxy
 

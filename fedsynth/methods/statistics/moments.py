@@ -51,7 +51,7 @@ EXACT = 1e-6
 
 
 def target_norm(classes: int) -> float:
-    """Returns b = ‖e_y − 1/C‖, the norm of a centred one-hot target, the same for every class y."""
+    """Returns the norm of a centred one-hot target, b = ‖e_y − 1/C‖ = √(1 − 1/C)."""
     return math.sqrt(1 - 1 / classes)
 
 

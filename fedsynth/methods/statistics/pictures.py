@@ -180,7 +180,10 @@ def _blur(shape: Shape, deviation: float) -> Tensor:
 
 
 def enlarged(pictures: Tensor, shape: Shape) -> Tensor:
-    """Enlarges small pictures [N, D − 1] to images [N, C, H, W] of full brightness in [0, 1]."""
+    """Enlarges small pictures [N, D − 1] to images [N, C, H, W] of normalised brightness.
+
+    The pixels are in [0, 1].
+    """
     small = pictures.float().reshape(-1, *cells_of(shape))
     large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
     white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
