@@ -93,7 +93,7 @@ def exchange_of(method: Method, name: str) -> Exchange:
     """Returns the message types and steps of a method's "first" or "main" exchange.
 
     Raises:
-        MessageError: the method has no such exchange.
+        MessageError: the method has no first exchange.
     """
     if name != FIRST:
         steps = method.broadcast, method.client_step, method.server_step

@@ -117,8 +117,9 @@ def sums_rules(
 
     Args:
         client: the index of the uploading client.
-        shape: the shape of the sums. plan: the name of the sums' plan. context: the context of the
-            round.
+        shape: the shape of the sums.
+        plan: the name of the sums' plan.
+        context: the context of the round.
         dtype: the dtype of the sums and of noisy counts.
     """
     bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
