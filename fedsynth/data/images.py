@@ -360,7 +360,7 @@ def require_all_classes(data: ImageData) -> None:
 
 
 def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts stored images to model inputs, (x − mean)/std for each channel.
+    """Converts pixels to model inputs, (x − mean)/std for each channel.
 
     x is the pixel divided by 255, or the scaled value if the data set has bounds. Tokens are not
     changed. The result is float32, with the images' shape and device.

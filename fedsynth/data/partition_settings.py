@@ -105,7 +105,7 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """Returns the number of all possible clients.
+    """Returns the number of clients that a run may choose from.
 
     It is the number of clients K or, with `natural`, the published number of groups (or domains) if
     that is larger, because clients are then sampled from the groups.
