@@ -130,8 +130,8 @@ class JoinFacts(Facts):
 class TermsFacts(Facts):
     """The header fields that contain the run terms (`RunTerms`).
 
-    The server fixes the terms, the client sizes and the noise multiplier σ, after all clients have
-    joined. `ClientRuntime.start` checks them.
+    The terms are the client sizes and the noise multiplier σ. The server fixes them after all
+    clients have joined, and `ClientRuntime.start` checks them.
     """
 
     sizes: Annotated[tuple[Count, ...], Field(strict=False)] | None = None

@@ -31,7 +31,7 @@ from fedsynth.data.own_data import read_as, read_private_records
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
+from fedsynth.deployment.frames import SAME_VERSION, EndFacts, Frame, JoinFacts
 from fedsynth.deployment.policy import ANY, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.session import Place, Session
@@ -71,7 +71,7 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns the reasons to reject a run whose classes or image size were not declared.
+        """Returns reasons to reject a run whose classes or image size the owner has not declared.
 
         If a server could choose classes and sizes freely, it would learn which folders and images
         exist, because only some clients would join.
@@ -111,7 +111,7 @@ class ClassFolders:
         return read_private_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the ledger's identifier for the records, equal in all runs on the data set."""
+        """Returns the identifier of the owner's records in the client's ledger."""
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
@@ -234,7 +234,7 @@ class Node(Place):
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
             raise MessageError(
-                f"a message for run {run:.16} proposes run {proposal.run}. {frames.SAME_VERSION}"
+                f"a message for run {run:.16} proposes run {proposal.run}. {SAME_VERSION}"
             )
         clients = proposal.settings.partition.clients
         if self.number >= clients:

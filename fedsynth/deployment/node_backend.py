@@ -22,7 +22,7 @@ from fedsynth.core.messages import Message
 from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.core.uploads import most_bytes
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import SAME_VERSION, Frame
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
@@ -188,13 +188,13 @@ class NodeBackend(protocol.Backend):
         # without differential privacy, a client may have no ledger
         if history is None and self._settings.privacy is not None:
             raise MessageError(
-                f"client {number} sent no ledger history, which a private run requires. "
-                f"{frames.SAME_VERSION}"
+                f"client {number} sent no ledger history, but a private run requires one. "
+                f"{SAME_VERSION}"
             )
         if history is not None and history.client != self._names[number]:
             raise MessageError(
-                f"client {number} sent the ledger of {history.client!r:.80}, but its ledger must be "
-                f"of {self._names[number]!r}. Correct its number or ledger folder"
+                f"client {number} sent the ledger of {history.client!r:.80}, expected "
+                f"{self._names[number]!r}. Correct its number or ledger folder"
             )
 
     @property
@@ -290,7 +290,7 @@ class NodeBackend(protocol.Backend):
         return [history for history in stated if history is not None]
 
     def note_files(self, sha256: str) -> None:
-        """Writes a ledger of the server that contains only the hash of the run's files."""
+        """Writes the server's ledger, which contains only the hash of the run's files."""
         Ledger("server", self.ledger, dataset=data_set_id(self._settings)).note_files(sha256)
 
     def end(self, rounds: int) -> None:
@@ -370,6 +370,6 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if len(answer) > max_bytes:
         raise MessageError(
             f"the node's answer has {len(answer)} bytes, but at most {max_bytes} are allowed. "
-            f"{frames.SAME_VERSION}"
+            f"{SAME_VERSION}"
         )
     return Frame.from_bytes(answer)

@@ -372,8 +372,8 @@ class Session:
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError(
-                "the server requested an upload without a secure sum, which method "
-                f"{method.name} requires"
+                "the server requested an upload without a secure sum, but method "
+                f"{method.name} requires one"
             )
         message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
@@ -424,9 +424,7 @@ class Session:
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise primitives.SecureSumError(
-                "the server continued a secure sum that this client has not begun"
-            )
+            raise primitives.SecureSumError("the server continued a sum that was not begun")
         client = SumClient.stored(read_regular(file), self.runtime.number, terms)
         try:
             yield client
@@ -499,7 +497,7 @@ class Session:
 
 
 def _digest(question: Frame) -> bytes:
-    """Returns a request's hash, which is the same if the request is repeated."""
+    """Hashes a request. A repetition of the request has the same hash."""
     facts = {**question.facts, "number": None}
     text = json.dumps([question.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()

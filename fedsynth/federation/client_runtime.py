@@ -320,9 +320,7 @@ class ClientRuntime:
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
-            raise LedgerError(
-                f"client {self.number} has no ledger, which a private run requires. Pass `ledger`"
-            )
+            raise LedgerError(f"client {self.number} has no ledger, but a private run needs one")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         return ClientBudget(
             self.number, self.ledger, plan, self.secret, self.cap, sequence=self.sequence

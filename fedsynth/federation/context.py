@@ -1,4 +1,4 @@
-"""Computes a run's public context, and plans its privacy and its costs.
+"""Computes a run's public context, privacy plan and privacy costs.
 
 The context is built only from public settings and from the specification of the data set. No data
 are read.

@@ -168,7 +168,7 @@ def mean_gradient(client: ClientRuntime, parameters: Tensors, context: RoundCont
 def _report_group(
     context: RoundContext, finished: int, size: int, clients: int, stage: str, step: int, total: int
 ) -> None:
-    """Reports the progress of a round, given that of one group of clients.
+    """Reports the progress of a round while the step of one group of clients runs.
 
     Args:
         finished: the number of clients in the groups that have finished.

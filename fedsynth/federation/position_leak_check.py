@@ -87,7 +87,7 @@ class _LastReleaseError(Exception):
 
 
 class _TriedMechanism(GaussianSumMechanism):
-    """A mechanism for trials that detects steps which bypass the client view's functions."""
+    """A mechanism for trials. It detects steps that bypass the client view's functions."""
 
     trial: StepTrial
 
@@ -149,7 +149,7 @@ class TrialClientView(PrivateClientView):
         count: int,
         prepare: Prepare,
     ) -> list[Released]:
-        """Checks the values of all records, and returns noise without any values.
+        """Checks the values of all records, and returns noise instead of noisy sums.
 
         The noise is the same in each run of the step.
 

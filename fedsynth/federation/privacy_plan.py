@@ -75,9 +75,7 @@ class PrivacyPlan:
         method = settings.method
         spec = context.spec
         if stated is None:
-            raise SettingError(
-                None, "privacy", "is None, but a privacy plan needs it. Set PrivacySettings"
-            )
+            raise SettingError(None, "privacy", "must be PrivacySettings, got None. Set it")
         checks.check_method(method)
         checks.refuse_own_proxy(method, spec)
         checks.check_unit(stated, spec)
@@ -284,7 +282,7 @@ class PrivacyPlan:
         if len(plans) != len(planned):
             raise errors.UnplannedReleaseError(
                 f"method {self.run.method.name}'s client_plans returned {len(plans)} plans for "
-                f"client {client}, expected {len(planned)}. Return one plan for each plan passed"
+                f"client {client}, expected {len(planned)}. Return one plan for each given plan"
             ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)

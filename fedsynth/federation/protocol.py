@@ -208,7 +208,10 @@ class Backend(Protocol):
     def gradients(
         self, parameters: Mapping[str, Tensor], context: RoundContext
     ) -> Iterable[tuple[int, Tensor]]:
-        """Yields the number of training records and the loss gradient of each client with any."""
+        """Yields each client's number of training records and exact loss gradient.
+
+        Clients without training records are left out.
+        """
         return ()
 
 

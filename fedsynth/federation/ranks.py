@@ -157,7 +157,7 @@ class Ranks(InProcess):
         return protocol.Replies(messages, tuple(refusals), lost, rejected)
 
     def _shares(self, context: RoundContext, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns a list of clients for each rank. Together, they are the clients in `numbers`."""
+        """Divides the clients in `numbers` among the ranks, and returns one list per rank."""
         sizes = {number: len(self.clients[number].data.records) for number in context.active}
         assigned = owners(self.clients[0].method, sizes, self._context, self._links.size)
         shares: list[list[int]] = [[] for _ in range(self._links.size)]

@@ -169,7 +169,7 @@ def _execute(address: str, token: str, answer: Answer) -> None:
 
 
 def _reply(message: Message, answer: Answer) -> Message:
-    """Answers a message, or returns an error if a fedsynth server did not send the message."""
+    """Answers a message of a fedsynth server. Other messages are answered with an error."""
     try:
         if message.has_error():
             raise MessageError("the server sent an error message. Read the server's log")

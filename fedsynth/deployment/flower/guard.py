@@ -1,4 +1,6 @@
-"""A mod for Flower's ClientApp that makes the answers of jobs without fedsynth private.
+"""A mod for Flower's ClientApp that makes a job's answers differentially private.
+
+The job need not use fedsynth.
 
     app = ClientApp(mods=[guard_mod])    # first, so that it sees what the other mods return
 
@@ -99,7 +101,7 @@ def _answer(
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
-    """Creates the `UpdateGuard` that a node's configuration selects.
+    """Creates a client's `UpdateGuard` from the node's configuration.
 
     Raises:
         MessageError: the configuration names no folder.
@@ -157,7 +159,7 @@ def protected(
 
 
 def _records(received_content: RecordDict) -> dict[str, type]:
-    """Returns the names and types of the records with which a client answers the request."""
+    """Returns the names and types of the records in the answer to a request."""
     prefix = next(iter(received_content), "").partition(".")[0]
     if prefix in OLDER:
         answered = prefix.removesuffix("ins") + "res"

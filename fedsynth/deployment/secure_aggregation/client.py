@@ -153,10 +153,7 @@ class SumClient(Parcel):
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
         if self.step != step:
-            raise SecureSumError(
-                f"client {self.number} expected request {self.step} of the secure sum, got request "
-                f"{step}"
-            )
+            raise SecureSumError(f"client {self.number} expected request {self.step}, got {step}")
         self.step += 1
 
     def keys(self, identities: Identities | None = None) -> Keys:
@@ -435,7 +432,7 @@ def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(
-                f"the upload field {name} has no fixed size, which a secure sum requires. Set "
+                f"the upload field {name} has no fixed size, but a secure sum requires one. Set "
                 "method.aggregation=own"
             )
         largest = max(abs(rule.low), abs(rule.high))

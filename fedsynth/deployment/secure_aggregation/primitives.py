@@ -80,9 +80,7 @@ class FixedPoint:
             raise SecureSumError(f"the vector to sum must have 1 dimension, got {values.ndim}")
         inside = np.isfinite(values) if self.wraps else np.abs(values) <= self.grid.bound
         if not bool(inside.all()):
-            raise SecureSumError(
-                f"the vector to sum contains NaN or values beyond ±{self.grid.bound:g}"
-            )
+            raise SecureSumError(f"the vector contains NaN or values beyond ±{self.grid.bound:g}")
         steps = np.rint(values / self.grid.spacing)
         if self.wraps:  # exact: the remainder of integers in float64 is an integer
             steps = np.fmod(steps, 2.0**BITS)
@@ -166,7 +164,7 @@ def public(key: bytes) -> bytes:
 
 
 def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Derives a 32-byte key for one purpose that two clients share.
+    """Derives a 32-byte key that two clients share for one purpose.
 
     Args:
         key: the private key of this client.
@@ -223,9 +221,7 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
     try:
         return ChaCha20Poly1305(key).decrypt(_ZERO[:12], sealed, about)
     except InvalidTag:
-        raise SecureSumError(
-            "the received secret shares cannot be decrypted. They were changed in transit"
-        ) from None
+        raise SecureSumError("the received secret shares were changed in transit") from None
 
 
 def signed_mask(

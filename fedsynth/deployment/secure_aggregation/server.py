@@ -163,7 +163,10 @@ class SumServer:
         return total
 
     def _secret(self, client: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """Reconstructs a client's secret from `shares`, which map {holder: {client: share}}."""
+        """Reconstructs a client's secret from the shares of other clients.
+
+        `shares` maps each holder to the shares that it has sent, by client.
+        """
         of_client = {holder: of[client] for holder, of in shares.items() if client in of}
         return primitives.combine(of_client, self.terms.threshold)
 
