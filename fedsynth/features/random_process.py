@@ -49,7 +49,7 @@ MIN_SIDE = 12
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """A dictionary of patch vectors, from which images' feature vectors are computed.
+    """A dictionary of patch vectors that maps images to feature vectors.
 
     Args:
         mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.

@@ -42,7 +42,7 @@ ACTIVATIONS = 8  # full-size activations in memory at a pass's widest layer
 
 @dataclass(eq=False)
 class NetworkFeatures:
-    """The features of images that a network computes for condensation.
+    """A network's image features for condensation.
 
     The features are u_w(x) = [h_w(x); b·z_w(x)]: the embedding and the scaled logits.
 
@@ -258,7 +258,7 @@ def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, 
 
 
 def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
-    """Returns the number of (client, class) pairs, with `ipc` images each, that fit in one pass.
+    """Returns how many (client, class) pairs of `ipc` images fit in one pass.
 
     It does not depend on the total number of pairs.
     """

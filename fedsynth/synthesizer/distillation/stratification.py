@@ -185,7 +185,7 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Combines the models' probabilities instead of their logits, and returns log P, [N, C].
+    """Combines the models' probabilities instead of their logits. Returns the logarithm, [N, C].
 
     P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
     A weight then scales how much a client's vote for a class counts. With logits, a weight scales
