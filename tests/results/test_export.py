@@ -405,7 +405,7 @@ def test_models_without_onnx_form_are_refused(
     spec = fs.load_dataset("digits")[1].spec
     _checked_program(network, spec)
     network.forward = lambda x: network[1](x.reshape(len(x), 64))  # type: ignore[method-assign]
-    with pytest.raises(errors.OutputError, match="fixes the number of images"):
+    with pytest.raises(errors.OutputError, match="fixed batch size"):
         _checked_program(network, spec)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(errors.OutputError, match=r"pip install 'fedsynth\[onnx\]'"):
