@@ -166,7 +166,7 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:
         reason = (
-            f"selects {active} clients in each round, but at least {shares + 1} must add noise. "
+            f"selects {active} clients in each round, but more than {shares} must add noise. "
             f"Increase it, or set method.honest below {active}"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
@@ -176,8 +176,8 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """Checks that a private run does not distil on images from its clients' data set."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
-            f"{method.name} would distil on {method.public_images()}, but this may contain images "
-            f"of the clients' data set {spec.name}. Set method.proxy to noise or another data set"
+            f"{method.name} would distil on {method.public_images()}, but these images may be in the "
+            f"clients' data set {spec.name}. Set method.proxy to noise or another data set"
         ).with_code("release.proxy")
 
 

@@ -361,7 +361,7 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns a metric of one model after each round.
+    """Returns the values of a metric for one model, one for each round.
 
     If the run has only one model, `variant` is ignored.
     """

@@ -28,7 +28,7 @@ from fedsynth.results.finished import read_rows
 from fedsynth.results.run_folder import PRIVATE_START, RESUMED
 from fedsynth.validation import read_sections
 
-CUSTOM_METHOD = "If the method is custom, pass its file, or verify_run(folder, method=TheClass)"
+CUSTOM_METHOD = "For a custom method, pass its file, or call verify_run(folder, method=TheClass)"
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class Architecture:
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
             raise OutputError(
-                f"{spec.classes} classes × the image shape {spec.image_shape} must be at most "
+                f"{spec.classes} classes with images of shape {spec.image_shape} exceed the limit of "
                 f"{registry.MAX_PARAMETERS:,} values"
             )
         if "run" in sections:

@@ -270,7 +270,7 @@ class AuditedSums(GaussianSumMechanism):
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds sampled vectors to the sums, and replaces those of canaries.
+        """Adds sampled vectors to the sums, with random vectors in place of canaries.
 
         See `GaussianSumMechanism.add`. If the run protects users, each user has one record in an
         audit, so that clipping users is the same as clipping records.
@@ -279,7 +279,7 @@ class AuditedSums(GaussianSumMechanism):
         super().add(rows, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds sampled vectors, given as products, and replaces those of canaries.
+        """Adds sampled products to the sum, with random vectors in place of canaries.
 
         See `GaussianSumMechanism.add_products`. Records that are not canaries are added as
         products. They are expanded to full vectors only for the auditor. The vectors of canaries
