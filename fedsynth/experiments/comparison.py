@@ -82,7 +82,7 @@ class Line:
 
     @property
     def commits(self) -> list[str]:
-        """The git commits of the runs' code. The version replaces an unknown commit."""
+        """The git commits of the runs' code. Unknown commits are replaced by versions."""
         return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
 
     @property
@@ -145,9 +145,9 @@ def jobs_of(
     changes: Changes | None = None,
     speed: Changes | None = None,
 ) -> list[Job]:
-    """Returns the runs of table cells with each seed, sorted by seed.
+    """Returns one run per seed for each table cell that can be run.
 
-    Cells that cannot be run are left out.
+    The runs are sorted by seed.
 
     Args:
         table: the table's preset. cells: some of the table's cells. seeds: the runs' seeds.

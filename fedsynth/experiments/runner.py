@@ -172,7 +172,7 @@ class Runner:
             yield outcome
 
     def run_folder(self, job: Job) -> Path:
-        """Returns the folder that contains a job's run folders of the same precision."""
+        """Returns the folder for a job's run folders. Each precision has its own folder."""
         return self._runs_of(job.hash, job.settings.precision)
 
     def _runs_of(self, settings: str, precision: str) -> Path:
