@@ -105,23 +105,6 @@ def _start_images() -> list[float]:
     return [accuracy for key in keys for accuracy in percents("fedaf_readings", key, range(2))]
 
 
-def _of_200_steps(*variants: str) -> list[float]:
-    """Returns the accuracies of variants of FedAF's or FedDM's round 1 of 200 steps."""
-    keys = [f"round 1, 200 steps: {variant}, Dir(0.02)" for variant in variants]
-    return [accuracy for key in keys for accuracy in percents("fedaf_readings", key, [0])]
-
-
-@sentence(DOCUMENT, "5 give {:.1f}, {:.1f} and {:.1f} % (start images: {:.1f} %)")
-def _image_rates() -> list[float]:
-    return _of_200_steps("FedAF", "FedAF, image rate 1", "FedAF, image rate 5", "start images")
-
-
-@sentence(DOCUMENT, "N(0, 1) gives {:.1f} and {:.1f} % at rates 0.2 and 1. But FedDM has {:.1f} %")
-def _random_parts() -> list[float]:
-    normal = "FedAF, w̃ from N(0, 1)"
-    return _of_200_steps(normal, f"{normal}, image rate 1", "FedDM, image rate 1")
-
-
 @table("fedkf")
 def _fedkf() -> str:
     body = []

@@ -23,8 +23,8 @@ from fedsynth.privacy.plans import ReleasePlan
 from fedsynth.privacy.settings import PrivacySettings
 
 UNIT_IS_UNSET = (
-    "must be set, because the data name the person of each record. Set it to 'user' to protect "
-    "all records of a person, or 'record' to protect one, in all runs on these data"
+    "must be set, because the data assign each record to a person. Set it to 'user' to protect "
+    "whole persons, or to 'record' to protect single records, and keep it in all runs on these data"
 )
 
 
@@ -62,7 +62,7 @@ def check_unit(privacy: PrivacySettings, spec: DatasetSpec, *, has_users: bool =
 
 
 def most_records(spec: DatasetSpec, privacy: PrivacySettings) -> int:
-    """Returns an upper bound on the number of records of all clients together. It is public.
+    """Returns a public upper bound on the total number of records.
 
     Raises:
         PrivacySettingError: if the bound is below the number of records that the data set declares.
@@ -95,19 +95,22 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
         return
     if method.masks_refusal:
         reason = (
-            f"needs a class for each image, but {spec.name} has masks: {method.masks_refusal}. "
+            f"does not support the masks of {spec.name}, because {method.masks_refusal}. "
+            "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
         )
-        reason += "Use fedavg, fedprox, fedbn, fedfa-plus or fedharmo"
         raise SettingError("run", "method", reason, value=method.name)
     if names != {UNET} or settings.model.projection:
-        reason = f"must be {UNET!r} for masks, with model.projection=0. Set both"
+        reason = (
+            f"and model.projection={settings.model.projection} do not support the masks of "
+            f"{spec.name}. Set model.name={UNET} and model.projection=0"
+        )
         raise SettingError("model", "name", reason, value=settings.model.name)
 
 
 def check_own_noise(plans: Sequence[ReleasePlan]) -> None:
-    """Raises an error if clients on a network each add part of the noise without secure sums.
+    """Checks that each client adds the full noise to its own uploads.
 
-    Each client would add only a part of the noise, and the server would see each client's upload.
+    Without secure aggregation, the server sees each upload, so a part of the noise is not enough.
 
     Raises:
         PrivacySettingError: if the plans divide the noise among several clients. The message states
@@ -163,25 +166,23 @@ def check_participation(settings: RunSettings, plans: Sequence[ReleasePlan]) -> 
     active = active_clients(settings.partition.clients, settings.participation)
     if shares > 1 and shares >= active:
         reason = (
-            f"selects only {active} clients in each round, but more than {shares} must add noise. "
-            f"Set method.honest below {active}, increase run.participation, or set "
-            "method.aggregation=own"
+            f"selects {active} clients in each round, but more than {shares} must add noise. "
+            f"Increase it, or set method.honest below {active}"
         )
         raise SettingError("run", "participation", reason, value=settings.participation)
 
 
 def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
-    """Raises an error if the public images of a private run may include the clients' own images."""
+    """Checks that a private run does not distil on images from its clients' data set."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
-            f"{method.name} cannot distil privately on {method.public_images()}, which may contain "
-            f"images of the clients' data set {spec.name}. Set method.proxy to noise or another "
-            "data set"
+            f"{method.name} would distil on {method.public_images()}, but these images may be in the "
+            f"clients' data set {spec.name}. Set method.proxy to noise or another data set"
         ).with_code("release.proxy")
 
 
 def fewest(method: SummedUploads, taking: int, clients: int, *, private: bool) -> int:
-    """Returns the smallest number of uploads whose sum the server may see.
+    """Returns the minimum number of uploads in a sum that the server sees.
 
     This number is a majority of the clients in a round. If each client adds 1/H of the noise, the
     number is also at least H. In a private run of several clients, the number is at least H + 1,

@@ -39,7 +39,10 @@ def with_own_code(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[s
 
 
 def _registered(section: str, key: str, value: str) -> str:
-    """Registers a class or function from a custom file, and returns the name for the settings."""
+    """Registers the custom code that a setting names, and returns the registered name.
+
+    Other values are returned unchanged.
+    """
     if value.endswith(".py"):
         raise SettingError(section, key, f"must have the form FILE.py:NAME, got {value}")
     if not names_a_file(value):
@@ -81,7 +84,10 @@ def code_options(settings: RunSettings) -> list[str]:
 
 
 def _place(section: str, key: str, name: str) -> str:
-    """Returns a built-in name unchanged, and custom code as FILE.py:NAME."""
+    """Returns a name that loads the same code in another process.
+
+    Custom code is named as FILE.py:NAME. Built-in names are returned unchanged.
+    """
     if not _is_custom(section, key, name):
         return name
     code = SOURCES.get(own_label(name) if key == "method" else name)
@@ -93,7 +99,7 @@ def _place(section: str, key: str, name: str) -> str:
         place = f"{getattr(module, '__file__', None)}:{cls.__qualname__}"
         if names_a_file(place) and cls.__module__ != "__main__":  # a script would run again
             return place
-    reason = "is unknown outside of this process. Set it to FILE.py:NAME"
+    reason = "is custom code that a new process cannot find. Set it to FILE.py:NAME"
     raise SettingError(section, key, reason, value=name)
 
 

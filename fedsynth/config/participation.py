@@ -19,7 +19,7 @@ Counts = npt.NDArray[np.int64]
 
 
 def active_clients(clients: int, share: float) -> int:
-    """Returns how many clients take part in a round, given the share of clients.
+    """Returns the number of clients that are selected for each round.
 
     `Participation` refuses a share that selects less than one client.
     """
@@ -85,8 +85,7 @@ class Participation:
 def most_rounds(
     participation: Participation, groups: tuple[int, ...], rounds: tuple[int, ...]
 ) -> Counts:
-    """Returns, for each group, the largest number of rounds in which a client of this group takes
-    part.
+    """Counts the rounds of the most active client in each group.
 
     Each number n in `rounds` gives one row of counts, which covers the first n rounds.
 
@@ -163,9 +162,9 @@ class Failures:
         return Failure(kind, (FIRST, MAIN)[int(draws.integers(2))])
 
     def released(self, number: int, client: int, exchange: str, *, two: bool) -> bool:
-        """Returns True if a client completes its step in an exchange, even if it fails afterwards.
+        """Returns True if a client computes its upload in an exchange.
 
-        The client is charged for such a step, even if the server does not receive the answer.
+        The client is charged for the upload, even if the server does not receive it.
 
         Args:
             number: the number of the round.

@@ -62,7 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
-    """Returns the settings whose defaults differ for a data set, by section."""
+    """Returns the defaults that are specific to a data set and a method, by section."""
     family = dataset.partition("(")[0]  # synthetic(1,1) and all its variants have one preset
     sections = {name: dict(values) for name, values in PRESETS.get(family, {}).items()}
     sections["method"] = {}
@@ -72,7 +72,7 @@ def preset_of(dataset: str, method: type[Method]) -> dict[str, dict[str, Any]]:
 
 
 def model_is_set(settings: RunSettings) -> bool:
-    """Returns True if the user has changed the default model of the data set and method."""
+    """Returns True if the model settings differ from their defaults."""
     preset = preset_of(settings.dataset, type(settings.method)).get("model", {})
     return settings.model not in (ModelSettings(), ModelSettings(**preset))
 
@@ -201,10 +201,7 @@ def section_of(key: str) -> str | None:
 
 
 def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> None:
-    """Raises an error if the settings name a custom method that has not been loaded from that file.
-
-    The code is not loaded, or was loaded from a different file.
-    """
+    """Checks that a custom method was loaded from the file that the settings name."""
     if stated is None or own_method is not None:
         return
     try:
@@ -214,8 +211,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     label = own_label(name)
     if label and label != stated:
         reason = (
-            f"must be the run's code {short_repr(stated)}, but the named file contains {label}. "
-            "Name the file that the run used"
+            f"must be {short_repr(stated)}, as in the run, but the loaded code is {label}. Name the "
+            "file that the run used"
         )
         raise SettingError("run", "method", reason)
 
@@ -229,7 +226,10 @@ def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
 
 
 def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
-    """Returns the name of the data set, and the folder settings if it is custom."""
+    """Returns the name of the data set, and the settings of a custom data set.
+
+    The second value is None for a published data set.
+    """
     values = dict(data)
     name = values.pop("dataset", None)
     for prefix, scheme in ((HUB, HUB), (MEDMNIST, "")):
@@ -241,7 +241,8 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
     types = field_types(FolderSettings)
     values = converted("data", values, types, "data", also=("dataset", "data_root"))
     if not values.get("folder"):
-        raise SettingError("data", next(iter(values)), "has no effect without data.folder. Set it")
+        reason = "has no effect without data.folder. Set data.folder"
+        raise SettingError("data", next(iter(values)), reason)
     folder = FolderSettings(**values)
     if name is not None and is_known(str(name)):
         reason = f"is {name}, the name of a published data set. Choose another name"
@@ -252,10 +253,11 @@ def _own_folder(data: Mapping[str, Any]) -> tuple[str, FolderSettings | None]:
 def _privacy(
     values: dict[str, Any], folder: FolderSettings | None, partition: PartitionSettings
 ) -> tuple[PrivacySettings | None, Any]:
-    """Returns the privacy settings of a private run and None, or None and the ledger folder.
+    """Returns the privacy settings, or None for a run without differential privacy.
 
-    A section with only a ledger does not make a run private. If custom images declare their number
-    of users, the nominal size is users per client.
+    The second value is the ledger folder of a run without differential privacy. A section with only
+    a ledger does not make a run private. If custom images declare their number of users, the
+    nominal size is users per client.
     """
     if not values or values.keys() == {"ledger"}:
         return None, values.get("ledger") and convert("privacy", "ledger", values["ledger"], str)

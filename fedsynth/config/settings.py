@@ -42,7 +42,7 @@ MAX_LENGTHS: Mapping[str, int] = {"responsible": 300, "purpose": 300, "sites": 3
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """The user's texts for a run's privacy report. The texts are public.
+    """Public texts that the user adds to a run's privacy report.
 
     Args:
         responsible: the party that is responsible for the run, for the report's first page.
@@ -85,7 +85,7 @@ class ReportSettings:
     def check_clients(self, clients: int) -> None:
         """Raises a SettingError if a run with several clients does not name one site per client."""
         if self.sites and clients > 1 and len(self._sites) != clients:
-            reason = f"names {len(self._sites)} sites for {clients} clients. Name one site for each"
+            reason = f"has {len(self._sites)} names for {clients} clients. Name one site per client"
             raise SettingError("report", "sites", reason)
 
     def site_names(self, clients: int) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ class RunSettings:
 
     @property
     def resolved_partition(self) -> PartitionSettings:
-        """The settings for dividing the data, with the run's seed if they set none."""
+        """The partition settings, with the run's seed as the default seed."""
         seed = self.seed if self.partition.seed is None else self.partition.seed
         return dataclasses.replace(self.partition, seed=seed)
 
@@ -360,9 +360,10 @@ class RunSettings:
 
     @property
     def assumed_code(self) -> tuple[str, ...]:
-        """Lists the code that the privacy report assumes to contain no private information.
+        """Lists the code that must not contain private information.
 
-        These are the user's own code, and an encoder that is not built in.
+        The privacy report states this assumption. The code is the user's own code, and an encoder
+        that is not built in.
         """
         if self.encoder is None or not (
             self.encoder.is_pretrained or is_own_features(self.encoder.encoder)

@@ -93,13 +93,13 @@ def exchange_of(method: Method, name: str) -> Exchange:
     """Returns the message types and steps of a method's "first" or "main" exchange.
 
     Raises:
-        MessageError: the method has no such exchange.
+        MessageError: the method has no first exchange.
     """
     if name != FIRST:
         steps = method.broadcast, method.client_step, method.server_step
         return Exchange(method.request, method.upload, *steps)
     if not isinstance(method, TwoExchanges):
-        raise MessageError(f"method {method.name} has no {name!r} exchange")
+        raise MessageError(f"method {method.name} has no {name!r} exchange. Use 'main'")
     first_steps = method.first_broadcast, method.first_step, method.first_aggregate
     return Exchange(method.first_request, method.first_upload, *first_steps)
 
@@ -146,7 +146,7 @@ class SyntheticImages(Method):
         """
 
     def check_images(self) -> None:
-        """Raises an error if a run with these settings may end without images.
+        """Raises an error if the run might not make any synthetic images.
 
         Raises:
             SettingError: the setting that a run with images needs.
@@ -154,8 +154,10 @@ class SyntheticImages(Method):
 
 
 class ImagesAtEnd(SyntheticImages):
-    """A method whose server makes images after the last round, so that no model learns from
-    them."""
+    """A method whose server makes synthetic images after the last round.
+
+    The run's model is not trained on them.
+    """
 
     @abstractmethod
     def at_end(self, state: State, context: RoundContext) -> ServerState:
@@ -180,14 +182,17 @@ class PersonalModels(Method):
 
     @abstractmethod
     def personal_parameters(self, parameters: Tensors, state: ClientState) -> Tensors:
-        """Returns the parameters of a client's own model, which replaces the global model."""
+        """Returns the parameters of a client's personal model.
+
+        The client uses this model instead of the global model.
+        """
 
 
 class OwnNetwork(Method):
-    """A method with its own network on public features, which replaces the run's model.
+    """A method that replaces the run's model with its own network.
 
-    A run that sets a model reports that the setting has no effect. The clients do not run the
-    network on private data.
+    The network's inputs are public features, and the clients do not run it on private data. A run
+    that sets a model reports that the setting has no effect.
     """
 
     @abstractmethod
@@ -195,8 +200,10 @@ class OwnNetwork(Method):
         """Returns an untrained network for the images of a data set."""
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        """Returns further public information for the privacy report: each item with the reason why
-        it is public."""
+        """Returns additional public facts for the privacy report.
+
+        The keys name the facts. Each value describes a fact, and why it is public.
+        """
         return {}
 
 
@@ -231,7 +238,7 @@ def network_of(method: Method, model: ModelSettings, spec: DatasetSpec, seed: in
 
 
 class Measurements(Method):
-    """A method that adds metrics of its own to those of every run.
+    """A method that adds its own metrics to the run's metrics.
 
     Class attributes:
         metric_privacy: each round metric's status under differential privacy. A private
@@ -250,7 +257,7 @@ class Measurements(Method):
         return {}
 
     def client_metrics(self, states: Iterable[ClientState]) -> Mapping[str, Any]:
-        """Computes metrics of a round from the clients' states. Only simulations call it.
+        """Computes metrics of a round from the clients' states, in simulations only.
 
         With differential privacy it may read only values that were computed from the server's
         messages, public noise and released values.
@@ -277,7 +284,7 @@ class Measurements(Method):
 
 
 class PublicImages(Method):
-    """A method whose server uses public images. Its steps find them in `RoundContext.proxy`."""
+    """A method whose server uses the public images in `RoundContext.proxy`."""
 
     @abstractmethod
     def public_images(self) -> str:
@@ -288,18 +295,21 @@ class PublicImages(Method):
 
 
 class PublishedEpsilon(Method):
-    """A method whose paper states an ε."""
+    """A method whose paper claims a differential privacy guarantee ε."""
 
     @abstractmethod
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
-        """Returns the paper's ε for the run's settings. The privacy report quotes it.
+        """Returns the ε that the method's paper claims for the run's settings.
 
-        The keys are "source", "published" and "why it differs".
+        The privacy report quotes it. The keys are "source", "published" and "why it differs".
         """
 
 
 def unused_hooks(method: Method) -> Iterator[str]:
-    """Yields the hooks that a method defines without inheriting from the classes that call them."""
+    """Yields the names of hooks that the method defines, but that are never called.
+
+    A hook is called only if the method inherits from the hook's class.
+    """
     called = {*dir(SummedUploads), *method.to_dict()}
     for capability in CAPABILITIES:
         if isinstance(method, capability):

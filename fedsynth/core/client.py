@@ -1,4 +1,4 @@
-"""Objects through which a method's client step reads the clients' data.
+"""Groups of clients that give a method's client step access to the data.
 
 Without differential privacy (DP) a step may read the data and exact statistics. With DP it gets
 only releases that were charged.
@@ -86,7 +86,9 @@ def _inputs(
 
 @dataclass(frozen=True)
 class ClientClassPairs:
-    """The client and the class of each row, for tensors that have one row per (client, class) pair.
+    """The client and the class of each row of a tensor.
+
+    The tensor has one row for each (client, class) pair.
 
     Args:
         position: the client's position in the group, int64 [S] on the CPU.
@@ -100,7 +102,7 @@ class ClientClassPairs:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Returns the indices of all pairs that belong to one client."""
+        """Returns the indices of the (client, class) pairs of the client at `position`."""
         return torch.nonzero(self.position == position).flatten()
 
 
@@ -128,7 +130,9 @@ class _ClientView:
         return [self.select(position) for position in range(len(self.ids))]
 
     def _take(self, name: str) -> list[Any]:
-        """Returns each client's mechanism for a planned release, which can be used only once.
+        """Returns each client's mechanism for a planned release.
+
+        A mechanism can be taken only once.
 
         Raises:
             UnplannedReleaseError: a client has no such plan, or its mechanism was taken before. No
@@ -136,8 +140,8 @@ class _ClientView:
         """
         if not self._budgets:
             raise UnplannedReleaseError(
-                f"release {name!r} was charged to none of the clients {list(self.ids)}. Plan it "
-                "in Method.release_plans"
+                f"release {name!r} has no plan, so the clients {list(self.ids)} were not charged for "
+                "it. Return a plan with this name from Method.release_plans"
             ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)
@@ -466,7 +470,7 @@ class PrivateClientView(_ClientView):
     def _pass_size(
         self, mechanisms: Sequence[GaussianSumMechanism], start_over_row: float, limit: int
     ) -> tuple[int, int]:
-        """Returns a pass's padded length and the number of real records in it (see `pass_size`).
+        """Returns how many records a forward pass has, with and without padding (see `pass_size`).
 
         The number of records that a release is expected to sample from all clients is public. It is
         None if the clients have no public nominal size.
@@ -491,9 +495,10 @@ class PrivateClientView(_ClientView):
     def fit(
         self, mechanisms: Sequence[GaussianSumMechanism], model: nn.Module, settings: DpSgdSettings
     ) -> None:
-        """Trains the model of the group's only client in place by DP-SGD (see `dp_sgd`).
+        """Trains the model by DP-SGD on the data of the group's only client (see `dp_sgd`).
 
-        The client takes the number of steps for which `mechanisms` was charged.
+        The model is changed in place. The client takes the number of steps for which `mechanisms`
+        was charged.
         """
         self._check_owners(mechanisms)
         (mechanism,), (part,), (units,) = mechanisms, self._parts, self._units

@@ -139,9 +139,10 @@ class RoundContext:
 
     @property
     def loop_keeper(self) -> LoopCheckpointer | None:
-        """The object that saves checkpoints during a loop, or None with differential privacy.
+        """The object that saves checkpoints during a loop.
 
-        A repeated private round draws new noise, so its loops start from the beginning.
+        It is None with differential privacy, because a repeated private round draws new noise and
+        starts its loops from the beginning.
         """
         return self.keeper if self.privacy is None else None
 

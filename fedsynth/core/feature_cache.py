@@ -54,8 +54,7 @@ class _Table:
         self.embedded: tuple[Embedding, _Table] | None = None
 
     def look(self, records: Tensor, compute: Look) -> Look:
-        """Computes the vectors that are missing for `records`, and returns a function that looks
-        vectors up.
+        """Computes the missing vectors of `records`, and returns a function that reads the table.
 
         Args:
             records: positions in the data set, on the CPU.
@@ -92,10 +91,11 @@ def feature_table(
     *,
     isolated: bool = False,
 ) -> Look:
-    """Computes the vectors missing for `records`, and returns a function that looks vectors up.
+    """Returns a function from positions in a data set to feature vectors.
 
-    The returned function maps positions [M], which must be among `records` [N], to vectors [M, d].
-    A look-up does not wait for the device.
+    Vectors of `records` that are not in the cache are first computed. The returned function maps
+    positions [M], which must be among `records` [N], to vectors [M, d]. A look-up does not wait for
+    the device.
 
     Args:
         data: the images.
@@ -179,7 +179,7 @@ def _features(
 
 
 def _embedded(features_Nd: Tensor, embedding: Embedding, *, isolated: bool) -> Tensor:
-    """Computes the embeddings z of features."""
+    """Computes the embedding z of each feature vector."""
     length, count = (MIN_LENGTH, 1) if isolated else (EMBEDDING_PASS, EMBEDDING_PASS)
     parts = [features_Nd[:0]]
     for chunk in features_Nd.split(count):

@@ -95,7 +95,7 @@ class Packed:
 
     @property
     def floats(self) -> int:
-        """The number of sent values: floating-point numbers, and pixels of one byte each.
+        """The number of floating-point values and uint8 pixels that are sent.
 
         Papers state communication costs in floats.
         """
@@ -152,9 +152,10 @@ class Packed:
             what = f"{cls.__name__}.{f.name}"
             value = _pop_field(what, f.name, header.values, tensors)
             if not _allows(hints[f.name], value):
-                kind_name = type(value).__name__
+                expected = getattr(hints[f.name], "__name__", hints[f.name])
                 raise MessageError(
-                    f"the received field {what} has the wrong type {kind_name}"
+                    f"the received field {what} must have the type {expected}, got "
+                    f"{type(value).__name__}"
                 ).with_code("message.type")
             values[f.name] = value
         unused = sorted([*tensors, *header.values])
@@ -211,7 +212,9 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
     try:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if length > LONGEST_HEADER:
-            raise ValueError(f"its header has {length} bytes, more than {LONGEST_HEADER}")
+            raise ValueError(
+                f"the header has {length} bytes, but may have at most {LONGEST_HEADER}"
+            )
         tensors, metadata = unpack_tensors(sent)
         with faults_as(ValueError, "the header"):
             return tensors, _Header.model_validate_json(metadata["header"])
@@ -233,7 +236,7 @@ def _allows(hint: Any, value: object) -> bool:
 
 
 def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Removes the parts of one field from a received message, and returns the field's value."""
+    """Returns the value of one field, and removes it from the parsed message."""
     if name in tensors:
         return tensors.pop(name)
     if name not in values:
@@ -254,7 +257,7 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:
-    """Returns the privacy status of each message field and the reason for it, as declared.
+    """Returns each field's declared privacy status, and the reason for the status.
 
     The status is "released", "public", "unprotected" or "undeclared".
     """

@@ -150,7 +150,7 @@ class Method(ABC):
     def check_upload(
         self, exchange: str, upload: Upload, client: int, context: RoundContext
     ) -> None:
-        """Checks that the fields of an upload fit together.
+        """Checks that the fields of an upload are consistent with each other.
 
         Each field has already passed its own rule (`upload_rules`).
 
@@ -170,10 +170,11 @@ class Method(ABC):
         return self.request(**message)
 
     def later_request(self, message: Request, context: RoundContext) -> Request:
-        """Returns a later round's request, for the trial step before a private run.
+        """Returns an example of a later round's request, for testing a client's step.
 
-        The trial computes a client's step of the first round. A method overrides this hook if the
-        clients compute further values of each example from fields that are empty in that round.
+        A trial before a private run computes a client's step of the first round. A method overrides
+        this hook if some fields are empty in the first round's request, and clients later compute
+        further values of each example from them.
 
         Args:
             message: the request of the first round.
@@ -228,12 +229,11 @@ class Method(ABC):
         """Raises SettingError if the method cannot use the network architecture."""
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of all private releases that a client makes in one round. The main one
-        comes first.
+        """Returns the plans of all private releases that a client makes in one round.
 
-        The engine calls it before any data are read, and charges each client for every plan. A step
-        gets the charged releases by the plan's name (`PrivateClientView.mechanisms`). A method with
-        `dp_mechanisms` must override it.
+        The plan of the main release comes first. The engine calls it before any data are read, and
+        charges each client for every plan. A step gets the charged releases by the plan's name
+        (`PrivateClientView.mechanisms`). A method with `dp_mechanisms` must override it.
         """
         return ()
 

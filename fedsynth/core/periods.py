@@ -1,4 +1,4 @@
-"""Methods whose clients release running sums over several periods, each with new records.
+"""Methods whose clients release running sums of records that arrive in periods.
 
 Each period is a run of one round. The clients' mechanisms add the sums of the new records to those
 of earlier periods (`fedsynth.privacy.periods`), so the server recomputes its results from the sums
@@ -25,7 +25,7 @@ MAX_PERIODS = 999
 
 @dataclass(frozen=True)
 class SumsOverPeriods(SummedUploads):
-    """A method whose private sums can later be extended by new records.
+    """A method that adds the sums of new records to its earlier private sums.
 
     Args:
         periods: the declared number of periods, whose releases share one budget. With 1, nothing is
@@ -43,8 +43,8 @@ class SumsOverPeriods(SummedUploads):
         super().__post_init__()
         if self.period > self.periods:
             reason = (
-                f"exceeds the declared {self.periods} periods, among which the budget is "
-                "divided. Start a new sequence with new records and another ledger folder"
+                f"must be at most method.periods={self.periods}, because the budget is divided among "
+                "these periods. Start a new sequence with new records and another ledger folder"
             )
             raise SettingError("method", "period", reason, value=self.period)
         if self.periods > 1 and self.requires_secure_sum:
@@ -52,7 +52,7 @@ class SumsOverPeriods(SummedUploads):
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
     def all_periods(self) -> Self:
-        """Returns a method whose single run costs as much privacy as all periods together."""
+        """Returns the method for a single run with the privacy cost of all periods together."""
         return replace(self, periods=1, period=1)
 
     def over_periods(
@@ -73,7 +73,8 @@ class SumsOverPeriods(SummedUploads):
             return plans
         if context.rounds != 1:
             reason = (
-                "must be 1 with several periods, because steps need old records. Set run.rounds=1"
+                "must be 1 with several periods, because further rounds would need the records of "
+                "earlier periods. Set run.rounds=1"
             )
             raise SettingError("run", "rounds", reason, value=context.rounds)
         factor = charged_factor(self.period, self.periods)
@@ -93,7 +94,7 @@ class SumsOverPeriods(SummedUploads):
         return tuple(result)
 
     def total_records(self, context: RoundContext) -> float:
-        """Returns a client's number of records in all periods so far, which is public."""
+        """Returns the public number of a client's records in all periods so far."""
         return context.nominal_size + self.earlier_records
 
     def pooled_deviation(self, plan: str, clients: int, context: RoundContext) -> float:

@@ -37,7 +37,7 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(frozen=True)
 class Pool:
-    """The sum of one release over several clients, with its noise and its number of records.
+    """The sum of one release over several clients.
 
     Attributes:
         sums: the sums [D], float64.
@@ -76,7 +76,7 @@ class SummedUploads(Method):
         return self.aggregation == SECURE
 
     def noise_shares(self, clients: int) -> int:
-        """Returns how many clients' noise together makes up the noise of one release.
+        """Returns the number of clients whose combined noise is the noise of one release.
 
         This is H, or 1 if every client adds all of the noise.
 
@@ -89,14 +89,21 @@ class SummedUploads(Method):
         if not self.requires_secure_sum:
             return 1
         if self.honest and self.honest >= clients:
-            reason = f"must be below {clients}, because one client may be the attacker. Lower it"
+            reason = (
+                f"must be below {clients}, the number of clients, because one client may be the "
+                f"attacker. Set method.honest to at most {clients - 1}"
+            )
             raise SettingError("method", "honest", reason, value=self.honest)
         return self.honest or max(1, clients - 1)
 
     def sum_over_clients(
         self, plans: Plans, privacy: PrivacySettings, context: RoundContext
     ) -> Plans:
-        """Adds H and public limits of the sums to the release plans, if sums are secure."""
+        """Adds the parameters of secure aggregation to the release plans.
+
+        These are H, and public limits on the numbers of clients and records. With
+        `aggregation="own"`, the plans do not change.
+        """
         if not self.requires_secure_sum:
             return plans
         records = privacy.max_records
@@ -120,7 +127,7 @@ class SummedUploads(Method):
         return client_deviation * sqrt(clients)
 
     def pooled(self, sums_D: Tensor, clients: int, plan: str, context: RoundContext) -> Pool:
-        """Returns a sum of uploads with the size of its noise and its public number of records."""
+        """Returns the `Pool` for a sum of uploads."""
         records = context.nominal_size * clients
         return Pool(sums_D, self.pooled_deviation(plan, clients, context), records)
 
@@ -151,7 +158,7 @@ class SummedUploads(Method):
 
     @abstractmethod
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
-        """Returns the release plan's name for each upload field that is sent only within a sum.
+        """Returns the name of the release plan for each upload field that the server adds up.
 
         The keys are the names of the fields, and the values are the names of the plans.
         """

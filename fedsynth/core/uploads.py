@@ -129,7 +129,7 @@ class Array:
             if error > TOLERANCE:
                 raise UploadRejectedError(
                     name,
-                    f"must contain rows that sum to 1, but one row's sum differs by {error:.3g}",
+                    f"must contain rows that sum to 1, but a row's sum differs from 1 by {error:.3g}",
                 )
 
     def _fits(self, value: Tensor) -> bool:
@@ -275,7 +275,7 @@ def check_fields(
         rules.get(f.name, FREE).check(f.name, getattr(upload, f.name))
     shared = overlap(upload.arrays(), server_memory)
     if shared is not None:
-        raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}")
+        raise UploadRejectedError(shared[0], f"shares memory with {shared[1]}. Send a copy")
 
 
 FREE = Free()
@@ -304,9 +304,10 @@ def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False)
 def overlap(
     tensors: Iterable[tuple[str, Tensor]], server_memory: Iterable[Span] = ()
 ) -> tuple[str, str] | None:
-    """Finds two tensors that share memory. Returns both names and the owner of the second, or None.
+    """Finds two tensors that share memory, and returns their names or None.
 
-    Adjacent slices of one storage do not share memory.
+    The second name starts with its owner, the server or the same upload. Adjacent slices of one
+    storage do not share memory.
 
     Args:
         tensors: named tensors of a client.
@@ -345,7 +346,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) -> None:
-    """Raises an error if the numbers in a server's message are not finite or have too large a norm.
+    """Raises an error if a server's message has a non-finite number or too large a norm.
 
     Args:
         arrays: the message's tensors and numbers with their names (`Message.numbers`).
@@ -377,9 +378,9 @@ def check_numbers(arrays: Iterable[tuple[str, Tensor]], max_norm: float | None) 
     norm = math.sqrt(squared)
     if max_norm is not None and norm > max_norm:
         raise RequestRefusedError(
-            f"the server's message has norm {norm:.4g}, above max_request_norm={max_norm:g}, so "
-            "the client has not answered and spent no budget. Ask the server's operator, or "
-            "raise the limit"
+            f"the server's message has norm {norm:.4g}, but max_request_norm={max_norm:g}. The "
+            "client refused it and spent no budget. Ask the server's operator for the reason, or "
+            "raise max_request_norm"
         ).with_code("request.norm")
 
 

@@ -1,10 +1,10 @@
-"""The image-folder settings (section `data` of a config file), and the folder's declaration of
-public facts.
+"""Settings for training on an image folder, and the folder's signed declaration.
 
-The declaration is a TOML file with the public facts about the images, which a person checks and
-signs. A private run takes divisors, sampling rates, tensor shapes and the facts in its privacy
-report from the declaration, and never from the images. Everything in the declaration is therefore
-public. `fedsynth data describe` proposes a declaration for a folder.
+The settings are the section `data` of a config file. The declaration is a TOML file with public
+facts about the images. A person checks and signs it. A private run takes divisors, sampling rates,
+tensor shapes and the facts in its privacy report from the declaration, and never from the images.
+Everything in the declaration is therefore public. `fedsynth data describe` proposes a declaration
+for a folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -41,8 +42,9 @@ MAX_RATIO = 4
 
 
 def _distinct(names: list[str]) -> list[str]:
-    if len(set(names)) < len(names):
-        raise ValueError("contains a name twice. Remove one of them")
+    repeated = [name for name, uses in Counter(names).items() if uses > 1]
+    if repeated:
+        raise ValueError(f"contains the name {repeated[0]!r} twice. Remove one of them")
     return names
 
 
@@ -50,7 +52,7 @@ def _iso_date(text: str) -> str:
     try:
         return text and datetime.date.fromisoformat(text).isoformat()
     except ValueError:
-        raise ValueError("must be a date such as 2026-11-23") from None
+        raise ValueError(f"must be a date such as 2026-11-23, got {text!r}") from None
 
 
 def _window(text: str) -> str:
@@ -110,7 +112,7 @@ class _File(_Section):
 
 @dataclass(frozen=True)
 class Declaration:
-    """The public information about a user's images.
+    """The public facts about a user's images, read from a declaration file.
 
     Attributes:
         spec: the data set's specification. `train_size` is the declared total number of images at
@@ -191,8 +193,8 @@ def require_signed(declaration: Declaration) -> None:
     """
     if not declaration.signed_by:
         raise DataError(
-            f"{declaration.path} is not signed. Check that every line may be public, and enter "
-            "your name and the date under [signed_off]"
+            f"{declaration.path} is not signed. Check that all its content may be published, and "
+            "enter your name and the date under [signed_off]"
         ).with_code("declaration.signature")
 
 
@@ -233,8 +235,8 @@ def require_declared_counts(train: ImageData, declaration: Declaration) -> None:
     """
     if len(train) > declaration.most_images:
         raise DataError(
-            f"the data contain more images than sizes.most_images in {declaration.path}. Raise "
-            "sizes.most_images, and sign the file again"
+            f"the data contain more than sizes.most_images={declaration.most_images} images, the "
+            f"limit in {declaration.path}. Raise sizes.most_images, and sign the file again"
         ).with_code("declaration.most_images")
     users = declaration.spec.groups
     if train.groups is not None:
@@ -370,7 +372,7 @@ class FolderSettings:
 
     @property
     def columns(self) -> dict[str, str]:
-        """The names of the user's columns, as `read_part` expects them."""
+        """The column names in the settings, by role: feature, label, user and site."""
         names = {"feature": self.feature_columns, "label": self.label_column}
         return {**names, "user": self.user_column, "site": self.site_column}
 
@@ -393,7 +395,9 @@ class FolderSettings:
         return height, width
 
     def decoding(self, declaration: Declaration | None = None) -> Decoding:
-        """Returns how file values are converted to pixels. A declaration overrides the settings.
+        """Returns the grey-level window and the slice for decoding images.
+
+        A declaration's values override the settings.
 
         Raises:
             SettingError: `window` is invalid.
@@ -421,9 +425,10 @@ class FolderSettings:
 
 
 def default_declaration(folder: Path) -> Path:
-    """Returns the default path of the declaration: next to the manifest or file, or in the folder.
+    """Returns the default path of the declaration for an image folder, a manifest or a data file.
 
-    For a file, the name starts with the file's name: `scans.fedsynth.toml` for `scans.npz`.
+    For a folder, the declaration is in the folder. For a file, it is next to the file. A data
+    file's declaration starts with the file's name: `scans.fedsynth.toml` for `scans.npz`.
     """
     if is_record_file(folder):
         return Path(str(folder).removeprefix(HUB)).with_suffix(f".{DECLARATION}")

@@ -43,8 +43,10 @@ class Described:
     by_site: bool
 
     def commands(self, declaration: Path) -> list[str]:
-        """Returns commands for private runs with the signed declaration. Each ends with a
-        comment."""
+        """Returns commands for private runs with the signed declaration.
+
+        The comment at the end of each command explains who owns the records.
+        """
         options = list(self.options)
         if declaration.absolute() != self.path.absolute():
             options += ["--declaration", str(declaration.absolute())]
@@ -109,7 +111,7 @@ def describe_folder(
 
 
 def _options(settings: FolderSettings, train: ImageData) -> tuple[str, ...]:
-    """Returns the options, besides the declaration, that a private run on the images needs."""
+    """Returns the command-line options of a private run on the images, except `--declaration`."""
     options = ["--data", settings.folder, "--dp-epsilon", "8"]
     if train.spec.image_shape[:2] == (1, 1):  # FedDM's default settings are for images
         options += ["--method", "fedstats"]

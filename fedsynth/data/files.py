@@ -1,4 +1,4 @@
-"""Helpers for data files: safe text for messages, safetensors files, and CSV lists of images.
+"""Reads and writes safetensors files, and reads CSV lists of images.
 
 The CSV lists are manifest.csv and users.csv, in the CSV variants of common spreadsheet programs.
 The module also defines `Split`, the result of the readers for published data sets.
@@ -159,7 +159,7 @@ _SEPARATOR_LINE = re.compile(r'"?sep=(.)"?\r?\n', re.IGNORECASE)
 
 
 def column_of(heading: str, headings: Mapping[str, str] = HEADINGS) -> str:
-    """Returns the kind of column that a heading denotes, or an empty string if it is unknown.
+    """Returns a column's role, such as "user", from its heading, or "" for an unknown heading.
 
     Case, spaces and punctuation are ignored. User and site headings may contain a word such as
     "no.".
@@ -180,8 +180,10 @@ def words_of(name: str) -> list[str]:
 
 
 def csv_form(text: str) -> tuple[str, int]:
-    """Returns a CSV file's delimiter, and the length of its first line if that is `sep=;`, as some
-    spreadsheet programs write it.
+    """Returns a CSV file's delimiter, and the length of its separator line.
+
+    A separator line, such as `sep=;`, is the first line in files from some spreadsheet programs.
+    Without it, the length is 0.
 
     Args:
         text: the start of the file.
@@ -202,8 +204,9 @@ def same_name(text: str) -> str:
 
 
 def folded_name(text: str) -> str:
-    """Maps a name's spellings to one text, such as "T-shirt" and "t_shirt", or "1", "01", "+1" and
-    "1.0".
+    """Maps all spellings of a name to the same text.
+
+    For example, "T-shirt" and "t_shirt" are spellings of one name.
 
     >>> [folded_name(name) for name in ("1", "01", "+1", "1.", "1.0", "-01", "−1", "½", "T-shirt")]
     ['1', '1', '1', '1', '1', ' 1', ' 1', '1⁄2', 't shirt']

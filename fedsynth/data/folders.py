@@ -40,7 +40,7 @@ EMPTY = "empty folders"
 NO_EXTENSION = "no extension"
 NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
-_LAYOUT = "Put all images in SITE/CLASS or all in CLASS, or list them in a manifest.csv"
+_LAYOUT = "Save all images as SITE/CLASS/FILE or all as CLASS/FILE, or list them in a manifest.csv"
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
 _SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
@@ -113,7 +113,9 @@ def find_declared_files(folder: Path, classes: Collection[str], *, by_user: bool
 
 
 def with_listed_users(files: Records, *, private: bool = False) -> Records:
-    """Adds the users named in a users.csv, unless the files' users are already known.
+    """Adds each image's user from the folder's users.csv.
+
+    The result is unchanged if there is no users.csv, or if any user is already known.
 
     Args:
         files: the files of a folder, which may contain a users.csv.
@@ -158,7 +160,7 @@ def with_patients(files: Records) -> Records:
 
 
 def manifest_of(folder: Path) -> Path:
-    """Returns the manifest's path for a folder. The path of a file is returned unchanged."""
+    """Returns the path of a folder's manifest.csv. If `folder` is a file, returns it unchanged."""
     return folder if folder.is_file() else folder / MANIFEST
 
 
@@ -183,8 +185,8 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
         other = visited.setdefault((status.st_dev, status.st_ino), folder)
         if other != folder:
             raise DataFilesCorruptError(
-                f"{one_line(folder)} and {one_line(other)} are the same folder, because one is a "
-                "link, so its images would count twice. Remove the link"
+                f"{one_line(folder)} and {one_line(other)} are the same folder. Its images would "
+                "count twice. Remove the link to the folder"
             ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
@@ -297,7 +299,10 @@ def _files_in_manifest(file: Path) -> Records:
 
 
 def _existing(root: Path, path: str, spellings: Callable[[Path], dict[str, str]]) -> str:
-    """Returns a path as it is spelt on disk, where accents may be encoded in two ways."""
+    """Converts a path to the Unicode form of the file names on disk.
+
+    The same accented letter may be one character in a list, and two characters on disk.
+    """
     if (root / path).exists():
         return path
     place = PurePosixPath()

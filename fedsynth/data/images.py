@@ -93,8 +93,8 @@ class ImageData:
             ).with_code("data.dtype")
         if spec.vocabulary and not _is_within(self.images, spec.vocabulary - 1):
             raise DataError(
-                f"some tokens of {spec.name} are outside [0, {spec.vocabulary}). Use from_arrays "
-                "to find one of them"
+                f"the tokens of {spec.name} must be in [0, {spec.vocabulary}), got values from "
+                f"{int(self.images.min())} to {int(self.images.max())}. Correct them"
             ).with_code("data.tokens")
         if expected.is_floating_point and not _is_within(self.images, 1):
             raise DataError(
@@ -162,7 +162,10 @@ class ImageData:
         return domains, groups
 
     def class_counts(self) -> Tensor:
-        """Counts each class's examples, or mask pixels: int64 [classes], on the data's device."""
+        """Counts each class's examples. With masks, counts each class's pixels.
+
+        Returns int64 [classes], on the data's device.
+        """
         return torch.bincount(self.labels.flatten(), minlength=self.spec.classes)
 
 
@@ -175,7 +178,7 @@ def from_arrays(
     *,
     bounds: tuple[float, float] | None = None,
 ) -> ImageData:
-    """Builds `ImageData` from image and label arrays, a data set of pairs or a data frame.
+    """Builds `ImageData` from arrays, a PyTorch data set or a data frame.
 
     Args:
         images: [N, C, H, W] or [N, H, W, C], [N, H, W] for one channel, or [N, D] for one channel
@@ -252,20 +255,21 @@ def from_arrays(
 
 
 def _stacked(dataset: Any) -> tuple[Any, Any]:
-    """Stacks the arrays and labels from a data set of pairs, or from a batch loader."""
+    """Stacks the examples of a PyTorch data set or `DataLoader` into an image and a label array."""
     images, labels = [], []
     try:
         for image, label in dataset:
             images.append(np.asarray(image))
             labels.append(np.asarray(label))
-        if len({image.dtype for image in images}) > 1:  # stacking would convert some of them
-            raise TypeError("the arrays have different types")
+        types = sorted({str(image.dtype) for image in images})
+        if len(types) > 1:  # stacking would convert some of them
+            raise TypeError(f"the arrays have different types, {' and '.join(types)}")
         join = np.concatenate if isinstance(dataset, DataLoader) else np.stack
         return join(images), join(labels)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            "the data set does not yield (array, label) pairs with equal array shapes and types: "
-            f"{' '.join(str(error).split())}. Change its items, or pass arrays and labels"
+            "the data set's items must be (array, label) pairs, with arrays of one shape and type: "
+            f"{' '.join(str(error).split())}. Correct the items"
         ).with_code("data.pairs") from None
 
 
@@ -357,7 +361,7 @@ def require_all_classes(data: ImageData) -> None:
 
 
 def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts stored images to model inputs, (x − mean)/std for each channel.
+    """Converts pixels to model inputs, (x − mean)/std for each channel.
 
     x is the pixel divided by 255, or the scaled value if the data set has bounds. Tokens are not
     changed. The result is float32, with the images' shape and device.
@@ -377,7 +381,7 @@ def normalise(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
 
 
 def denormalise(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts model inputs back to stored images (the inverse of `normalise`).
+    """Converts model inputs back to pixels (the inverse of `normalise`).
 
     Values are clamped to [0, 255] and rounded, or clamped to [0, 1] if the data set has bounds.
 
@@ -411,8 +415,10 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def stored_dtype(spec: DatasetSpec) -> torch.dtype:
-    """Returns a data set's storage type: uint8, float32 with bounds, or int32 with more than 256
-    tokens.
+    """Returns the dtype in which a data set's images are stored.
+
+    Pixels are uint8, and values with `spec.bounds` are float32. Tokens are uint8, or int32 if there
+    are more than 256 different ones.
     """
     if spec.vocabulary > 256:
         return torch.int32
@@ -453,8 +459,8 @@ def _as_tensor(array: Array, what: str) -> Tensor:
         return torch.from_numpy(copy)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"{what} must be a NumPy array or a tensor of numbers: "
-            f"{' '.join(str(error).split())}. Convert it"
+            f"the {what} cannot be converted to a tensor: {' '.join(str(error).split())}. Pass a "
+            "NumPy array or a tensor of numbers"
         ).with_code("data.array") from None
 
 
@@ -500,7 +506,10 @@ def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
 
 
 def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
-    """Converts pixels, tokens, or values with bounds to stored images."""
+    """Converts pixels, tokens or other values to the data set's storage type.
+
+    With `spec.bounds`, values are clipped to the bounds and scaled to [0, 1].
+    """
     if spec.vocabulary:
         tokens = _checked_numbers("tokens", x.flatten(), (x.numel(),), spec, spec.vocabulary)
         return tokens.view(x.shape).to(stored_dtype(spec))
@@ -573,9 +582,9 @@ NOISE_IMAGES = 10_000
 
 
 def noise_images(spec: DatasetSpec, seed: int) -> ImageData:
-    """Draws public images with uniformly random pixels from the run's seed.
+    """Generates public images of uniform random noise.
 
-    They do not depend on any data.
+    They depend only on the specification and the run's seed.
     """
     generator = torch_generator(seed, "noise proxy")
     pixels = torch.randint(

@@ -228,7 +228,8 @@ def _held_classes(
     C = len(present)
     if not 1 <= per_client <= C:
         raise PartitionError(
-            f"partition.{setting} is too large for {C} classes with examples. Lower it"
+            f"partition.{setting} results in {per_client} classes per client, but must result in "
+            f"1 to {C}, the number of classes with examples. Lower it"
         ).with_code("partition.classes")
     if clients * per_client < C:
         raise PartitionError(

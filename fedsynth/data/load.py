@@ -226,7 +226,7 @@ def read_idx(path: Path, ndim: int, max_bytes: int) -> Bytes:
     if size > max_bytes or len(content) != header + size:
         raise DataFilesCorruptError(
             f"{path} contains {len(content) - header:,} bytes of data, but its header declares "
-            f"{size:,} (of at most {max_bytes:,}). Download the file again"
+            f"{size:,}. Files must contain at most {max_bytes:,} bytes. Download the file again"
         ).with_code("data.size")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
@@ -287,12 +287,12 @@ def _read_usps(root: Path) -> tuple[Split, Split]:
 
 
 def _read_digits_five(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads FedBN's five digit data sets as domains of colour images (Li et al., 2021, Sec. 5.1).
+    """Reads FedBN's Digits-Five: five data sets of digits, each of which is a domain.
 
-    As in the paper's public code (med-air/FedBN, utils/data_preprocess.py), published splits are
-    merged, and a fifth of each class is drawn for testing. Training sets are limited to the size of
-    USPS, 7438 images. The code draws them with scikit-learn, so its images differ. Images are
-    resized to 28×28 (bilinear), and grey channels are repeated.
+    As in the public code of Li et al. (2021, Sec. 5.1; med-air/FedBN, utils/data_preprocess.py),
+    published splits are merged, and a fifth of each class is drawn for testing. Training sets are
+    limited to the size of USPS, 7438 images. The code draws them with scikit-learn, so its images
+    differ. Images are resized to 28×28 (bilinear), and grey channels are repeated.
     """
     mnist = _read_mnist(dataset_spec("mnist"), root, "MNIST")
     for split in mnist:
@@ -385,7 +385,7 @@ DEVIATIONS: Floats = np.arange(1, FEATURES + 1, dtype=np.float64) ** np.float64(
 def make_synthetic(
     spec: DatasetSpec, parameters: tuple[float, float] | tuple[None, None]
 ) -> tuple[Split, Split]:
-    """Generates a synthetic data set's training and test splits. The groups are the devices.
+    """Generates a synthetic data set's training and test splits, with the devices as groups.
 
     `parameters` are α and β, or None and None for `synthetic(iid)`.
     """

@@ -51,22 +51,22 @@ def pairs_of(site: Path) -> list[Pair]:
     images, masks = ({_stem(f): f for f in _files(site / name)} for name in (IMAGES, MASKS))
     unpaired = sorted(images.keys() ^ masks.keys())
     if unpaired or not images:
-        fault = (
-            f"only an image or a mask named {one_line(unpaired[0])}" if unpaired else "no images"
-        )
+        fault = f"no image-mask pair named {one_line(unpaired[0])}" if unpaired else "no images"
         raise DataFilesCorruptError(
-            f"{one_line(site)} contains {fault}. Add the image and its mask, in the folders {IMAGES} "
-            f"and {MASKS}"
+            f"{one_line(site)} contains {fault}. Save each image in the folder {IMAGES}, and its "
+            f"mask under the same name in {MASKS}"
         ).with_code("data.mask_pairs")
     return [Pair(images[name], masks[name]) for name in sorted(images)]
 
 
 def _files(folder: Path) -> list[Path]:
     files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".") and is_image(f)]
-    if len(set(map(_stem, files))) < len(files):
+    by_stem = {_stem(f): f for f in files}
+    if len(by_stem) < len(files):
+        first = next(f for f in files if by_stem[_stem(f)] != f)
         raise DataFilesCorruptError(
-            f"{one_line(folder)} contains two files with the same name except for the extension. "
-            "Remove one of them"
+            f"{one_line(folder)} contains two files for one name, {one_line(first.name)} and "
+            f"{one_line(by_stem[_stem(first)].name)}. Remove one of them"
         ).with_code("data.mask_pairs")
     return files
 
@@ -131,8 +131,8 @@ def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
                 return np.asarray(file)
     if shape != expected:
         raise DataFilesCorruptError(
-            f"the mask {one_line(path)} has the shape {list(shape)}, but its image requires "
-            f"{list(expected)} with one channel. Correct the file"
+            f"the mask {one_line(path)} has the shape {list(shape)}, but must have its image's "
+            f"shape {list(expected)} and one channel. Correct the mask"
         ).with_code("data.mask_size")
     return mask
 
@@ -180,13 +180,13 @@ TRAIN_SHARE, TEST_SHARE, FEWEST = 0.6, 0.2, 32
 
 
 def read_prostate_mri(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
-    """Reads ProstateMRI from prostate-mri/SITE: the folders `images` and `masks`, or the release's
-    files CaseNN.nii.gz and CaseNN_segmentation.nii.gz.
+    """Reads ProstateMRI's training and test splits from the folders prostate-mri/SITE.
 
-    Each site's slices are permuted at random. As in FedFA's code, the first 60 % (at least 32) are
-    training images, and the last 20 % test images. The validation images between them are not used.
-    FedFA's code stores its permutation in a file. Here the permutation follows from a public seed.
-    Slices from one patient may be in both splits.
+    A site's folder contains the folders `images` and `masks`, or the files of the release,
+    CaseNN.nii.gz and CaseNN_segmentation.nii.gz. Each site's slices are permuted at random. As in
+    FedFA's code, the first 60 % (at least 32) are training images, and the last 20 % test images.
+    The validation images between them are not used. FedFA's code stores its permutation in a file.
+    Here the permutation follows from a public seed. Slices from one patient may be in both splits.
     """
     splits: list[list[tuple[Bytes, Bytes, int]]] = [[], []]
     for number, name in enumerate(spec.domains):

@@ -76,7 +76,7 @@ class Decoding:
     slice: int = -1
 
     def position(self, count: int) -> int:
-        """Returns the index of the chosen slice or frame in a file with `count` of them.
+        """Returns the index of the chosen slice or frame, from 0 to `count` − 1.
 
         Raises:
             UnsupportedImageError: the chosen slice does not exist.
@@ -84,7 +84,9 @@ class Decoding:
         if self.slice < 0:
             return count // 2
         if self.slice >= count:
-            raise UnsupportedImageError(f"slice {self.slice} does not exist, only 0 to {count - 1}")
+            raise UnsupportedImageError(
+                f"the file contains only the slices 0 to {count - 1}, not slice {self.slice}"
+            )
         return self.slice
 
 
@@ -165,7 +167,9 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
     finite = wide[np.isfinite(wide)]
     low, high = finite.min(initial=np.inf), finite.max(initial=-np.inf)
     if not math.isfinite(high - low):
-        raise UnsupportedImageError("all pixel values are NaN or infinite, or some are too large")
+        if not finite.size:
+            raise UnsupportedImageError("all pixel values are NaN or infinite")
+        raise UnsupportedImageError("some pixel values are too large")
     if window is not None:
         low, high = window[0] - window[1] / 2, window[0] + window[1] / 2
     if low == high:
@@ -176,7 +180,7 @@ def scaled(values: Array, window: tuple[float, float] | None) -> Floats:
 
 
 def _losses(*, bits: bool, slices: bool, window: bool) -> tuple[str, ...]:
-    """Describes what decoding loses: bits, slices, or a scale common to all images."""
+    """Returns descriptions of the information that decoding loses, for warnings."""
     return tuple(compress((BITS_LOST, SLICES_LOST, NO_WINDOW), (bits, slices, window)))
 
 
@@ -275,10 +279,12 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
     from pydicom.pixels import get_decoder
 
     pixels = data.Rows * data.Columns
-    if not 0 < pixels <= MAX_FRAME_PIXELS or data.SamplesPerPixel not in (1, 3):
+    if not 0 < pixels <= MAX_FRAME_PIXELS:
         raise UnsupportedImageError(
-            f"the frame has more than {MAX_FRAME_PIXELS:,} pixels, or not 1 or 3 samples per pixel"
+            f"the frame must have 1 to {MAX_FRAME_PIXELS:,} pixels, got {pixels:,}"
         )
+    if data.SamplesPerPixel not in (1, 3):
+        raise UnsupportedImageError("the frame must have 1 or 3 samples per pixel")
     syntax = data.file_meta.TransferSyntaxUID
     if not syntax.is_compressed:
         return
@@ -296,7 +302,10 @@ def _check_frame(data: Any, position: int, frames: int) -> None:
 
 
 def _stored_values(data: Any, position: int) -> Array:
-    """Decodes the pixel values of a frame, even if they are in the upper bits as in old files."""
+    """Decodes a frame's pixel values.
+
+    Old files may store the values in the upper bits. The values are then shifted down.
+    """
     from pydicom.pixels import pixel_array
 
     bits, high_bit = data.BitsStored, _number(data, "HighBit")
@@ -364,7 +373,7 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
 
 
 def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
-    """Returns a mask of the values that pad the image or separate its parts."""
+    """Returns a Boolean array that is True for padding pixels."""
     limits = [_number(data, f"PixelPadding{name}") for name in ("Value", "RangeLimit")]
     first, last = limits[0], limits[0] if limits[1] is None else limits[1]
     if first is None or last is None:
@@ -453,7 +462,7 @@ def _windowed(values: Array, center: float, width: float, function: str) -> Floa
     if function == "LINEAR":
         center, width = center - 0.5, width - 1
     if width < 0 or (width == 0 and function != "LINEAR"):
-        rule = "must be at least 1 for the function LINEAR, and otherwise positive"
+        rule = "must be at least 1" if function == "LINEAR" else "must be positive"
         raise UnsupportedImageError(f"the DICOM file's WindowWidth {rule}{SET_WINDOW}")
     if function == "SIGMOID":
         with np.errstate(over="ignore"):
@@ -488,9 +497,11 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         index: list[Any] = [slice(None)] * 3 + [0] * (volumes.ndim - 3)
         index[axis] = position
         pixels = math.prod(volumes.shape[:3]) // volumes.shape[axis]
-        if image.get_data_dtype().kind not in "iuf" or pixels > MAX_FRAME_PIXELS:
+        if image.get_data_dtype().kind not in "iuf":
+            raise UnsupportedImageError("the NIfTI file is not grey. Convert it to one channel")
+        if pixels > MAX_FRAME_PIXELS:
             raise UnsupportedImageError(
-                f"the NIfTI slice is not grey, or has more than {MAX_FRAME_PIXELS:,} pixels"
+                f"the NIfTI slice has {pixels:,} pixels, above the limit of {MAX_FRAME_PIXELS:,}"
             )
         plane = np.asarray(volumes[tuple(index)])  # reads only this slice of the file
         upright = nibabel.apply_orientation(plane, np.delete(orientation, axis, 0))[::-1, ::-1].T
@@ -503,7 +514,9 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
 
 
 def read_volume(path: Path) -> Floats:
-    """Decodes all axial slices in a NIfTI file, [D, H, W], oriented as by `read_nifti`.
+    """Decodes all axial slices of a NIfTI file, as an array [D, H, W].
+
+    The slices have the orientation of `read_nifti`.
 
     Raises:
         UnsupportedImageError: the file is damaged, too large, or not a grey volume.

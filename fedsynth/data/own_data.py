@@ -199,7 +199,7 @@ def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | 
 
 
 def read_as(settings: FolderSettings, spec: DatasetSpec, note: Note, split: str) -> ImageData:
-    """Reads records with the image size, window and slice from a specification.
+    """Reads records with the image size, window and slice that a specification sets.
 
     Some classes may have no records. Class names are never used as paths.
 
@@ -258,7 +258,7 @@ def splits_of(
     revision: str = "",
     ledger: Path | None = None,
 ) -> Splits:
-    """Returns a function for each split in a folder or file, which reads the split.
+    """Returns a mapping from split names to functions that read the splits.
 
     An image folder has only the split "train", even if it is used for tests.
 
@@ -299,7 +299,7 @@ def training_records(splits: Splits, settings: FolderSettings, note: Note) -> Re
 
 
 def _split_of(splits: Splits, split: str, place: str) -> str:
-    """Returns the given split if it exists, or the only split."""
+    """Returns the name of the split to read: `split` if it exists, otherwise the only one."""
     if split in splits:
         return split
     if len(splits) > 1:
@@ -346,7 +346,10 @@ def _images_in(
 
 
 def _with_known_patients(files: Records, note: Note) -> Records:
-    """Uses DICOM patients as users, if all patients are known and no list names users."""
+    """Sets each DICOM image's user to its patient, if all patients are known.
+
+    Records with users from a list are returned unchanged.
+    """
     if files.users.any():
         return files
     by_patient = with_patients(files)
@@ -496,7 +499,7 @@ def _decoded_once(records: Records, settings: FolderSettings) -> Records:
 
 
 def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = False) -> ImageData:
-    """Reads images, or converts values, to data with a given specification.
+    """Builds `ImageData` with a given specification from image files or arrays.
 
     Only private images may contain unreadable files, or no files.
 
@@ -509,9 +512,9 @@ def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = 
         return _images_as_data(records, spec, note, private)
     if records.values.dtype != np.uint8 and spec.bounds is None:
         raise DataError(
-            f"the values in {one_line(records.root)} are not bytes, so they need public bounds "
-            "that are not computed from the data. Enter `bounds` in the declaration or, without "
-            "one, set data.bounds (--bounds=-8,8)"
+            f"the {records.values.dtype} values in {one_line(records.root)} need public bounds, "
+            "not computed from the data. Enter `bounds` in the declaration. Without a declaration, "
+            "set data.bounds (--bounds=-8,8)"
         ).with_code("data.bounds")
     values = _slices(records.values, spec.slice)
     records = with_classes(records, spec.class_names)

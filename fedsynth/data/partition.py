@@ -66,7 +66,9 @@ def partition(
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
         raise DataError(f"labels must be integers [N], got {y.dtype} of shape {list(y.shape)}")
     if len(y) and not 0 <= y.min() <= y.max() < classes:
-        raise DataError(f"labels must be in [0, {classes}), got [{y.min()}, {y.max()}]")
+        raise DataError(
+            f"labels must be in [0, {classes}), got {y.min()} to {y.max()}. Correct them"
+        )
     y = y.astype(np.int64)
     if settings.kind == EXPLICIT:
         raise PartitionError(
@@ -103,9 +105,9 @@ def partition(
 
 
 def _subset(y: IntArray, settings: PartitionSettings) -> IntArray:
-    """Draws the same share `settings.subset` of each class, but at least one example.
+    """Draws a random subset of each class's examples, and returns their sorted indices.
 
-    Returns the sorted indices of the drawn examples.
+    The subset is the share `settings.subset` of the class, but at least one example.
     """
     rng = numpy_generator(settings.seed or 0, "subset")
     chosen = []
@@ -135,7 +137,8 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
             ).with_code("partition.positions")
         if len(indices) and not 0 <= indices.min() <= indices.max() < examples:
             raise PartitionError(
-                f"client {client}'s example indices must be in [0, {examples}). Remove others"
+                f"client {client}'s example indices must be in [0, {examples}), got indices from "
+                f"{indices.min()} to {indices.max()}. Correct them"
             )
         indices = indices.astype(np.int64)
         if len(np.unique(indices)) < len(indices) or assigned[indices].any():
@@ -147,7 +150,7 @@ def check_parts(parts: Sequence[npt.ArrayLike], examples: int) -> None:
 
 
 def classes_of_images(labels: npt.NDArray[np.integer]) -> npt.NDArray[np.integer]:
-    """Returns labels [N] unchanged, and zeros [N] in place of masks [N, H, W]."""
+    """Returns the class of each image, [N]. Images with masks [N, H, W] all have class 0."""
     return np.zeros(len(labels), np.int64) if labels.ndim == 3 else labels
 
 
@@ -231,9 +234,8 @@ def users_of(data: ImageData) -> IntArray:
     """
     if data.groups is None:
         raise DataError(
-            f"{data.spec.name} does not name the users of its records, but the run protects "
-            "users. Name their column with --user-column, pass groups= to from_arrays, or put a "
-            f"file {USERS_FILE} next to the image folders"
+            f"the run protects users, but {data.spec.name} contains no user IDs. Add them by "
+            f"--user-column (tables), {USERS_FILE} (image folders) or groups= (from_arrays)"
         ).with_code("data.users")
     users: IntArray = data.groups.cpu().numpy()
     return users
@@ -256,9 +258,9 @@ def check_one_client_each(parts: Sequence[IntArray], data: ImageData) -> None:
             if other != client:
                 raise PartitionError(
                     f"clients {other} and {client} have records of the same user, so the "
-                    "guarantee for users would not hold. Use one client (partition.kind=iid, "
-                    "partition.clients=1 or `fedsynth synthesize`), or rename the user at each "
-                    "client, so that ε holds at each client separately"
+                    "guarantee for users would not hold. Train on one client (partition.kind=iid, "
+                    "partition.clients=1), or rename the user at each client to get a separate "
+                    "guarantee at each client"
                 ).with_code("partition.users")
 
 
@@ -283,10 +285,11 @@ def bounded(part: IntArray, data: ImageData, limit: int, seed: int) -> IntArray:
 def user_digests(
     data: ImageData, positions: IntArray, key: bytes, size: int = 16
 ) -> npt.NDArray[np.uint8]:
-    """Computes a keyed hash of the user of each record at `positions`, uint8 [N, size].
+    """Computes a keyed hash of each record's user, for the records at `positions`.
 
     The hash covers all of the user's records at `positions`, in any order. It does not depend on
-    the user's index, because an additional user may change the indices of others.
+    the user's index, because an additional user may change the indices of others. Returns uint8
+    [N, size].
     """
     chosen = np.asarray(positions, np.int64)
     users = users_of(data)[chosen]

@@ -105,10 +105,10 @@ class PartitionSettings:
 
 
 def clients_or_groups(settings: PartitionSettings, spec: DatasetSpec) -> int:
-    """Returns the number of clients or groups into which the whole data set is divided.
+    """Returns the number of clients that a run may choose from.
 
-    The result is the number of clients K. With `natural`, it is the published number of groups (or
-    domains) if larger, because clients are then sampled from the groups.
+    It is the number of clients K or, with `natural`, the published number of groups (or domains) if
+    that is larger, because clients are then sampled from the groups.
     """
     return max(
         settings.clients, (spec.groups or len(spec.domains)) if settings.kind == NATURAL else 0

@@ -104,7 +104,7 @@ def partition_png(counts: Counts, path: Path) -> None:
 def by_class(
     images_uint8_NCHW: Tensor, labels_N: Tensor, class_names: Sequence[str], columns: int
 ) -> tuple[Tensor, list[str]]:
-    """Arranges images in a grid, with a row for each class with images.
+    """Arranges images in a grid, with one row per class. Classes without images have no row.
 
     Args:
         images_uint8_NCHW: the images.
@@ -156,7 +156,7 @@ def image_grid_png(
 
 
 def _grid(images_NCHW: Tensor, columns: int) -> Tensor:
-    """Tiles coloured images, [3, H, W], with one-pixel lines around them.
+    """Arranges colour images in a grid [3, H, W], with a one-pixel border around each image.
 
     The result equals `torchvision.utils.make_grid`, whose import takes seconds.
     """

@@ -116,9 +116,10 @@ def read_pixels(
 
 
 class DecodedFiles(NamedTuple):
-    """Decoded images, with the headers of the readable files and the SHA-256 [N, 32] of all files.
+    """The result of decoding image files: pixels, faults, losses, headers and hashes.
 
-    Unreadable files have the hash 0.
+    Only readable files have a header. `hashes` [N, 32] contains each file's SHA-256, or 0 for
+    unreadable files.
     """
 
     images: Bytes
@@ -211,7 +212,10 @@ def opened_image(path: Path) -> Iterator[Image.Image]:
 
 
 def _opened(content: bytes) -> tuple[Image.Image, AbstractContextManager[Any]]:
-    """Opens an image as `opened_image` does, and returns a lock that large images share."""
+    """Opens an image file from its bytes, and returns the image and a lock for decoding it.
+
+    All large images have the same lock. Errors are as for `opened_image`.
+    """
     if not content:
         raise ValueError("the file is empty")
     if content.startswith(b"\xff\xd8") and content.count(b"\xff\xda") > MAX_SCANS:
@@ -276,7 +280,7 @@ def _is_grey(image: Image.Image) -> bool:
 
 
 def read_picture(path: Path, decoding: Decoding, digest: Any = None) -> Picture:
-    """Decodes an image file upright, and describes what information was lost.
+    """Decodes an image file, applies its EXIF orientation, and describes lost information.
 
     `digest`, a hash of `hashlib`, receives the file's bytes.
     """
@@ -326,5 +330,5 @@ def decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes
 
 
 def _has_wide_levels(image: Image.Image) -> bool:
-    """Returns True for grey images with more than 8 bits, whose levels Pillow would clip to 255."""
+    """Returns True for grey images with more than 8 bits per pixel."""
     return image.mode.startswith(("I", "F"))

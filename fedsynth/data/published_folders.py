@@ -1,4 +1,4 @@
-"""Reads the published data sets in folders.
+"""Reads published data sets that are folders of files, such as Tiny-ImageNet and FEMNIST.
 
 Tiny-ImageNet and CINIC-10 have class folders, and keep their published image size.
 Office-Caltech-10 and DomainNet-10 have domain and class folders, and are resized to 64×64. MNIST-M
@@ -289,7 +289,7 @@ def _split(users: Users, names: list[str]) -> Split:
 
 
 def read_users(folder: Path, read: Callable[[Path], Users], pattern: str = "*.json") -> Users:
-    """Reads the users from all files in a folder with the function `read`.
+    """Reads all files in a folder with the function `read`, and merges their records by user.
 
     Raises:
         FileNotFoundError: no file in the folder matches the pattern.

@@ -112,7 +112,7 @@ class Records:
 
 
 def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
-    """Replaces labels 0, 1, … with class names, by index.
+    """Replaces labels that are class indices by the class names.
 
     Names and out-of-range numbers are not changed. If some class names are numbers, or the records
     are images in folders, all labels are names.
@@ -136,13 +136,15 @@ def counted(entries: Iterable[Entry]) -> str:
 
 
 def names_array(values: Iterable[str]) -> Names:
-    """Stores texts as an object array."""
+    """Converts strings to an object array."""
     return np.array(list(values), dtype=object)
 
 
 def check_names(records: Records) -> None:
-    """Checks that no two class or site names are spellings of one name, such as "T-shirt" and
-    "t_shirt", and that none is a split's name.
+    """Checks that class names and site names are unambiguous.
+
+    Two names must not be spellings of one name, such as "T-shirt" and "t_shirt". They must not name
+    several splits, such as "train" and "test".
 
     Raises:
         DataError: two names are spellings of one name, or split names such as "train" and "test".
@@ -177,8 +179,9 @@ def check_splits(names: Iterable[str], place: str = "", kind: str = "splits") ->
     splits = in_order(names)
     if len(splits) > 1:
         raise DataError(
-            f"a run would train on all of the {kind} {one_line(', '.join(splits))}{place}. Pass "
-            "only the training records as data.folder, and the test records as data.test_folder"
+            f"the data contain the {kind} {one_line(', '.join(splits))}{place}, and a run would "
+            "train on all of them. Pass only the training records as data.folder, and the test "
+            "records as data.test_folder"
         ).with_code("data.splits")
 
 
@@ -220,7 +223,7 @@ def by_site(
 
 
 def site_names(names: Sequence[str]) -> tuple[str, ...]:
-    """Converts site names to valid client and ledger names.
+    """Converts site names to valid names for clients and their privacy ledgers.
 
     Forbidden characters become `_`, and a hash of the original name is appended to changed names. A
     site's result does not depend on other sites, unless two names differ only in case or in

@@ -191,7 +191,7 @@ class DatasetSpec:
 
     @property
     def examples(self) -> str:
-        """The noun for the data in texts: "images", or "examples" for vectors and other arrays."""
+        """The word for examples in messages: "images", or "examples" if they are not images."""
         return "images" if self.can_be_drawn else "examples"
 
 
@@ -215,7 +215,7 @@ def custom_spec(
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Sorts names, numerically if all are numbers, and removes repetitions."""
+    """Removes duplicate names and sorts the rest. If all are numbers, sorts by value."""
     distinct = sorted(set(names))
     if all(map(_WHOLE_NUMBER.fullmatch, distinct)):
         distinct.sort(key=int)
@@ -343,7 +343,9 @@ def is_known(name: str) -> bool:
 
 
 def share_images(name: str, other: str) -> bool:
-    """Returns True if two data sets are the same, or are published and have images in common.
+    """Returns True if two named data sets have images in common.
+
+    Data sets with different names are compared only if both are published.
 
     >>> share_images("digits-five", "mnist"), share_images("cifar10", "cifar100")
     (True, False)

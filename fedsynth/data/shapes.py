@@ -23,7 +23,7 @@ STYLES = (
 
 
 def make_shapes(spec: DatasetSpec) -> tuple[Split, Split]:
-    """Generates the training and test splits. Each site is a domain, and all have equal sizes."""
+    """Generates the training and test splits, with one equally large domain per site."""
     splits = []
     for purpose, size in (("shapes", spec.train_size), ("test shapes", spec.test_size)):
         images, masks = [], []

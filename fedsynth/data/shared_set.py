@@ -159,7 +159,7 @@ def write_set(
     soft_labels: Tensor | None = None,
     facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a synthetic set's tensors and metadata, from which `shared_set` builds the set.
+    """Writes a synthetic set's images, labels and metadata to a safetensors file.
 
     Args:
         file: the safetensors file.
@@ -286,7 +286,10 @@ def _check_labels(tensors: Mapping[str, Tensor], count: int, classes: int) -> No
     if soft is None:
         return
     if soft.shape != (count, classes) or not soft.is_floating_point():
-        raise ValueError("the soft labels are not one probability for each (image, class) pair")
+        raise ValueError(
+            f"the soft labels must be floating point [{count}, {classes}], got {soft.dtype} "
+            f"{list(soft.shape)}"
+        )
     shares = soft.float()
     if not (shares >= 0).all() or not ((shares.sum(1) - 1).abs() <= SUM_TOLERANCE).all():
         raise ValueError("some soft labels are negative, or do not sum to 1")

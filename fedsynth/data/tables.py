@@ -140,7 +140,7 @@ class Part:
         return "".join(usual)
 
     def _existing(self, name: str, option: str) -> str:
-        """Returns the part's name for a column. The given name may contain another split's name."""
+        """Returns a column's name in this part. `name` may contain the name of another split."""
         if name not in self.readers and self.numbers is None:
             name = _split_of(name)[1]
         if name not in self.readers:
@@ -299,7 +299,7 @@ def _features(
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
-    """Reads the label, site or user of each record. If there is no such column, each is empty."""
+    """Reads the label, site or user of each record. Without a column, returns empty strings."""
     if not name:
         return np.full(count, "", object)
     what = f"{one_line(name)!r} in {part.place}"
@@ -312,9 +312,9 @@ def _facts(part: Part, name: str, count: int) -> Names:
 
 
 def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
-    """Converts numbers or text [N] or [N, 1] to names, such as 1, 1.0 and "1" to "1".
+    """Converts an array of numbers or text, [N] or [N, 1], to names.
 
-    With names stated in the file, whole numbers are indices of names.
+    The numbers 1 and 1.0 become "1". If the file states names, whole numbers are their indices.
     """
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
@@ -331,7 +331,7 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
         if len(wrong):
             raise DataError(
                 f"{what} must be indices of the file's class names, from 0 to {len(stated) - 1}, "
-                f"got {wrong[0]}. Remove rows without a name"
+                f"got {wrong[0]}. Remove the rows with other numbers"
             ).with_code("data.label_numbers")
         return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
@@ -415,7 +415,11 @@ def _read_array(path: Path, member: str = "") -> Array:
 
 
 def _npy_readers(path: Path) -> Readers:
-    """Returns functions that read a file, named "x", and files next to it with the same prefix."""
+    """Returns functions that read a .npy file and the related files in its folder.
+
+    The given file is the array "x". The others are named without the given file's prefix: the array
+    "labels" is the file `train_labels.npy`, if the given file is `train_images.npy`.
+    """
     prefix = path.stem[: path.stem.rfind("_") + 1]
     if path.stem.removeprefix(prefix).casefold() not in _FEATURES:
         prefix = ""
@@ -502,7 +506,10 @@ def _read_csv(path: Path) -> Any:
 
 
 def _fault_of_numbers(column: Any) -> str:
-    """Explains why a text column may be a damaged numeric column, or returns an empty string."""
+    """Describes the fault of a text column that was probably meant to be numeric.
+
+    Returns an empty string for other columns.
+    """
     if not _optional("pyarrow", "tables").types.is_string(column.type):
         return ""
     cells = column.drop_null().to_pylist()
@@ -556,7 +563,7 @@ def _table_part(
 
 
 def _has_meaning(name: str) -> bool:
-    """Returns True for numeric columns whose names rule out features, such as `patient_id`."""
+    """Returns True if a column's name, such as `patient_id`, shows that it is not a feature."""
     return bool(column_of(name, _ROLES) or _IDENTIFIER.fullmatch(name))
 
 

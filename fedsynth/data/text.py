@@ -169,7 +169,10 @@ def _parsed(path: Path, form: type[Any]) -> Any:
 
 
 def _read(folder: Path, read: Callable[[Path], Users]) -> tuple[Split, Split]:
-    """Reads LEAF's files in a folder, and splits undivided records."""
+    """Reads the training and test splits from LEAF's files in a folder.
+
+    If there is no folder `train`, the records are split at random.
+    """
     if (folder / "train").is_dir():
         return splits_of(*(read_users(folder / name, read) for name in ("train", "test")))
     return splits_of(*_divided(read_users(folder, read, "all_data*.json")))
@@ -196,9 +199,9 @@ def _passages(user_data: Mapping[str, _Passages]) -> Users:
 
 
 def _positions(text: str) -> Bytes:
-    """Returns each character's index in `LETTERS`, which is sorted."""
+    """Returns the index in `LETTERS` of each character in a text."""
     codes, letters = (np.frombuffer(s.encode("ascii"), np.uint8) for s in (text, LETTERS))
-    return np.searchsorted(letters, codes).astype(np.uint8)
+    return np.searchsorted(letters, codes).astype(np.uint8)  # LETTERS is sorted
 
 
 def _read_tweets(root: Path, number_of: Callable[[str], int]) -> tuple[Split, Split]:

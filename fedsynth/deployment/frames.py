@@ -1,4 +1,4 @@
-"""Frames exchanged by a server and a data owner's node, and the server's connection to nodes.
+"""The message format between a server and data owners' nodes.
 
 A frame is a JSON header, preceded by its length (8 bytes, little-endian). In requests and replies,
 a packed message (`fedsynth.core.messages`) follows the header. Received frames are untrusted, and
@@ -51,6 +51,9 @@ KEYS, SHARES, STEP, UNMASK = "keys", "shares", "step", "unmask"
 EXCHANGE = (KEYS, SHARES, STEP, UNMASK)
 
 
+# The remedy in messages about frames that no node or server of this version sends.
+SAME_VERSION = "Use one version of fedsynth on all machines"
+
 # The header of a frame: its kind and its fields.
 _HEADER = TypeAdapter(tuple[str, dict[str, Any]], config=ConfigDict(strict=True))
 
@@ -83,7 +86,9 @@ class Frame:
         """
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
-            raise MessageError("the frame's header is truncated")
+            raise MessageError(
+                f"a received frame of {len(sent)} bytes has an invalid header length. {SAME_VERSION}"
+            )
         end = LENGTH_BYTES + length
         with faults_as(MessageError, "the frame's header is not valid"):
             kind, facts = _HEADER.validate_json(sent[LENGTH_BYTES:end])
@@ -123,10 +128,10 @@ class JoinFacts(Facts):
 
 
 class TermsFacts(Facts):
-    """The fields of the settings that the server fixes after all clients have joined.
+    """The header fields that contain the run terms (`RunTerms`).
 
-    The settings are the client sizes and the noise multiplier σ, which `ClientRuntime.start`
-    checks.
+    The terms are the client sizes and the noise multiplier σ. The server fixes them after all
+    clients have joined, and `ClientRuntime.start` checks them.
     """
 
     sizes: Annotated[tuple[Count, ...], Field(strict=False)] | None = None
@@ -134,7 +139,7 @@ class TermsFacts(Facts):
 
     @property
     def terms(self) -> RunTerms:
-        """The settings as a `RunTerms` object."""
+        """The run terms in the fields."""
         return RunTerms(self.sizes, self.noise_multiplier)
 
 
@@ -176,7 +181,7 @@ StatedHistory = Annotated[History, PlainValidator(_parse_history), PlainSerializ
 
 
 class Statement(Facts):
-    """The fields of an answer that contain the client's index and ledger history.
+    """The header fields in which a client states its index, size and ledger history.
 
     Args:
         client: the index of the client.
@@ -195,7 +200,9 @@ FILE = "clients.json"
 
 
 class JoinedClient(BaseModel):
-    """A client that has joined the run, in the current server process or an earlier one.
+    """A client that has joined the run.
+
+    It may have joined before a restart of the server.
 
     Attributes:
         size: the number of examples n_k. None with differential privacy.
@@ -230,7 +237,7 @@ class JoinedClient(BaseModel):
                 or (len(history.releases) == rows and previous.chain not in (None, history.chain))
             ):
                 raise MessageError(
-                    f"the client's ledger is missing some of the {rows} rows that it sent "
+                    f"the client's ledger does not begin with the {rows} rows that the client sent "
                     "before. Restore the ledger from a backup"
                 )
         self.history = history

@@ -126,12 +126,15 @@ class NetworkedRun(ActiveRun):
             self.folder.release()
 
     def _store(self, checkpoint: Checkpoint) -> None:
-        """Writes the joined clients and then the checkpoint, which must not be the newer file."""
+        """Writes the list of joined clients, and then the checkpoint.
+
+        In this order, a crash cannot leave a checkpoint that is newer than the list.
+        """
         write_clients(self.file, self.backend.clients)
         self.checkpoints.write(checkpoint)
 
     def _charged_histories(self) -> list[History]:
-        """Returns the contents of the ledgers, with charges that clients may not have reported.
+        """Returns the clients' ledger histories, including charges that were not reported.
 
         If a client was asked for a step and never answered again, the client may have been charged,
         and its upload may have been seen. The report must include this charge, so the function

@@ -1,10 +1,10 @@
-"""A data owner's node, which answers a server's messages within the owner's policy and privacy
-budget.
+"""A data owner's node, which answers a server's messages.
 
-A server proposes a run when it asks the client to join. The node shows its owner the planned
-releases and their cost, and joins if the owner allows the run. From then on the client uses the
-proposed settings, whatever the server sends later, and charges its ledger before each release. Only
-public parameters, released values and the entries of the ledger leave the node.
+The owner's policy and privacy budget limit what the node answers. A server proposes a run when it
+asks the client to join. The node shows its owner the planned releases and their cost, and joins if
+the owner allows the run. From then on the client uses the proposed settings, whatever the server
+sends later, and charges its ledger before each release. Only public parameters, released values and
+the entries of the ledger leave the node.
 
 The owner's records come from a folder with one subfolder for each class. For trials, they can also
 be a part of a published data set.
@@ -31,7 +31,7 @@ from fedsynth.data.own_data import read_as, read_private_records
 from fedsynth.data.partition import partition
 from fedsynth.data.partition_settings import EXPLICIT
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import EndFacts, Frame, JoinFacts
+from fedsynth.deployment.frames import SAME_VERSION, EndFacts, Frame, JoinFacts
 from fedsynth.deployment.policy import ANY, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.session import Place, Session
@@ -71,7 +71,7 @@ class ClassFolders:
     folder: Path
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns the reasons to reject a run if the owner has not declared its images.
+        """Returns reasons to reject a run whose classes or image size the owner has not declared.
 
         If a server could choose classes and sizes freely, it would learn which folders and images
         exist, because only some clients would join.
@@ -111,7 +111,7 @@ class ClassFolders:
         return read_private_records(self.folder, proposal.spec, print, by_user=by_user)
 
     def identifier(self, proposal: Proposal) -> str:
-        """Returns the identifier of the owner's records in the ledger, the same in all runs."""
+        """Returns the identifier of the owner's records in the client's ledger."""
         return f"{proposal.spec.name}-{EXPLICIT}"
 
 
@@ -122,7 +122,7 @@ class DatasetPart:
     """
 
     def objections(self, proposal: Proposal, identified: bool) -> list[str]:
-        """Returns an empty list, because a published data set needs no declaration."""
+        """Returns no objections, because a published data set needs no declaration."""
         return []
 
     def read(self, proposal: Proposal, number: int) -> ImageData:
@@ -147,13 +147,14 @@ Source = ClassFolders | DatasetPart
 
 
 class RecordsError(FedsynthError, code="records.unusable"):
-    """Raised if an owner's records or their ledger cannot be used for a run."""
+    """Raised if an owner's records or ledger cannot be used for a run."""
 
 
 @dataclass
 class Node(Place):
-    """A data owner's node, which answers a server's requests. The first arguments are those of
-    `Place`.
+    """A data owner's node, which answers a server's requests.
+
+    The arguments of `Place` come first.
 
     Args:
         source: the source of the owner's records.
@@ -232,7 +233,9 @@ class Node(Place):
         """
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
-            raise MessageError(f"run {run:.16} received the proposal of run {proposal.run}")
+            raise MessageError(
+                f"a message for run {run:.16} proposes run {proposal.run}. {SAME_VERSION}"
+            )
         clients = proposal.settings.partition.clients
         if self.number >= clients:
             raise MessageError(
@@ -290,7 +293,7 @@ class Node(Place):
         return objections
 
     def _approval_used(self, proposal: Proposal) -> list[str]:
-        """Returns an objection if another run has already used the owner's manual approval.
+        """Returns a reason to reject a run if another run has used the owner's approval.
 
         A manual approval is valid for one run only, unless a bound on ε limits what several runs
         can spend together.
@@ -340,7 +343,7 @@ class Node(Place):
         return session
 
     def _open(self, proposal: Proposal, state: State | None) -> Session:
-        """Reads the owner's records for a run, and opens their permanent ledger."""
+        """Opens a session with the owner's records and the client's permanent ledger."""
         try:
             data = self.source.read(proposal, self.number)
             client = Clients(data, [np.arange(len(data))], (self.name,))

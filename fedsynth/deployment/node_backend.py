@@ -1,8 +1,9 @@
-"""The server's communication with data owners' nodes, with one message per node and request.
+"""The server's communication with data owners' nodes.
 
-A node that does not connect, or whose owner declines, does not take part in the run. A client is
-dropped for the current round if it does not answer, sends invalid bytes, or has exhausted its
-budget. The round continues with the other clients while they are a quorum.
+Each request is one message to each node. A node that does not connect, or whose owner declines,
+does not take part in the run. A client is dropped for the current round if it does not answer,
+sends invalid bytes, or has exhausted its budget. The round continues with the other clients while
+they are a quorum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fedsynth.core.messages import Message
 from fedsynth.core.sums import SummedUploads, sums_securely
 from fedsynth.core.uploads import most_bytes
 from fedsynth.deployment import frames
-from fedsynth.deployment.frames import Frame
+from fedsynth.deployment.frames import SAME_VERSION, Frame
 from fedsynth.deployment.proposal import Proposal
 from fedsynth.deployment.secure_aggregation.server import SecureStep
 from fedsynth.errors import FedsynthError, MessageError
@@ -127,9 +128,7 @@ class NodeBackend(protocol.Backend):
         return [number for number, client in self.clients.items() if client.node is not None]
 
     def _invite(self, nodes: Sequence[int], seconds: float) -> None:
-        """Asks nodes to join the run. Admits nodes that may join, and sends the others the reason
-        for their rejection.
-        """
+        """Asks nodes to join the run, and tells each rejected node the reason."""
         self._request += 1
         proposal = self.proposal.to_json()
         facts = {"proposal": proposal, "last_round": self.last_round, "number": self._request}
@@ -162,7 +161,10 @@ class NodeBackend(protocol.Backend):
                 "node's number or --key"
             )
         if number in self._present:
-            raise MessageError(f"another node has joined as client {number}. Correct one's number")
+            raise MessageError(
+                f"client {number} has already joined from another node. Start each node with its "
+                "own number"
+            )
         if frame.kind != frames.ANSWER:
             reason = frame.facts.get("reason", frame.facts.get("text"))
             self.absent[number] = f"{reason!s:.500}"
@@ -175,25 +177,29 @@ class NodeBackend(protocol.Backend):
         if client.size != stated.size:
             raise MessageError(
                 f"client {number} joined with {client.size} examples, but now has {stated.size}. "
-                "Restore them"
+                "Restore its data"
             )
         client.update(history)
         client.node = node
         self.absent.pop(number, None)
 
     def _check_name(self, number: int, history: History | None) -> None:
-        """Checks that a private run's client has sent its ledger history, under its own name."""
+        """Checks that a joining client has sent a ledger history with the client's name."""
+        # without differential privacy, a client may have no ledger
         if history is None and self._settings.privacy is not None:
-            raise MessageError(f"client {number} sent no ledger history, but the run is private")
+            raise MessageError(
+                f"client {number} sent no ledger history, but a private run requires one. "
+                f"{SAME_VERSION}"
+            )
         if history is not None and history.client != self._names[number]:
             raise MessageError(
-                f"client {number} sent the ledger of {history.client!r:.80}. Correct its number "
-                "or ledger folder"
+                f"client {number} sent the ledger of {history.client!r:.80}, expected "
+                f"{self._names[number]!r}. Correct its number or ledger folder"
             )
 
     @property
     def never_joined(self) -> dict[int, str]:
-        """Maps each client that never joined to the reason.
+        """Maps each client that never joined to the reason for its absence.
 
         These clients release nothing.
         """
@@ -202,9 +208,9 @@ class NodeBackend(protocol.Backend):
     # ------------------------------------------------------------------------------ a round
 
     def start(self, terms: protocol.RunTerms) -> None:
-        """Stores the settings that the server fixes after all clients have joined.
+        """Stores the run terms for the requests to the clients.
 
-        Each request to the clients repeats these settings.
+        Each request repeats the terms.
         """
         self._terms = terms
 
@@ -219,8 +225,7 @@ class NodeBackend(protocol.Backend):
     def step(
         self, exchange: str, message: Message, context: RoundContext, clients: Sequence[int]
     ) -> protocol.Replies:
-        """Asks the clients for one step of the method, and collects their replies (see
-        `Transport.step`).
+        """Asks the clients for one step of the method, and collects their replies.
 
         If no client answers and some decline because of their budgets, the run ends regularly. If
         all clients that answer refuse the request as invalid, the method raises an error, because
@@ -285,7 +290,7 @@ class NodeBackend(protocol.Backend):
         return [history for history in stated if history is not None]
 
     def note_files(self, sha256: str) -> None:
-        """Notes the hash of the run's files in the server's ledger, as its only entry."""
+        """Writes the server's ledger, which contains only the hash of the run's files."""
         Ledger("server", self.ledger, dataset=data_set_id(self._settings)).note_files(sha256)
 
     def end(self, rounds: int) -> None:
@@ -348,8 +353,8 @@ class NodeBackend(protocol.Backend):
         stated = (frame.facts.get("client"), frame.facts.get("number"))
         if stated != (number, self._request):
             raise MessageError(
-                f"expected client {number}'s answer to request {self._request}, got "
-                f"(client, request) = {stated!r:.80}"
+                f"the answer must come from client {number} and belong to request {self._request}, "
+                f"got client {stated[0]!r:.40} and request {stated[1]!r:.40}"
             ).with_code("message.sender")
         if frame.kind not in (frames.ANSWER, frames.REFUSAL):
             raise MessageError(f"client {number} failed: {frame.facts.get('text')!s:.200}")
@@ -363,5 +368,8 @@ def _frame(answer: bytes | str, max_bytes: int) -> Frame:
     if isinstance(answer, str):
         raise MessageError(answer)
     if len(answer) > max_bytes:
-        raise MessageError(f"the answer has {len(answer)} bytes, more than {max_bytes}")
+        raise MessageError(
+            f"the node's answer has {len(answer)} bytes, but at most {max_bytes} are allowed. "
+            f"{SAME_VERSION}"
+        )
     return Frame.from_bytes(answer)

@@ -67,8 +67,8 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
             task = fl_ctx.get_prop(RECEIVED)
             if task is None:
                 raise MessageError(
-                    "the guard received a result before its task. Add the filter to "
-                    "task_data_filters, too"
+                    "the guard received a task's result, but not the task. Add the filter to "
+                    "task_data_filters"
                 ).with_code("guard.task")
             result = self.process_dxo(_dxo(shareable), task, fl_ctx).to_shareable()
         except FedsynthError as error:

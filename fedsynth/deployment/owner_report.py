@@ -32,7 +32,7 @@ def note_round(
     warnings: Sequence[str],
     about: Mapping[str, int],
 ) -> None:
-    """Stores what a report needs besides the ledger, before a private run charges the client.
+    """Stores the facts for the owner's report before a private run charges the client.
 
     Building a report takes longer than a small step. An older report is deleted, because it would
     lack the charge. `Node.write_reports` builds the report if the run does not end.
@@ -63,7 +63,7 @@ def note_round(
 
 
 def write_owner_report(budget: ClientBudget | None, folder: Path) -> str:
-    """Writes the report at the end of a private run, from the ledger and what `note_round` stored.
+    """Writes the owner's report from the client's ledger and the facts that `note_round` stored.
 
     Returns:
         A summary for the owner.

@@ -86,7 +86,7 @@ class Policy:
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
             raise ValueError(
-                "delta is missing, although epsilon is set. Set delta to the δ of the bound"
+                "delta is missing, but epsilon requires it. Set delta to a small number, such as 1e-5"
             )
         return self
 
@@ -108,7 +108,7 @@ class Policy:
 
     @property
     def describes_images(self) -> bool:
-        """Returns True if the policy states the classes, height, width and channels of the images.
+        """Returns True if the policy fixes the images' classes, height, width and channels.
 
         If so, only the policy determines whether the images fit a run.
         """
@@ -180,7 +180,7 @@ class Policy:
 
 
 def _allows(allowed: tuple[Any, ...], value: Any) -> bool:
-    """Returns True if `allowed` contains a value.
+    """Returns True if a setting's value is allowed.
 
     `allowed` is a list of values, or the minimum and the maximum of a number.
     """

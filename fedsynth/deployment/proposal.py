@@ -60,9 +60,9 @@ class Proposal:
 
     @property
     def agreement(self) -> str:
-        """A hash of the settings and the specification, which identifies what an owner accepts.
+        """A hash of the run's settings and data set specification.
 
-        Runs with equal settings have equal hashes.
+        Owners approve a run by this hash. Runs with equal settings have equal hashes.
         """
         stated = {**self.to_json(), "run": None}
         text = json.dumps(stated, sort_keys=True)
@@ -165,7 +165,9 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
     run = proposal.settings
     if run.privacy is None:
         if run.partition.local_test:
-            raise SettingError("partition", "local_test", "must be 0 in a deployment. Set it to 0")
+            share = run.partition.local_test
+            reason = f"must be 0 in a deployment, got {share:g}. Set it to 0"
+            raise SettingError("partition", "local_test", reason)
         if DISSIMILARITY in run.measure_names:
             reason = f"contains {DISSIMILARITY}, which a deployment cannot compute. Remove it"
             raise SettingError("run", "measures", reason)

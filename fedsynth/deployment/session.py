@@ -115,7 +115,7 @@ class Place:
 
 
 class Session:
-    """A client's session in one run, in which it answers the server's requests.
+    """Answers the server's requests to one client in one run.
 
     Args:
         place: where the client runs.
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def current(self) -> bool:
-        """Returns True if the file on disk still contains the session's state."""
+        """Returns True if no other process has changed the state file of this session."""
         file = self.folder / STATE
         return file.is_file() and read_regular(file) == self._stored
 
@@ -207,7 +207,7 @@ class Session:
         return Frame(frames.ANSWER, {"size": self.runtime.join().size, **self.statement()})
 
     def record_check(self, check: StepCheck) -> None:
-        """Records the result of the client's trial step on joining."""
+        """Stores the result of the trial step that the client made when it joined."""
         self.state.warnings = check.warnings
         self.state.isolated = check.isolated
         self.runtime.context = replace(self.runtime.context, isolated=check.isolated)
@@ -235,11 +235,9 @@ class Session:
         return {"history": history and history.to_json()}
 
     def accept(self, terms: RunTerms) -> None:
-        """Checks and stores the settings that the server fixes after all clients have joined.
+        """Checks and stores the run terms: the client sizes and the noise multiplier σ.
 
-        These settings are the sizes of the clients and the noise multiplier σ.
-
-        The server repeats the settings in every request of the run. A changed σ would not make the
+        The server repeats the terms in every request of the run. A changed σ would not make the
         ledger wrong, because each charge uses the σ of the noise. But the owner has not agreed to a
         run with a changed σ.
 
@@ -254,9 +252,14 @@ class Session:
             return
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
-            raise MessageError(f"the server sent {len(terms.sizes)} sizes for {clients} clients")
+            raise MessageError(
+                f"the server sent {len(terms.sizes)} client sizes, but the run has {clients} clients"
+            )
         if self.state.sigma not in (None, terms.noise_multiplier):
-            raise MessageError(f"the server changed the noise multiplier {self.state.sigma:g}")
+            raise MessageError(
+                f"the server sent the noise multiplier {terms.noise_multiplier!r:.40}, but the run "
+                f"began with {self.state.sigma:g}"
+            )
         self.runtime.start(terms)
         self._terms = terms
         self.state.sigma = terms.noise_multiplier
@@ -300,7 +303,7 @@ class Session:
         return replace(answer, facts={**answer.facts, **self.statement()})
 
     def _tell_owner(self, context: RoundContext) -> None:
-        """Tells the owner that the client has answered in a round, with its ledger's ε."""
+        """Tells the owner that the client has answered in a round, and states the ledger's ε."""
         text = f"round {context.round}/{self.runtime.settings.rounds}: answered"
         if spent := spent_epsilon(self.runtime.budget):
             text += f", this client's ledger has spent {spent}"
@@ -314,7 +317,10 @@ class Session:
         rounds = runtime.settings.rounds
         participants = question.participants
         if list(participants) != sorted(set(participants)) or participants[-1] >= clients:
-            raise MessageError(f"the server's participants are not ascending and below {clients}")
+            raise MessageError(
+                f"the server's participants must be ascending and below {clients}, got "
+                f"{participants!s:.80}"
+            )
         if not 1 <= question.round <= rounds:
             raise RequestRefusedError(
                 f"the server's round must be from 1 to {rounds}, got {question.round!s:.20}"
@@ -366,7 +372,8 @@ class Session:
         exchange = question.exchange
         if self.runtime.sends_sums and question.sum is None:
             raise RequestRefusedError(
-                "the client refuses a plain upload, and requires a secure sum"
+                "the server requested an upload without a secure sum, but method "
+                f"{method.name} requires one"
             )
         message = exchange_of(method, exchange).request.from_bytes(frame.payload)
         step = (context.round, exchange)
@@ -410,14 +417,14 @@ class Session:
 
     @contextmanager
     def _open_sum(self, terms: SumTerms) -> Iterator[SumClient]:
-        """Provides the current secure sum in a `with` block, and then stores the sum's state.
+        """Loads the current secure sum for a `with` block, and stores its state afterwards.
 
         No answer leaves the node before the state is stored. Otherwise two uploads could be sent
         under the same masks.
         """
         file = self.folder / SUM_FILE
         if not file.is_file():
-            raise primitives.SecureSumError("the client has not begun the requested secure sum")
+            raise primitives.SecureSumError("the server continued a sum that was not begun")
         client = SumClient.stored(read_regular(file), self.runtime.number, terms)
         try:
             yield client
@@ -440,7 +447,7 @@ class Session:
     # ------------------------------------------------------------------------------- its files
 
     def _restore(self, exchange: str, context: RoundContext) -> None:
-        """Restores the client's state after a step with a stored answer."""
+        """Restores the client's state after a step that was already answered."""
         name = f"{exchange}-{context.round}"
         client_state = self._read(name) if (self.folder / name).is_file() else {}
         self.runtime.store_state(exchange, client_state, context)
@@ -448,7 +455,7 @@ class Session:
         self.state.steps.add((context.round, exchange))
 
     def _store_state(self, exchange: str, context: RoundContext) -> None:
-        """Stores the client's state, the tensors that it keeps between rounds."""
+        """Stores the tensors that the client keeps between rounds."""
         client_state = self.runtime.load_state(MAIN, context)
         if client_state or exchange == FIRST:
             self._write(f"{exchange}-{context.round}", StoredClientState(client_state).to_bytes())
@@ -484,13 +491,13 @@ class Session:
         write_whole(self.folder / name, content, secret=True)
 
     def _read(self, name: str) -> ClientState:
-        """Loads a stored client state of the client onto the client's device."""
+        """Loads a client state from a file to the client's device."""
         stored = StoredClientState.from_bytes(read_regular(self.folder / name, MAX_TENSORS_BYTES))
         return stored.to(self.runtime.context.device).client_state
 
 
 def _digest(question: Frame) -> bytes:
-    """Hashes a request without its number, to recognise repeated requests."""
+    """Hashes a request. A repetition of the request has the same hash."""
     facts = {**question.facts, "number": None}
     text = json.dumps([question.kind, facts], sort_keys=True)
     return hashlib.sha256(text.encode() + b"\0" + question.payload).digest()

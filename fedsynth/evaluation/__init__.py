@@ -1,4 +1,7 @@
-"""Measures of models and generators. Reading their names here imports no torch."""
+"""Measures of models and generators.
+
+This file only defines names, and does not import torch.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -7,7 +10,7 @@ MEASURES = ("balanced_accuracy", "auroc", "f1", "calibration_error")
 
 
 class Names(NamedTuple):
-    """The keys of a task's main measure in metrics and summaries.
+    """The metric names of a task, such as `test_accuracy`.
 
     Attributes:
         test: the measure of the model on the test set.

@@ -1,4 +1,4 @@
-"""Measures models' accuracy, and their fairness to the clients.
+"""Computes a model's accuracy, and how much the accuracy varies between clients.
 
 `local_metrics` computes the three measures of FedKF (Definitions 1 to 3): the average accuracy of a
 model over the clients, its variance and its minimum. a_k is the accuracy on the test split of
@@ -37,7 +37,7 @@ def accuracy(model: nn.Module, data: ImageData, batch: int = 1000) -> float:
 
 
 def domain_masks(data: ImageData) -> dict[str, Tensor]:
-    """Returns the examples of each domain, such as of each hospital.
+    """Returns masks that select the examples of each domain, for example of each hospital.
 
     Returns:
         A boolean tensor [N] by the domain's name, for domains with at least one example. The
@@ -53,10 +53,10 @@ def domain_masks(data: ImageData) -> dict[str, Tensor]:
 
 
 def scores(logits: Tensor, labels: Tensor) -> Tensor:
-    """Scores each prediction: float64 [N] in [0, 1], where 1 is correct.
+    """Scores each prediction between 0 (wrong) and 1 (correct).
 
-    For classes [N], it is 1 if the prediction is correct, and otherwise 0. For masks [N, H, W], it
-    is the Dice coefficient.
+    The scores are float64 [N]. For classes [N], a score is 0 or 1. For masks [N, H, W], it is the
+    Dice coefficient.
     """
     if labels.dim() == 1:
         return (logits.argmax(dim=1) == labels).double()

@@ -1,4 +1,4 @@
-"""Measures what released images show about the images from which they were made.
+"""Measures how much released images reveal about the real images.
 
 All results are exact functions of the real images, without noise, so no guarantee covers them. They
 may only be computed for images that are public or simulated.
@@ -60,7 +60,7 @@ class Membership(Attack):
 
 
 class SiteInference(Attack):
-    """An attack that guesses by which owner an image was released, with a linear classifier."""
+    """An attack in which a linear classifier predicts which owner released an image."""
 
     owners: int
     can_show: str = (
@@ -73,10 +73,10 @@ class SiteInference(Attack):
 
 
 class Evidence(Part):
-    """The evidence pack of a synthetic set, which is the file evidence.json.
+    """Attack results and fidelity of a synthetic set, as stored in evidence.json.
 
-    `site_inference` is None without two owners of two images each. Fidelity is the distance to the
-    held-out images.
+    `site_inference` is None unless there are two or more owners, each with two or more images.
+    `fidelity` compares the set with the held-out images.
 
     >>> Evidence.model_json_schema()["properties"]["schema_version"]["const"]
     1
@@ -101,7 +101,7 @@ class Evidence(Part):
 
 
 def interval(rate: float, trials: float) -> tuple[float, float]:
-    """Returns the 95 % interval of Clopper and Pearson for a rate in independent trials.
+    """Returns the 95 % Clopper-Pearson confidence interval of a success rate.
 
     >>> low, high = interval(1.0, 20)
     >>> round(low, 3), high
@@ -155,16 +155,16 @@ def membership(
 
 
 def _nearest(released_ND: Tensor, real_MD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distance and the row of each released image's nearest real image."""
+    """Returns the distance and the row index of the real image nearest to each released image."""
     real, chunks = real_MD.double(), released_ND.double().split(_RELEASED_AT_ONCE)
     distances, rows = zip(*(torch.cdist(chunk, real).min(1) for chunk in chunks), strict=True)
     return torch.cat(distances), torch.cat(rows)
 
 
 def site_inference(released_ND: Tensor, owners_N: Tensor, labels_N: Tensor) -> SiteInference | None:
-    """Tries to tell who released an image, by cross-validated ridge regression.
+    """Predicts each released image's owner by cross-validated ridge regression.
 
-    Chance is the best guess from the image's class.
+    Chance is the accuracy of the best guess from the image's class.
 
     Args:
         released_ND: the features of the released images.

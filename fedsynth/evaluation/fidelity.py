@@ -1,4 +1,4 @@
-"""Measures the similarity of synthetic and real images, by torchmetrics.
+"""Computes FID and KID between synthetic and real images with torchmetrics.
 
 Both distances compare the features that a fixed network computes for the images. FID (Heusel et al.
 2017, arXiv 1706.08500) is the Fréchet distance of two normal distributions with the means and
@@ -27,7 +27,7 @@ SUBSETS, SUBSET_SIZE = 100, 1000
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Distances between synthetic and real images, with the image counts on which they depend.
+    """FID and KID between synthetic and real images, and the number of images in each set.
 
     Attributes:
         fid: the Fréchet distance of the features, at least 0 up to rounding.
@@ -70,10 +70,13 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     smaller = min(len(synthetic), len(real))
     if smaller < 2:
         raise DataError(
-            f"FID and KID need 2 real and 2 synthetic images, got {smaller}. Add images"
+            f"FID and KID need at least 2 real and 2 synthetic images, got {len(real)} real and "
+            f"{len(synthetic)} synthetic images. Add images"
         )
     if not (synthetic.isfinite().all() and real.isfinite().all()):
-        raise DataError("the network's features are not finite. Use another network")
+        raise DataError(
+            "FID and KID need finite features, got NaN or infinity. Use another network"
+        )
     identity = nn.Identity()
     identity.num_features = synthetic.shape[1]  # type: ignore[assignment]
     metric = FrechetInceptionDistance(identity)

@@ -96,7 +96,7 @@ def generator_tally(teacher: nn.Module, generator: Any, images: int = TALLIED) -
 
 
 def describe(tally_RC: Tensor) -> dict[str, float]:
-    """Computes the generated images' quality measures from a tally, by name.
+    """Computes quality measures of generated images from counts of predicted classes.
 
     The result contains "agreement" only if the tally counts requested classes, and "student" only
     if the tally counts the student's predictions.
@@ -106,7 +106,9 @@ def describe(tally_RC: Tensor) -> dict[str, float]:
     """
     count = int(tally_RC[0].sum())
     if not count:
-        raise ValueError("cannot describe a tally that contains no images")
+        raise ValueError(
+            "the tally must count at least one generated image, got 0. Generate images first"
+        )
     facts = {}
     for name, right_C in zip(("agreement", "student"), tally_RC[1:], strict=False):
         facts[name] = int(right_C.sum()) / count

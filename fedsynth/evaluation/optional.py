@@ -1,4 +1,4 @@
-"""Measures that a run computes only on request (`RunSettings.measures`), because they take time.
+"""Optional measures of a run, selected by `RunSettings.measures`. They take additional time.
 
 - `client_model_accuracy`: the accuracy of each uploaded model on the common test set, as in
   FedHydra's tables of clients with different architectures.

@@ -1,4 +1,4 @@
-"""Computes published metrics from runs' results, and compares the values with the published ones.
+"""Compares the results of finished runs with a paper's published numbers.
 
 A reproduced mean m is "within" the published mean p if |m − p| ≤ 2·√(s_m² + s_p²). Here s_m and s_p
 are standard deviations over runs, not of the means, for two reasons. The authors and we draw
@@ -66,8 +66,10 @@ class Line:
 
     @property
     def averaged(self) -> Spread:
-        """The test accuracies of students with averaged weights, if recorded
-        (`OneShotSettings.student_weights`)."""
+        """The mean and the standard deviation of the accuracies of averaged students.
+
+        Runs record these accuracies with `OneShotSettings.student_weights`.
+        """
         if self.number.metric != "test_accuracy_pct":
             return Spread.of([])
         curves = [run["curve"].get("models.average.test_accuracy", ()) for run in self.runs]
@@ -80,7 +82,7 @@ class Line:
 
     @property
     def commits(self) -> list[str]:
-        """The runs' code commits, or versions if unknown."""
+        """The git commits of the runs' code. Unknown commits are replaced by versions."""
         return list(dict.fromkeys(run["commit"] or run["version"] for run in self.runs))
 
     @property
@@ -111,7 +113,7 @@ class Line:
 
 
 def verdict(published: float | None, published_std: float | None, values: Sequence[float]) -> str:
-    """Returns the verdict on reproduced values, compared with a published mean.
+    """Compares reproduced values with a published mean, and returns the verdict.
 
     The verdict is `WITHIN`, `ABOVE`, `BELOW` or `NONE`. The module's docstring states the rule.
     `ABOVE` means that the reproduced mean is larger, which need not be better.
@@ -143,7 +145,9 @@ def jobs_of(
     changes: Changes | None = None,
     speed: Changes | None = None,
 ) -> list[Job]:
-    """Returns one run for each pair of a seed and a runnable cell, sorted by seed.
+    """Returns one run per seed for each table cell that can be run.
+
+    The runs are sorted by seed.
 
     Args:
         table: the table's preset. cells: some of the table's cells. seeds: the runs' seeds.
@@ -208,7 +212,7 @@ def lines(
 
 @dataclass(frozen=True)
 class Judgement:
-    """The evidence from finished runs for a paper's claim, on one data set and partition.
+    """The result of checking a paper's claim on one data set and partition.
 
     Args:
         claim: the claim.
@@ -223,7 +227,7 @@ class Judgement:
 
     @property
     def closest(self) -> str:
-        """The rival method with the smallest mean difference."""
+        """The rival method with the best results."""
         return min(self.differences, key=lambda rival: _mean(self.differences[rival]))
 
     @property
@@ -257,9 +261,10 @@ def _resolved_sign(differences: Sequence[float]) -> int:
 def judgements(
     table: presets.Preset, rows: Mapping[str, Row], changes: Changes | None = None
 ) -> list[Judgement]:
-    """Judges a table's claims by the finished runs, on each data set and partition.
+    """Checks the claims of a published table with the results of finished runs.
 
-    Data sets without one of a claim's methods are left out.
+    Each claim is checked on each data set and partition. Data sets without one of a claim's methods
+    are left out.
 
     Args:
         table: the table's preset. rows: the finished runs' rows by run hash (`rows_by_hash`).
@@ -293,7 +298,7 @@ def _finished(jobs: Iterable[Job], rows: Mapping[str, Row]) -> dict[int, Row]:
 def _fedavg_jobs(
     table: presets.Preset, cell: presets.Cell, seeds: Sequence[int], changes: Changes | None
 ) -> list[Job]:
-    """Returns FedAvg's runs on a cell's data, if the cell has a number relative to FedAvg.
+    """Returns the FedAvg runs that a cell's numbers are compared with.
 
     They are needed if a number counts the rounds until FedAvg's accuracy is reached, and use the
     cell's data set and partition. Otherwise the list is empty.
@@ -356,7 +361,10 @@ def measured(
 
 
 def _column(curve: Curve, variant: str, name: str) -> Sequence[float | None]:
-    """Returns the values of a metric after each round, of one model if there are several."""
+    """Returns the values of a metric for one model, one for each round.
+
+    If the run has only one model, `variant` is ignored.
+    """
     return curve.get(f"models.{variant}.{name}", curve.get(name, ()))
 
 
@@ -392,7 +400,7 @@ def _of_domain(curve: Curve, domain: str, dataset: str) -> float | None:
 
 
 def _rounds_to(fedavg: Row, curve: Curve, variant: str, name: str) -> float | None:
-    """Returns the number of rounds until a metric reaches its final value with FedAvg.
+    """Counts the rounds until a metric reaches FedAvg's final value.
 
     Returns the number of rounds plus one if the value is never reached, and None if the metric is
     missing.

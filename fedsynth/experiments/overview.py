@@ -1,4 +1,4 @@
-"""Compares finished runs: their differing settings, short names, and a table of results."""
+"""Lists the differing settings and the results of several finished runs."""
 
 from __future__ import annotations
 
@@ -104,8 +104,9 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def overview(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns a table of runs, with the headings in the first row. The first column is the method.
-    The others are those of `_COLUMNS` with a value for at least one run.
+    """Returns a table of runs, with the headings in the first row.
+
+    The first column is the method. Columns of `_COLUMNS` without any value are left out.
     """
     rows = [["method"], *([run.method] for run in runs)]
     for heading, (path, show) in _COLUMNS.items():

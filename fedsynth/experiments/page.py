@@ -104,9 +104,9 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
 def curves(
     runs: Sequence[Run], metric: str, axis: str, *, mean: bool = False, note: Note = lambda _: None
 ) -> list[Line]:
-    """Returns several runs' learning curves, one line each.
+    """Returns the learning curves of several runs.
 
-    With `mean`, runs that differ only in their seeds share one line, their mean. A band shows one
+    With `mean`, runs that differ only in their seeds share one curve, their mean. A band shows one
     sample standard deviation above and below the mean. Runs without the metric or the x values are
     left out, with a message to `note` about each.
 
@@ -281,7 +281,7 @@ def _curves(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
-    """Yields a plot of a metric with a line for each run that recorded the metric, if any did."""
+    """Yields a plot of a metric, or nothing if no run recorded the metric."""
     lines = []
     for number, run in enumerate(runs):
         if points := curve(run, metric, axis):
@@ -343,9 +343,7 @@ def _measured(values: Mapping[str, Any], accuracy: Any) -> list[str]:
 
 
 def _classification(runs: Sequence[Run]) -> Iterator[Markup]:
-    """Yields tables of each run's measures on the test set, also by domain and by client, and the
-    confusion matrices.
-    """
+    """Yields tables of the runs' test results, and their confusion matrices."""
     rows, clients = [], []
     for run in runs:
         last = run.rows[-1] if run.rows else {}
@@ -429,7 +427,10 @@ def _privacy(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _guarantee(run: Run) -> tuple[list[str], list[tuple[float, float]]]:
-    """Returns a run's privacy guarantee as a table row, and the points (round, ε) of its ε curve."""
+    """Returns a run's privacy guarantee, as a table row and as a curve.
+
+    The curve consists of points (round, ε).
+    """
     if not run.private:
         return ["no differential privacy"], []
     try:

@@ -1,4 +1,4 @@
-"""Presets for reproducing published tables, with the settings for each table cell's runs.
+"""Presets, which contain the settings for reproducing published tables.
 
 A cell contains the rows of published_results.csv that one run reproduces. Rows that differ only in
 their metric or domain are different numbers of the same cell.
@@ -111,7 +111,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Cell:
-    """Published numbers that a single run per seed reproduces.
+    """Numbers of a published table that the same run reproduces.
 
     The other attributes are the columns of published_results.csv.
 
@@ -139,7 +139,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Block:
-    """Settings for some cells of a table, with the settings' source.
+    """Settings that apply to some cells of a table, and where they come from.
 
     Args:
         source: where the paper states the settings, or a statement that we chose them. sections:
@@ -247,8 +247,9 @@ class Preset:
         return next((reason for when, reason in self.refusals if cell.fits(when)), "")
 
     def variant(self, cell: Cell) -> str:
-        """Returns the name of the final model to which a cell's numbers refer, or an empty string
-        if runs have only one.
+        """Returns the name of the final model that a cell's numbers describe.
+
+        The name is empty if runs have only one final model.
         """
         variants = [block.variant for block in self.blocks if cell.fits(block.when)]
         return next(filter(None, reversed(variants)), "")
@@ -321,8 +322,9 @@ class Preset:
 
 
 def _value(cell: Cell, column: str) -> str:
-    """Returns a cell's text in one column, which may be empty. The column "alpha" is the
-    partition's α.
+    """Returns a cell's value in a column, as text.
+
+    The text may be empty. The column "alpha" contains the partition's α.
     """
     if column != "alpha":
         return str(getattr(cell, column))
@@ -331,7 +333,10 @@ def _value(cell: Cell, column: str) -> str:
 
 
 def dataset_of(word: str) -> str:
-    """Converts a table's name for a data set to fedsynth's name. A domain after a colon is removed."""
+    """Converts a data set's name in a table to fedsynth's name.
+
+    A domain after a colon is removed.
+    """
     name = word.partition(":")[0]
     return DATASETS.get(name, name)
 
@@ -356,7 +361,7 @@ def partition_of(word: str) -> dict[str, Any]:
 
 
 def sections_of_words(cell: Cell) -> Sections:
-    """Returns the settings that follow from a cell's columns, in any table."""
+    """Returns the settings that a cell's columns determine."""
     sections: Sections = {
         "run": {},
         "data": {"dataset": dataset_of(cell.dataset)},
@@ -374,7 +379,7 @@ def sections_of_words(cell: Cell) -> Sections:
 
 
 def override(sections: Changes, changes: Changes) -> Sections:
-    """Returns `sections` of settings, overridden by `changes`."""
+    """Merges sections of settings. Values in `changes` take precedence."""
     merged = {name: dict(values) for name, values in sections.items()}
     for name, values in changes.items():
         merged.setdefault(name, {}).update(values)
@@ -394,7 +399,7 @@ def cell_words(cell: Cell, preset: Preset) -> str:
 
 
 def main_cell(table: Preset, **filters: Any) -> Cell:
-    """Returns the preset's main cell, which is used if filters match several cells.
+    """Returns the cell that is used if several cells match the filters.
 
     It is the first runnable cell with the paper's own method, or else the first runnable cell, or
     else the first cell.
@@ -409,7 +414,7 @@ def main_cell(table: Preset, **filters: Any) -> Cell:
 
 
 def preset_sections(table: Preset, changes: Changes) -> tuple[Sections, Cell]:
-    """Returns a preset's changed settings, and the cell selected by the changes.
+    """Applies changes to a preset, and returns the settings and the selected cell.
 
     The table must have a cell with a changed data set or method. A changed α, number of clients or
     number of rounds selects a cell only if the table has one.
@@ -515,8 +520,9 @@ def preset(name: str) -> Preset:
 
 @functools.cache
 def not_covered() -> tuple[tuple[str, str, str], ...]:
-    """Returns the published experiments without numbers in published_results.csv, each as the
-    paper, the place in the paper and a description.
+    """Returns the published experiments that published_results.csv does not contain.
+
+    Each entry consists of the paper, the place in the paper and a description.
     """
     return tuple(
         (paper["paper"], table, what)
@@ -564,7 +570,7 @@ def _published_cells(rows: list[Mapping[str, str]]) -> Iterator[Cell]:
 
 
 def _cells_without_number(entries: list[Mapping[str, Any]]) -> Iterator[Cell]:
-    """Yields table cells without reported values in the paper.
+    """Yields the table cells for which the paper reports no value.
 
     An entry may list several values of a column, and yields one cell for each combination.
     """

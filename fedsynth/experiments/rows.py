@@ -71,7 +71,7 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
 
 
 def changed_setting(run: Path, settings: RunSettings) -> str:
-    """Describes a setting whose value in a run differs from today's, or returns an empty string.
+    """Describes a setting that has changed since a run, or returns an empty string.
 
     Settings newer than the run are not compared, nor those that change only the speed.
 
@@ -98,7 +98,9 @@ def current(run: Path | None, settings: RunSettings) -> Path | None:
 
 @dataclass(eq=False)
 class Rows:
-    """A file of result rows. Missing rows are computed and appended until a deadline.
+    """A file of results, with one row for each computation.
+
+    A missing row is computed and appended, unless the deadline has passed.
 
     Args:
         path: the file.
@@ -213,7 +215,7 @@ FIGURES = (*TEST_KEYS, "amp", "fm", "wlp", *FEATURE_SPACE, DISSIMILARITY)
 
 
 def round_summary(rows: Sequence[Row], domains: bool) -> dict[str, Any]:
-    """Returns a result row's entries that summarise a finished run's rounds.
+    """Summarises a finished run's rounds as entries of a result row.
 
     Args:
         rows: the metrics of each round, as in metrics.jsonl.

@@ -1,6 +1,7 @@
-"""Executes runs that have no result yet, and resumes interrupted runs. `Runner` executes published
-tables' runs one after another in its own process, until a deadline, and stores a row for each
-finished run. `run_sweep` executes a sweep's runs in other processes.
+"""Executes runs that have no result yet, and resumes interrupted runs.
+
+`Runner` executes published tables' runs one after another in its own process, until a deadline, and
+stores a row for each finished run. `run_sweep` executes a sweep's runs in other processes.
 
 An interrupted run leaves a run folder with checkpoints (docs/decisions/resuming.md). The next call
 resumes it, with the same numbers as an uninterrupted run. A run in use by another process is left
@@ -56,7 +57,7 @@ NEEDED = {
 
 
 class OutOfTimeError(KeyboardInterrupt):
-    """Raised at the deadline, so that the run stops as after Ctrl-C."""
+    """Raised at the deadline. It stops a run in the same way as Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class Runner:
             yield outcome
 
     def run_folder(self, job: Job) -> Path:
-        """Returns the parent of a run's folder, one for each precision."""
+        """Returns the folder for a job's run folders. Each precision has its own folder."""
         return self._runs_of(job.hash, job.settings.precision)
 
     def _runs_of(self, settings: str, precision: str) -> Path:
@@ -259,14 +260,17 @@ COMMAND = (sys.executable, "-c", "from fedsynth.cli.app import main; main()", "t
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a sweep's runs: part `number` of `count`, from 1."""
+    """A part of a sweep's runs, such as number 2 of 8. Numbers start at 1."""
 
     number: int = 1
     count: int = 1
 
     @classmethod
     def of(cls, text: str | None, environment: Mapping[str, str]) -> Shard:
-        """Parses `i/n`, or returns the shard of a Slurm array's task if `text` is None.
+        """Parses a shard such as "2/8".
+
+        If `text` is None, each task of a Slurm array has its own shard. Without an array, the
+        shard contains all runs.
 
         Raises:
             SweepError: the shard is invalid.
@@ -287,12 +291,16 @@ class Shard:
         shard = cls(int(match[1]), int(match[2])) if match else cls(0)
         if not 1 <= shard.number <= shard.count:
             raise SweepError(
-                f"the shard {text!r} is not a part i/n with 1 ≤ i ≤ n. Pass --shard, such as 1/8"
+                f"the shard {text!r} must have the form i/n with 1 ≤ i ≤ n. Set --shard to a value "
+                "such as 1/8"
             ).with_code("sweep.shard")
         return shard
 
     def cells(self, sweep: Sweep) -> list[Cell]:
-        """Returns the shard's runs. Runs that charge the same ledgers are in the same shard."""
+        """Returns the runs of the shard.
+
+        All runs that charge the same ledgers are in the same shard.
+        """
         groups = list(dict.fromkeys(_ledger(cell) or cell for cell in sweep.cells))
         chosen = set(groups[self.number - 1 :: self.count])
         return [cell for cell in sweep.cells if (_ledger(cell) or cell) in chosen]
@@ -315,7 +323,7 @@ def run_sweep(
         OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
     if sweep.selection is not None:
-        reason = "is set, so only one run is executed. Call select_privately instead of run_sweep"
+        reason = "has no effect in run_sweep. Call select_privately, or remove [selection]"
         raise SettingError("selection", "law", reason)
     shard = shard or Shard()
     with locked(sweep) if shard.count == 1 else nullcontext() as lock:
@@ -340,13 +348,13 @@ def locked(sweep: Sweep) -> Iterator[FileIO]:
 
 
 def _note_process(lock: FileIO, process_id: int) -> None:
-    """Appends the process's number to the lock file, for other processes' error messages."""
+    """Appends a process ID to the lock file, for the error messages of other processes."""
     with suppress(OSError):  # the disk is full
         lock.write(f"{process_id}\n".encode())
 
 
 def _busy(place: Path) -> OutputError:
-    """Returns the error for a folder locked by other processes, with their numbers."""
+    """Returns an error with the IDs of the processes that have locked a folder."""
     text = read_regular(place).decode(errors="replace") if place.exists() else ""
     numbers = filter(str.isdecimal, text.split())
     has_list = Path("/proc").exists()  # elsewhere, all processes that have held the lock are named
@@ -418,10 +426,10 @@ def _ledger(cell: Cell) -> Path | None:
 
 
 def _start(sweep: Sweep, cell: Cell, lock: FileIO | None) -> subprocess.Popen[bytes] | None:
-    """Starts a run, or resumes it if it was interrupted. Returns None if others execute it.
+    """Starts or resumes a run, unless another process executes or has finished it.
 
-    The run inherits the lock of its folder and that of the sweep, because it outlives a killed
-    sweep.
+    Returns None if no process was started. The run inherits the locks of its folder and of the
+    sweep, because it outlives a killed sweep.
     """
     folder = sweep.folder(cell)
     with writing(folder):
@@ -458,7 +466,7 @@ def _started(sweep: Sweep, cell: Cell, locks: Sequence[FileIO]) -> subprocess.Po
 
 
 def _separated(locks: Sequence[FileIO]) -> dict[str, Any]:
-    """Returns `Popen` arguments with which a run inherits the locks, but not Ctrl-C.
+    """Returns `Popen` arguments that pass the locks to a run, but not Ctrl-C.
 
     The sweep receives Ctrl-C and stops its runs cleanly. On Windows a run inherits no lock.
     """

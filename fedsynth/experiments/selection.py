@@ -60,7 +60,7 @@ VARIED: dict[str, Any] = {"mechanism": None, "clip": None, "sample_rate": None}
 
 @dataclass(frozen=True)
 class SelectionPlan:
-    """The public plan of a selection, which is made before any data are read.
+    """The plan of a private selection, computed from public values only.
 
     Attributes:
         sweep: the sweep, whose runs are the candidates.
@@ -80,7 +80,7 @@ class SelectionPlan:
 
     @cached_property
     def held_out(self) -> float:
-        """The number of records that are held out to score a trial. It is public."""
+        """The number of held-out records that score a trial, computed from public sizes."""
         partition = self.plans[0].run.partition
         share = partition.local_test / (1 - partition.local_test)
         return partition.clients * self.plans[0].nominal_size * share
@@ -127,14 +127,14 @@ def plan_selection(sweep: Sweep) -> SelectionPlan:
 
 
 def _trial_epsilon(scale: float, delta: float) -> float:
-    """Returns the ε of a single trial, a Gaussian mechanism with σ = `scale`."""
+    """Returns the ε of one trial, as of a Gaussian mechanism with σ = `scale`."""
     return epsilon_of(Merged(1 / scale), delta)
 
 
 def _row(
     plans: Sequence[PrivacyPlan], settings: SelectionSettings, scale: float
 ) -> tuple[Release, Selection]:
-    """Returns the ledger row charged to each client, and the selection described in the row."""
+    """Returns the ledger row that a selection charges, and the `Selection` in it."""
     epsilon = _trial_epsilon(scale, plans[0].privacy.delta)
     candidates = [plan.as_trial(epsilon).totals.steps for plan in plans]
     selection = Selection.of_mean(
@@ -171,8 +171,8 @@ def _check(sweep: Sweep) -> None:
             raise PrivacySettingError("privacy", "epsilon", reason)
         for section, key in settings_with_own_code(cell.settings):
             reason = (
-                "names custom code, which could keep values of one trial for the next ones. Name a "
-                "built-in one, or remove [selection]"
+                "names custom code, which could pass information from one trial to the next. Set it "
+                "to a built-in name, or remove [selection]"
             )
             raise SettingError(section, key, reason)
         method = cell.settings.method
@@ -189,10 +189,9 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
             reason = (
-                f"gives the run {cell.label} other data, clients or privacy than the first run. "
-                "Let the runs of a selection differ only in methods, models, rounds and "
-                f"{', '.join(f'privacy.{name}' for name in VARIED)}, and set partition.seed if the "
-                "seed varies"
+                f"gives the run {cell.label} other data, clients or privacy than the first run, but "
+                "a selection needs the same for all. Set partition.seed, and vary only methods, "
+                f"models, rounds and {', '.join(f'privacy.{name}' for name in VARIED)}"
             )
             raise SettingError("grid", "settings", reason)
 
@@ -205,7 +204,7 @@ def _common(settings: RunSettings) -> tuple[object, ...]:
 
 
 def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
-    """Checks that each run can be a trial.
+    """Checks that the runs can be used in a private selection.
 
     Raises:
         SettingError: the ledgers are not kept, a run has no guarantee, or the score or its cost is
@@ -221,11 +220,11 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
-            reason = "has no guarantee, so a selection would have none. Use another mechanism"
+            reason = "has no privacy guarantee, but a selection needs one. Use another mechanism"
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":
-            reason = "has no accounting for subsampled runs in a selection. Use add-remove"
+            reason = "cannot be used in a selection of subsampled runs. Use add-remove"
             raise PrivacySettingError("privacy", "adjacency", reason, value="replace-one")
 
 
@@ -245,10 +244,11 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
 def select_privately(
     sweep: Sweep, report: Callable[[str], None], *, download: bool = False
 ) -> dict[str, Any]:
-    """Executes a selection, unless its result exists. Returns the content of selection.json.
+    """Executes a private selection, and returns the content of selection.json.
 
-    The best run's folder is in `SelectionPlan.folder`. An interrupted selection keeps its charge
-    and nothing else; the next call is a new selection with a new charge.
+    If the selection has already finished, its result is returned. The best run's folder is in
+    `SelectionPlan.folder`. An interrupted selection keeps its charge and nothing else; the next
+    call is a new selection with a new charge.
 
     Args:
         sweep: the sweep, with `selection` set.
@@ -276,7 +276,10 @@ def select_privately(
 
 
 def result_folder(sweep: Sweep) -> Path:
-    """Returns a selection's result folder, whose name depends on all settings."""
+    """Returns the folder for a selection's result.
+
+    The folder's name contains a hash of all settings.
+    """
     text = f"{[settings_hash(cell.settings) for cell in sweep.cells]} {sweep.selection}"
     digest = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
     return sweep.output / f"best-{digest}"

@@ -1,5 +1,7 @@
-"""Reads a sweep file, which describes a grid of runs, and makes a table of their results: the mean
-± standard deviation over seeds, as plain text, CSV or Markdown.
+"""Reads a sweep file and summarises the results of its runs in a table.
+
+A sweep file describes a grid of runs. The table contains the mean ± standard deviation over seeds,
+as plain text, CSV or Markdown.
 
 Each run's folder is below OUTPUT/KEY, where KEY depends on the run's settings. A run with changed
 settings is a new run.
@@ -119,7 +121,7 @@ class Sweep:
         return self.output / cell.key
 
     def finished(self, cell: Cell) -> Path | None:
-        """Returns the folder of the run finished with today's settings, if there is one."""
+        """Returns the folder of the finished run with the current settings, or None."""
         return current(finished.finished_run(self.folder(cell)), cell.settings)
 
 
@@ -136,8 +138,8 @@ def read_sweep(file: Path) -> Sweep:
     """
     if file.name == CONFIG:
         raise SweepError(
-            f"{file} has the name of a run's settings file, which may come from others. Copy the "
-            "settings that you trust to another file"
+            f"{file} may come from another user's run, because its name is {CONFIG}. Copy the "
+            "settings that you trust to a file with another name"
         ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})
@@ -166,8 +168,8 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
     for name in method_axes:
         if name not in names:
             raise SweepError(
-                f"[grid.{name}] has no effect, because no run uses the method {name!r}, only "
-                f"{', '.join(names)}. Remove it, or add the method to the grid"
+                f"[grid.{name}] has no effect, because the runs only use {', '.join(names)}. Remove "
+                f"[grid.{name}], or add {name!r} to the grid's methods"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))

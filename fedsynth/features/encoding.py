@@ -94,19 +94,22 @@ class EncoderSettings:
             return
         for name in ("encoder_weights", "public_images"):
             if getattr(self, name):
-                reason = "has no effect without an encoder timm:NAME or torchvision:NAME. Remove it"
+                reason = (
+                    "requires data.encoder=timm:NAME or torchvision:NAME, got "
+                    f"{self.encoder!r}. Remove data.{name}"
+                )
                 raise SettingError("data", name, reason)
         if self.encoder and self.encoder not in registry.feature_names():
             registry.refuse_unknown_map(self.encoder, "data", key="encoder")
 
     @property
     def is_pretrained(self) -> bool:
-        """True for timm and torchvision encoders."""
+        """True if the encoder is a timm or torchvision network."""
         return pretrained.names_a_library(self.encoder)
 
 
 def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> FeatureMap:
-    """Returns an encoder's feature map for images with a given specification or shape.
+    """Creates an encoder's feature map for a data set's images or for an image shape.
 
     A pretrained network's name is extended by the first digits of its weights' hash. Public images
     are decoded with the specification's window and slice.
@@ -183,7 +186,9 @@ def _refused(reason: str) -> SettingError:
 
 
 def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
-    """Reads a folder's first 2,000 images by path, with subfolders: uint8 [N, C, H, W].
+    """Reads the images in a folder and its subfolders, as uint8 [N, C, H, W].
+
+    If there are more than 2,000 images, only the first 2,000 by path are read.
 
     Raises:
         DataError: the folder contains fewer than two images, or an unreadable one.
@@ -193,7 +198,8 @@ def public_images(folder: Path, shape: Shape, decoding: Decoding) -> Tensor:
         raise DataError(f"{one_line(folder)} contains fewer than 2 images. Add public images")
     images, faults, _ = read_pixels(files[:MAX_PUBLIC_IMAGES], *shape, decoding)
     for position, fault in faults.items():
-        raise DataError(f"{one_line(files[position])} cannot be read as an image: {fault}")
+        file = one_line(files[position])
+        raise DataError(f"{file} cannot be read as an image: {fault}. Replace or remove the file")
     return torch.from_numpy(images)
 
 
@@ -221,7 +227,7 @@ def encoded_spec(spec: DatasetSpec, features: FeatureMap) -> DatasetSpec:
 
 
 def image_spec(spec: DatasetSpec) -> DatasetSpec:
-    """Returns the specification of the images from which vectors were encoded.
+    """Returns the specification of an encoded data set's original images.
 
     The images' normalisation constants are unknown, so the constants for images in folders are
     used. For other data, the specification is returned unchanged.
@@ -251,9 +257,9 @@ def encode(
     progress: Progress = lambda completed, total: None,
     note: Note = lambda text: None,
 ) -> ImageData:
-    """Replaces a data set's images by vectors, with values scaled from [−1, 1] to [0, 1].
+    """Replaces a data set's images by feature vectors.
 
-    Labels, domains and groups stay the same.
+    Vector values are scaled from [−1, 1] to [0, 1]. Labels, domains and groups stay the same.
 
     Args:
         data: the images.
@@ -268,7 +274,7 @@ def encode(
     Raises:
         OutputError: the cache folder is readable by others, or cannot be written.
 
-        >>> from fedsynth import load_dataset
+    >>> from fedsynth import load_dataset
     >>> train, _ = load_dataset("digits")
     >>> map = registry.feature_map("pixels", (1, 8, 8))
     >>> vectors = encode(train.subset([0, 1]), map, torch.device("cpu"))
@@ -388,13 +394,13 @@ def _require_private(folder: Path) -> None:
         return
     if state.st_mode & 0o077 or state.st_uid != os.getuid():
         raise OutputError(
-            f"the cache folder {one_line(folder)} is open to other users, but vectors are as "
-            "private as images. Run chmod 700, or name a new folder"
+            f"the cache folder {one_line(folder)} must be private, but other users can open it. "
+            "Run chmod 700 on it, or choose a new folder"
         ).with_code("files.permissions")
 
 
 def clear_cache(folder: str | Path) -> int:
-    """Deletes the vectors in a cache folder, and returns the number of files.
+    """Deletes the cached vectors in a folder, and returns the number of deleted files.
 
     Other files in the folder are not changed.
 

@@ -45,7 +45,7 @@ def names_a_library(name: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class PretrainedNetwork:
-    """A network from images to embeddings, with its expected image preparation.
+    """A pretrained network that maps images to embeddings, with its preprocessing constants.
 
     Attributes:
         network: maps normalised colour images [N, 3, H, W] to embeddings [N, d].
@@ -77,7 +77,7 @@ class PretrainedNetwork:
         )
 
     def resized(self, x_NCHW: Tensor) -> Tensor:
-        """Converts grey images to colour images, and resizes images of another size."""
+        """Converts grey images to colour, and resizes images to the network's input size."""
         x = x_NCHW.expand(-1, 3, -1, -1)
         if tuple(x.shape[2:]) == self.size:
             return x
@@ -190,7 +190,7 @@ def _torchvision(
 
 
 def _fill(network: nn.Module, name: str, file: str) -> None:
-    """Copies a file's weights to a network. Weights for missing layers are ignored.
+    """Loads weights from a file into a network, and ignores additional weights in the file.
 
     Raises:
         SettingError: the file cannot be read, or belongs to another network.

@@ -1,7 +1,7 @@
-"""Computes a feature map's constants and whitening from random images, without reading data.
+"""Computes a feature map's constants and whitening matrices from random images.
 
-The images come from `random_images` with a fixed seed, so everything computed from them is public.
-Constants are rounded so that all machines agree.
+No data set is read. The images come from `random_images` with a fixed seed, so everything computed
+from them is public. Constants are rounded so that all machines agree.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _images(shape: Shape) -> Tensor:
 def public_vectors(
     function: Callable[[Tensor], Tensor], shape: Shape, images: Tensor | None = None
 ) -> Tensor:
-    """Computes the public images' vectors [N, d] with a function from pixels to vectors.
+    """Applies a function to public images, and returns their vectors [N, d].
 
     Args:
         function: pixels -> vectors [N, d].
@@ -54,7 +54,7 @@ def public_vectors(
 
 
 def constants(vectors_Nd: Tensor) -> tuple[float, float]:
-    """Returns two constants for a feature map: median norm and median distance from the mean.
+    """Returns the vectors' median norm, and their median distance from the mean vector.
 
     Clipping at the median changes half of the vectors, but their mean only little. Noise is then
     scaled to a typical image's norm.
@@ -73,7 +73,7 @@ def map_of_vectors(
     scale: float = 1.0,
     origin: str = SOURCE,
 ) -> FeatureMap:
-    """Makes a feature map from a function and its vectors for the public random images.
+    """Creates a feature map for a function, given the function's vectors of public images.
 
     The map's dimension and constants are computed from the vectors.
 
@@ -141,7 +141,7 @@ def normalised_map(
     function: Callable[[Tensor], Tensor],
     images: Tensor | None = None,
 ) -> FeatureMap:
-    """Makes a feature map with vectors of norm 1, which clipping to norm 1 leaves unchanged.
+    """Creates a feature map that scales a function's vectors to norm 1.
 
     Given public images, their mean vector is subtracted first. Each vector is then divided by its
     norm, so the bound is exact for any public images. The arguments and errors are those of
@@ -178,7 +178,8 @@ def checked_vectors(
     vectors = public_vectors(function, shape, images).float()
     reason = ""
     if vectors.dim() != 2 or not bool(torch.isfinite(vectors).all()):
-        reason = f"must return finite vectors [N, d], but returned {list(vectors.shape)}"
+        fault = f"shape {list(vectors.shape)}" if vectors.dim() != 2 else "NaN or infinite values"
+        reason = f"must return finite vectors [N, d], but returned {fault}. Correct the function"
     elif not constants(vectors)[1] > 0:
         reason = (
             "returns the same vector for half of the public images. Compute vectors that depend on "
@@ -254,7 +255,7 @@ class Whitening:
 
     @property
     def block(self) -> tuple[int, int]:
-        """The block's shape: the numbers of channel directions and of cells."""
+        """The number of channels and the number of cells of a whitened vector."""
         return len(self.channels), len(self.cells)
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
@@ -271,10 +272,11 @@ class Whitening:
 
 
 def _inverse_root(covariance: Tensor, floor: float) -> tuple[Tensor, Tensor]:
-    """Returns V diag(λ/λ₁ + floor)^−½ and V for a symmetric matrix C.
+    """Computes a regularised inverse square root of a symmetric matrix C.
 
-    The columns of V are the eigenvectors of C in ascending order of the eigenvalues λ, and λ₁ is
-    the largest eigenvalue. The product of the first result and Vᵀ is (C/λ₁ + floor)^−½.
+    It returns V diag(λ/λ₁ + floor)^−½ and V. The columns of V are the eigenvectors of C in
+    ascending order of the eigenvalues λ, and λ₁ is the largest eigenvalue. The product of the first
+    result and Vᵀ is (C/λ₁ + floor)^−½.
 
     The sign of each eigenvector is chosen such that Σ i·vᵢ > 0, so that all machines choose the
     same sign. The sign of the largest entry would not be enough, because a channel and its mirror

@@ -49,7 +49,7 @@ MIN_SIDE = 12
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:
-    """The dictionary of vectors with which image patches are compared.
+    """A dictionary of patch vectors that maps images to feature vectors.
 
     Args:
         mean: the mean of the normalised patches, [P]. P is 3·PATCH², with the channels first.
@@ -61,7 +61,9 @@ class Dictionary:
     atoms: Tensor
 
     def __call__(self, x_NCHW: Tensor) -> Tensor:
-        """Computes vectors [N, 2K·CELLS²] from colour or grey images with pixels in [0, 1].
+        """Computes feature vectors of grey or colour images with pixels in [0, 1].
+
+        The shape is [N, 2K·CELLS²], where K is the number of vectors in the dictionary.
 
         One convolution compares all patches with the dictionary. Each patch's mean and contrast are
         applied afterwards, because (p − μ_p)/s_p is linear in p for fixed μ_p and s_p. Few images
@@ -210,7 +212,7 @@ def _pair(name: str, shape: Shape, *, mirrored: bool = False) -> FeatureMap:
 def _side_by_side(
     functions: tuple[Callable[[Tensor], Tensor], ...], factors: tuple[float, ...], x_NCHW: Tensor
 ) -> Tensor:
-    """Multiplies each function's result by its factor, and concatenates the vectors."""
+    """Scales each function's vectors by a factor, and concatenates the vectors of all functions."""
     vectors = []
     for function, factor in zip(functions, factors, strict=True):
         vectors.append(function(x_NCHW) * factor)
@@ -224,10 +226,10 @@ def _mean_of_mirrored(function: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> T
 def _whitened(
     function: Callable[[Tensor], Tensor], shape: Shape, cells: int
 ) -> tuple[Whitening, float]:
-    """Whitens a function from pixels to vectors.
+    """Whitens the vectors that a function computes from pixels.
 
-    Returns it with its vectors' public radius. Only the directions with the largest variance over
-    public images are kept.
+    Returns the whitened function and its vectors' radius. Only the directions with the largest
+    variance over public images are kept.
     """
     vectors = public_vectors(function, shape)
     num_channels = math.ceil(CHANNEL_SHARE * vectors.shape[1] / cells)

@@ -58,10 +58,11 @@ def about_grey(x_NCHW: Tensor) -> Tensor:
 
 
 def unit_norm(shape: Shape) -> FeatureMap:
-    """Returns the feature map for vectors: centred between the bounds, and divided by the norm.
+    """Returns a feature map that centres vectors and scales them to norm 1.
 
-    Embeddings are usually compared by direction, so the map suits encoder outputs. The norm is at
-    most 1, so clipping to 1 never changes the features.
+    The middle of the value range is subtracted first. Embeddings are usually compared by direction,
+    so the map suits encoder outputs. The norm is at most 1, so clipping to 1 never changes the
+    features.
 
     >>> unit_norm((1, 1, 2))(torch.tensor([[[[0.5 + 0.3, 0.5 - 0.4]]]])).tolist()
     [[0.6000000238418579, -0.800000011920929]]
@@ -143,7 +144,7 @@ def feature_map(name: str, shape: Shape) -> FeatureMap:
 
 @cache
 def _build(name: str, shape: Shape) -> FeatureMap:
-    """Builds a feature map once per name and image shape, so that vectors can be cached by map."""
+    """Builds a feature map, or returns the cached one for the same name and image shape."""
     if name in _CUSTOM:
         return _build_custom(name, shape)
     if name not in _BUILT_IN:
@@ -171,9 +172,9 @@ def refuse_unknown_map(
 
 @dataclass(eq=False)
 class _CheckedFunction:
-    """A custom feature map's function, checked before its first use on each device.
+    """A wrapper that tests a custom feature map's function before its first use on a device.
 
-    The check uses public images. It makes sure that an image's vector depends only on the image
+    The test uses public images. It makes sure that an image's vector depends only on the image
     itself, not on others in the batch.
     """
 
@@ -255,7 +256,7 @@ def register_file(setting: str, section: str = "method", key: str = "features") 
 
 
 def register_features(name: str, build: Builder) -> None:
-    """Registers a custom feature map, which settings in the same process can then name.
+    """Registers a custom feature map, so that settings in this process can use its name.
 
     An earlier custom map of the same name is replaced. The map returned by `build` is checked and
     renamed when a run first needs it.
@@ -275,7 +276,7 @@ def register_features(name: str, build: Builder) -> None:
     1
     """
     if name in _BUILT_IN:
-        reason = f"of a custom feature map is {name!r}, a built-in map's name. Choose another"
+        reason = f"must not be a built-in feature map's name, got {name!r}. Choose another name"
         raise SettingError(None, "name", reason)
     _CUSTOM[name] = build
     _build.cache_clear()

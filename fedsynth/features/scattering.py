@@ -205,11 +205,10 @@ class Scattering(nn.Module):
         return F.pad(x_NHW[:, None], sides, mode="reflect")[:, 0]
 
     def _at_half(self, spectrum: Tensor) -> Tensor:
-        """Filters signals by ψ at the second scale, subsamples by 2 in each direction, and averages
-        the moduli.
+        """Computes the second scale's wavelet moduli at half resolution, and pools the moduli.
 
-        In Fourier space, subsampling averages a spectrum's four quarters. φ is a product of
-        one-dimensional Gaussians, so each side is averaged by a matrix product.
+        In Fourier space, subsampling by 2 in each direction averages a spectrum's four quarters. φ
+        is a product of one-dimensional Gaussians, so each side is averaged by a matrix product.
         """
         total = reduce(torch.add, map(_filtered, _quarters(spectrum, -2), self.coarse))
         signal = torch.fft.ifft2(torch.view_as_complex(total))
@@ -233,13 +232,16 @@ def _filtered(spectrum: Tensor, wave: Tensor) -> Tensor:
 
 
 def _quarters(spectrum: Tensor, dim: int) -> list[Tensor]:
-    """Splits matrices into quarters. `dim` is the dimension of the rows."""
+    """Splits each matrix into its four quadrants. Rows are dimension `dim`, columns `dim` + 1."""
     upper, lower = spectrum.chunk(2, dim=dim)
     return [*upper.chunk(2, dim=dim + 1), *lower.chunk(2, dim=dim + 1)]
 
 
 def _waves(size: tuple[int, int], scale: int) -> Tensor:
-    """Returns the oriented wavelets ψ in Fourier space, [L, H', W', 2], with each value twice."""
+    """Returns the oriented wavelets in Fourier space, [L, H', W', 2].
+
+    The last dimension repeats each value, for the real and the imaginary part.
+    """
     waves = [np.fft.fft2(morlet(size, scale, turn)).real for turn in range(L)]
     return torch.from_numpy(np.stack(waves)).float()[..., None].repeat(1, 1, 1, 2)
 

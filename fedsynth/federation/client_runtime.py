@@ -85,10 +85,10 @@ class ClientBudget:
             self.make_mechanism = partial(RunningSumMechanism, self.sequence)
         elif has_periods(self.plan.run.method):
             reason = (
-                "must be 1 without a ledger folder that keeps the noise of earlier periods. Use "
-                "fedsynth synthesize with --dp-ledger (privacy.ledger)"
+                "needs a ledger folder that keeps the noise of earlier periods. Use fedsynth "
+                "synthesize with --dp-ledger (privacy.ledger)"
             )
-            raise SettingError("method", "periods", reason)
+            raise SettingError("method", "periods", reason, value=self.plan.run.method.periods)
 
     def check(self, number: int) -> None:
         """Checks that the client can be charged for a round, without charging it.
@@ -135,7 +135,7 @@ class ClientBudget:
 
 
 def record_open_round(ledger: Ledger, method: str, number: int) -> None:
-    """Records in a ledger that a round without differential privacy will begin.
+    """Adds an entry to a ledger for a round without differential privacy.
 
     From then on, the ε of this ledger is infinite. Nothing is clipped and no noise is added, so the
     recorded sensitivity and dimension are placeholders.
@@ -271,9 +271,10 @@ class ClientRuntime:
         return ClientInfo(self.number, len(self.data.records), self.history())
 
     def start(self, terms: RunTerms) -> RoundContext:
-        """Accepts the run terms from the server, at most once.
+        """Accepts the run terms from the server.
 
-        The client's charges follow from its own settings and the noise multiplier σ in the terms.
+        A client accepts terms only once. The client's charges follow from its own settings and the
+        noise multiplier σ in the terms.
 
         Returns:
             The public context with the terms.
@@ -297,7 +298,7 @@ class ClientRuntime:
         return self.context
 
     def _plan(self, terms: RunTerms) -> PrivacyPlan:
-        """Returns the privacy plan for the client's settings, with the σ that the server sent.
+        """Returns the privacy plan for the client's settings and the server's σ.
 
         The server has calibrated σ for all clients.
         """
@@ -319,14 +320,14 @@ class ClientRuntime:
 
     def _new_budget(self, plan: PrivacyPlan) -> ClientBudget:
         if self.ledger is None:
-            raise LedgerError(f"client {self.number} has no ledger, which a private run requires")
+            raise LedgerError(f"client {self.number} has no ledger, but a private run needs one")
         self.secret = self.secret or SecretGenerator(four_sums=plan.privacy.four_sums)
         return ClientBudget(
             self.number, self.ledger, plan, self.secret, self.cap, sequence=self.sequence
         )
 
     def move_ledger(self, ledger: Ledger) -> None:
-        """Replaces the client's empty ledger by another one."""
+        """Replaces the client's empty ledger with another one."""
         self.ledger = ledger
         if self.budget is not None:
             self.budget = self._new_budget(self.budget.plan)
@@ -381,7 +382,7 @@ class ClientRuntime:
         self.recorded = context.round
 
     def charge(self, exchange: str, context: RoundContext) -> ReleaseBudget[Any]:
-        """Charges the client for an exchange, and returns the charged mechanisms for its step.
+        """Charges the client for an exchange, and returns the mechanisms that its step may use.
 
         If the step failed before it drew any noise, the step can be repeated without another
         charge.
@@ -430,7 +431,7 @@ class ClientRuntime:
             self.client_state = client_state
 
     def rollback(self, client_state: ClientState) -> None:
-        """Restores the client's state from before the round, as after a failed step.
+        """Restores the client's state from before the round.
 
         A simulation uses this for a client that timed out.
         """

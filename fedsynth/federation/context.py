@@ -1,4 +1,4 @@
-"""A run's public context, from which its rounds, its privacy plan and its costs are computed.
+"""Computes a run's public context, privacy plan and privacy costs.
 
 The context is built only from public settings and from the specification of the data set. No data
 are read.
@@ -119,8 +119,11 @@ def choose_speed(settings: RunSettings, device: torch.device) -> RunSettings:
 
 
 def _has_bfloat16(device: torch.device) -> bool:
-    """Returns True if bfloat16 is faster than float32. On a CPU, this needs AMX: with only the
-    bfloat16 instructions of AVX-512, convolutions took 1.8 times as long as in float32."""
+    """Returns True if bfloat16 is faster than float32 on a device.
+
+    A CPU needs AMX. With only the bfloat16 instructions of AVX-512, convolutions took 1.8 times as
+    long as in float32.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_amx_tile_supported()

@@ -37,7 +37,7 @@ GRADIENT_PASS = 128  # the number of records in a pass that computes a gradient
 
 
 def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext) -> Group:
-    """Returns the client view through which a method's step reads the clients' data.
+    """Returns an object that gives a method's step access to the clients' data.
 
     In a private run, each client is charged for the exchange.
 
@@ -53,7 +53,10 @@ def view(clients: Sequence[ClientRuntime], exchange: str, context: RoundContext)
     for client in clients:
         client.require_terms()
         if client.data.resident is not resident:
-            raise ValueError(f"client {client.number} does not use the data set of its group")
+            raise ValueError(
+                f"client {client.number} uses another data set than client {clients[0].number}. "
+                "Use one data set in memory for all clients of a step"
+            )
         ids.append(client.number)
         records.append(client.data.records)
     if not clients[0].private:
@@ -117,9 +120,10 @@ def step_together(
 def evaluate_together(
     clients: Sequence[ClientRuntime], models: Mapping[str, Tensors], context: RoundContext
 ) -> list[protocol.ClientEvaluation]:
-    """Sums the models' `scores` on each client's test split.
+    """Evaluates models on each client's test split.
 
-    The splits of all clients are classified together, unless each client has a personal model.
+    The result for a model and a client is the sum of `scores` over the client's split. The splits
+    of all clients are classified together, unless each client has a personal model.
     """
     right: dict[int, dict[str, float]] = {}
     for client in clients:
@@ -164,7 +168,7 @@ def mean_gradient(client: ClientRuntime, parameters: Tensors, context: RoundCont
 def _report_group(
     context: RoundContext, finished: int, size: int, clients: int, stage: str, step: int, total: int
 ) -> None:
-    """Converts a client group's progress to the round's progress, and reports it.
+    """Reports the progress of a round while the step of one group of clients runs.
 
     Args:
         finished: the number of clients in the groups that have finished.

@@ -1,4 +1,4 @@
-"""The connections between the ranks of a simulation, by torch.distributed.
+"""The torch.distributed connections between the ranks of a simulation.
 
 Messages go through a gloo group, also between ranks with GPUs, since packed messages are bytes in
 main memory. A message is a safetensors file, whose reading executes no code. Threads receive the
@@ -200,7 +200,7 @@ class Links:
 
     @contextmanager
     def run(self) -> Iterator[None]:
-        """Returns a context manager for one run, which tells the other ranks if it fails."""
+        """Receives frames during a `with` block, and tells the other ranks if the block fails."""
         self._run += 1
         self._frames = SimpleQueue()
         self.locate = str

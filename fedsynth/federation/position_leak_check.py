@@ -83,11 +83,11 @@ ADDS = "adds vectors to a mechanism without a function of its client view"
 
 
 class _LastReleaseError(Exception):
-    """Raised to end a trial step after its last needed release."""
+    """Raised to end a step after the last release that its trial needs."""
 
 
 class _TriedMechanism(GaussianSumMechanism):
-    """The mechanism in a trial. It detects a step that adds vectors by itself."""
+    """A mechanism for trials. It detects steps that bypass the client view's functions."""
 
     trial: StepTrial
 
@@ -97,7 +97,7 @@ class _TriedMechanism(GaussianSumMechanism):
 
 
 class TrialClientView(PrivateClientView):
-    """Clients with public random images, whose releases test the values computed by a step.
+    """A client view of public random images that checks the values computed by a step.
 
     All clients have the same images. In a pass with two clients' records, the first pixel of each
     image decides whose record it is. A client whose records are computed alone is tried only if it
@@ -149,7 +149,9 @@ class TrialClientView(PrivateClientView):
         count: int,
         prepare: Prepare,
     ) -> list[Released]:
-        """Compares values in the trial, and returns the same noise in each run of the step.
+        """Checks the values of all records, and returns noise instead of noisy sums.
+
+        The noise is the same in each run of the step.
 
         Raises:
             _LastReleaseError: this was the last release of the main exchange. A trial omits the
@@ -192,7 +194,7 @@ class TrialClientView(PrivateClientView):
 
 
 def _vectors(values: Values) -> Tensor:
-    """Returns the records' vectors, or the factors of product vectors."""
+    """Returns the records' vectors. If they are products, returns their factors instead."""
     if isinstance(values, Products):
         factors = [value for value in vars(values).values() if isinstance(value, Tensor)]
         return torch.cat(factors, dim=1)
@@ -200,7 +202,7 @@ def _vectors(values: Values) -> Tensor:
 
 
 class StepTrial:
-    """Runs one client's step repeatedly, and compares each record's values.
+    """Runs a client's step, and checks that other records do not change a record's values.
 
     Args:
         plan: the privacy plan of the run, which may be without σ.
@@ -327,11 +329,11 @@ class StepTrial:
         return mechanism
 
     def compare(self, values: Callable[..., Tensor], clients: int) -> None:
-        """Checks that records have the same values at all positions, or in all runs of the step.
+        """Checks that records have the same values at all positions and in all runs of the step.
 
         Args:
-            values: computes the values of records. With `by_client`, it computes those of each client
-                alone.
+            values: computes the values of records. With `by_client`, it computes those of
+                each client alone.
             clients: the number of clients whose records are computed together.
         """
         expected = None
@@ -374,7 +376,7 @@ def records_of_step(plans: Sequence[ReleasePlan], context: RoundContext) -> int:
 
 
 def _disturbed(message: Message) -> Message:
-    """Adds random noise to a request's weights, which makes rounding errors visible."""
+    """Adds random noise to a request's weights, so that rounding errors become visible."""
     if not isinstance(message, ModelParameters):
         return message
     draws = torch_generator(0, "weights of a trial")
@@ -497,14 +499,18 @@ def _refused_model(settings: RunSettings, reason: str) -> SettingError:
 def _isolated(
     settings: RunSettings, context: RoundContext, trials: list[StepTrial], warnings: list[str]
 ) -> StepCheck:
-    """Returns the result for a run that must compute one record per pass, or refuses the run.
+    """Returns the check's result, given trials with one record per pass.
 
     Raises:
-        SettingError: bits depend on positions even then, on a CPU.
+        SettingError: bits depend on positions even in these trials, on a CPU.
     """
     is_stable = not any(trial.moved for trial in trials)
     if not is_stable and context.device.type == "cpu":
-        raise SettingError("run", "device", f"cannot compute private steps. {NOT_HELD}. {FASTER}")
+        reason = (
+            "cannot compute private steps: an example's vector changes with its position in a "
+            f"batch. {FASTER}"
+        )
+        raise SettingError("run", "device", reason, value=settings.device)
     text = ISOLATED if is_stable else NOT_HELD
     on_features = isinstance(settings.method, OwnNetwork) or settings.model.features
     warning = f"{text}." if on_features else f"{text}. {FASTER}."
@@ -552,7 +558,7 @@ def _trials(
 
 
 def _with_partner(plan: PrivacyPlan, context: RoundContext, client: int) -> list[int]:
-    """Returns a client, and a second one whose records may be computed in the same pass.
+    """Returns a client, and a second client if both may be computed in one pass.
 
     Only a user's method can treat the clients in a pass differently.
     """

@@ -75,7 +75,7 @@ class PrivacyPlan:
         method = settings.method
         spec = context.spec
         if stated is None:
-            raise SettingError(None, "privacy", "is None, but the run is private. Set it")
+            raise SettingError(None, "privacy", "must be PrivacySettings, got None. Set it")
         checks.check_method(method)
         checks.refuse_own_proxy(method, spec)
         checks.check_unit(stated, spec)
@@ -137,7 +137,7 @@ class PrivacyPlan:
 
     @property
     def chief(self) -> ReleasePlan:
-        """The main release of a round, which summaries describe."""
+        """The most important release of a round, as shown in summaries."""
         return self.plans[0]
 
     @property
@@ -147,7 +147,7 @@ class PrivacyPlan:
 
     @property
     def facts(self) -> MechanismFacts:
-        """Describes the run's mechanism, such as whether it has a privacy guarantee."""
+        """The properties of the run's mechanism, such as its privacy guarantee."""
         return mechanism_facts(self.privacy.mechanism or self.chief.mechanism)
 
     @property
@@ -166,7 +166,7 @@ class PrivacyPlan:
         return self.privacy.noise_multiplier
 
     def signal_to_noise(self, release: ReleasePlan) -> float:
-        """Returns the maximum signal-to-noise ratio of a release's sum over all clients."""
+        """Returns a release's largest signal-to-noise ratio after it is summed over all clients."""
         clients = self.run.partition.clients
         rounds = sum(release in self.round_plans(n + 1) for n in range(self.run.rounds))
         return release.signal_to_noise(self.sigma, clients * self.nominal_size, clients, rounds)
@@ -203,8 +203,8 @@ class PrivacyPlan:
         planned = tuple(method.round_plans(self.plans, number, self.run.rounds))
         if tuple(filter(planned.__contains__, self.plans)) != planned:
             raise errors.UnplannedReleaseError(
-                f"method {method.name} changes a planned release in round {number}. Change "
-                "VaryingReleases.round_plans to only omit releases"
+                f"method {method.name}'s round_plans returned a changed or new release plan in "
+                f"round {number}. Return only plans that were passed, in the same order"
             ).with_code("release.changed_plan")
         return planned
 
@@ -281,15 +281,15 @@ class PrivacyPlan:
         plans = tuple(self.run.method.client_plans(planned, client, context))
         if len(plans) != len(planned):
             raise errors.UnplannedReleaseError(
-                f"method {self.run.method.name} plans {len(plans)} releases for client {client}, "
-                f"but {len(planned)} for the round. Plan the same releases in client_plans"
+                f"method {self.run.method.name}'s client_plans returned {len(plans)} plans for "
+                f"client {client}, expected {len(planned)}. Return one plan for each given plan"
             ).with_code("release.plan_count")
         for plan, new in zip(planned, plans, strict=True):
             allowed = replace(plan, steps=new.steps, dimension=new.dimension, groups=new.groups)
             if new != allowed or new.steps > plan.steps:
                 raise errors.UnplannedReleaseError(
-                    f"{self.run.method.name} changes client {client}'s release {plan.name!r} "
-                    f"to {new}. Change only its dimension and groups, or reduce its steps"
+                    f"method {self.run.method.name}'s client_plans changed client {client}'s plan "
+                    f"{plan.name!r} to {new}. Change only dimension and groups, or reduce steps"
                 ).with_code("release.changed_plan")
         return plans
 
@@ -326,7 +326,7 @@ class PrivacyPlan:
 
     @property
     def shown_rounds(self) -> tuple[int, ...]:
-        """The numbers of the rounds after which the plan states ε, in ascending order."""
+        """The numbers of the rounds whose ε is reported, in ascending order."""
         return shown_rounds(self.run.rounds)
 
     def planned_epsilon(self, number: int | None = None) -> float:
@@ -393,14 +393,14 @@ class PrivacyPlan:
 
     @property
     def totals(self) -> Totals:
-        """The totals of all releases from a client that takes part most often."""
+        """The totals of all releases from a client with the most rounds."""
         return self._totals(self.most_rounds())
 
     def as_trial(self, epsilon: float) -> PrivacyPlan:
-        """Returns the plan of the same run as a trial of a private selection.
+        """Returns the plan for this run as one trial of a private hyperparameter selection.
 
-        A trial has its own budget and no earlier releases. Its plan has the σ for the budget, and no
-        cap, because the selection has been charged for the trial.
+        A trial has its own budget and no earlier releases. Its plan has the σ for the budget, and
+        no cap, because the selection has been charged for the trial.
 
         Args:
             epsilon: the budget of the trial.
@@ -449,8 +449,8 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
-                f"privacy.epsilon={target:g}, the total for all runs on the records, is spent: "
-                f"earlier runs have used ε = {spent_epsilon:.4g}. Increase it"
+                f"privacy.epsilon={target:g} is used up: earlier runs on these records have spent "
+                f"ε = {spent_epsilon:.4g}. Increase privacy.epsilon"
             ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency
@@ -458,7 +458,7 @@ class PrivacyPlan:
 
 
 def _distinct(histories: Sequence[History]) -> tuple[list[Totals], tuple[int, ...]]:
-    """Returns the histories' distinct totals, and each history's index among them."""
+    """Groups histories with equal totals. Returns each group's totals and each history's group."""
     positions: dict[Totals, int] = {}
     groups = []
     for history in histories:

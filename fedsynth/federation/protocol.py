@@ -3,8 +3,8 @@
 A server asks all clients to join (`join`) and sends them the `RunTerms` (`start`). In each round,
 it asks the clients of the round whether they can take part (`prepare`), and announces the begin of
 the round (`begin`). Then it asks for a step (`step`) in each exchange of the round. Only a
-simulation uses `evaluate`, `gradients` and `client_states`. A client that cannot or must not do what it is asked
-answers with a `Refusal`.
+simulation uses `evaluate`, `gradients` and `client_states`. A client that cannot or must not do
+what it is asked answers with a `Refusal`.
 
 The server and each client have their own copies of the run's settings. A client refuses a server
 whose settings differ from the client's copy (`agreement`).
@@ -41,7 +41,7 @@ BUDGET, REQUEST = "budget", "request"
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """The message with which a client joins a run.
+    """A client's message to join a run.
 
     Args:
         client: the index of the client.
@@ -192,7 +192,7 @@ class Backend(Protocol):
         """
 
     def note_files(self, sha256: str) -> None:
-        """Notes the hash of a finished run's files in the ledgers in the run's folder."""
+        """Writes the hash of a finished run's files to the ledgers in its folder."""
         return
 
     def client_states(self, clients: Iterable[int]) -> Iterable[ClientState]:
@@ -208,7 +208,10 @@ class Backend(Protocol):
     def gradients(
         self, parameters: Mapping[str, Tensor], context: RoundContext
     ) -> Iterable[tuple[int, Tensor]]:
-        """Yields n_k and a model's exact loss gradient for each client with training records."""
+        """Yields each client's number of training records and exact loss gradient.
+
+        Clients without training records are left out.
+        """
         return ()
 
 
@@ -274,7 +277,7 @@ def check_model_request(message: Message, context: RoundContext) -> None:
     if not isinstance(message, ModelParameters):
         return
     if not message.parameters:
-        raise RequestRefusedError("the server's request is missing the model")
+        raise RequestRefusedError("the server's request contains no model parameters")
     check_named("model", message.parameters, context.architecture.state_dict())
 
 

@@ -1,4 +1,4 @@
-"""Simulated clients in several processes, the ranks, which torchrun has started.
+"""Runs simulated clients in several processes started by torchrun (ranks).
 
 Rank 0 is the server. It also has every client's ledger and state, and writes all files. In each
 exchange, the clients of the round are shared out over all ranks by their estimated cost. Rank 0
@@ -90,7 +90,7 @@ def statement(identity: str) -> dict[str, str]:
 
 
 class Ranks(InProcess):
-    """Passes the server's requests to the clients at all ranks. It is the `Backend` of rank 0.
+    """The `Backend` at rank 0, which passes the server's requests to the clients at all ranks.
 
     Args:
         clients: all clients in the order of their indices.
@@ -106,7 +106,7 @@ class Ranks(InProcess):
         self._context = clients[0].context
 
     def start(self, terms: protocol.RunTerms) -> None:
-        """Sends the run terms to all ranks, which must have the same versions and data.
+        """Sends the run terms to all ranks, and checks that all have the same versions and data.
 
         Raises:
             RankError: a rank differs, has failed, or is lost.
@@ -157,7 +157,7 @@ class Ranks(InProcess):
         return protocol.Replies(messages, tuple(refusals), lost, rejected)
 
     def _shares(self, context: RoundContext, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the clients of each rank, among those that are asked for a step."""
+        """Divides the clients in `numbers` among the ranks, and returns one list per rank."""
         sizes = {number: len(self.clients[number].data.records) for number in context.active}
         assigned = owners(self.clients[0].method, sizes, self._context, self._links.size)
         shares: list[list[int]] = [[] for _ in range(self._links.size)]
@@ -230,7 +230,7 @@ class Exchanged:
 
 
 def serve(backend: InProcess, links: Links, frame: Frame | None) -> Frame:
-    """Computes the steps of clients at another rank than 0, until the run has ended.
+    """Computes the steps that rank 0 requests from this rank, until the run has ended.
 
     Args:
         backend: the clients.
@@ -307,6 +307,6 @@ def _packed_states(states: Mapping[int, Tensors]) -> dict[str, bytes]:
 
 
 def _state(frame: Frame, client: int, device: torch.device) -> Tensors:
-    """Returns a client's state in a frame, which is empty if the frame has none."""
+    """Returns a client's state from a frame, or an empty dict if the frame has none."""
     packed = frame.parts.get(f"state {client}")
     return {} if packed is None else NamedTensors.from_bytes(packed).to(device).tensors

@@ -131,14 +131,14 @@ def require_a_ledger(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     if settings.privacy is not None and settings.privacy.ledger is None and not is_published(spec):
         reason = (
-            "is not set, but private runs need a permanent ledger. Name the ledger folder of "
-            f"data set {spec.name!r}, or set {NO_LEDGER!r}"
+            "is not set, but private runs need a permanent ledger. Set it to the ledger folder of "
+            f"data set {spec.name!r}, or to {NO_LEDGER!r}"
         )
         raise PrivacySettingError("privacy", "ledger", reason)
 
 
 def protects_users(settings: RunSettings) -> bool:
-    """Returns True if the run protects users with all their records, not single records."""
+    """Returns True if the privacy unit of the run is a user instead of a record."""
     return settings.privacy is not None and settings.privacy.unit == USER
 
 
@@ -288,12 +288,12 @@ def _check_public_images(public: Path, settings: FolderSettings) -> None:
     for name in filter(None, (settings.folder, settings.test_folder)):
         folder = Path(name).resolve()
         if folder.is_relative_to(public) or public.is_relative_to(folder):
-            reason = f"contains, or lies in, the run's image folder {name}. Choose another folder"
+            reason = f"overlaps the run's image folder {name}. Choose another folder"
             raise SettingError("data", "public_images", reason)
 
 
 def _of_arrays(settings: RunSettings, data: Any, test_kind: str | None) -> RunData:
-    """Returns a run's data if they do not come from a folder or file.
+    """Creates a run's data from arrays or a named data set.
 
     Raises:
         DataError: the run is private, and no person stated the specification of the data.
@@ -326,8 +326,8 @@ def _of_folder(settings: RunSettings, data: OwnerData, test_kind: str) -> RunDat
         return run_data
     if data.sites is None:
         raise PartitionError(
-            f"the folder of data set {name} has no sites (SITE/CLASS/files, or a column of a file). "
-            "Set partition.kind and partition.clients to divide the images among clients"
+            f"data set {name} names no sites, so its images are not divided among clients. Set "
+            "partition.kind and partition.clients"
         ).with_code("partition.sites")
     return replace(run_data, parts=data.sites, names=data.names)
 
@@ -415,7 +415,7 @@ def with_declared(settings: RunSettings, declaration: Declaration) -> RunSetting
         stated = privacy.ledger
         if stated is not None and expand_home(stated).resolve() != declaration.ledger.resolve():
             reason = (
-                "is not the declaration's ledger folder, which counts all earlier releases. "
+                "is not the ledger folder that the data's declaration names. "
                 f"Set it to {declaration.ledger}"
             )
             raise SettingError("privacy", "ledger", reason, value=str(stated))
@@ -445,7 +445,7 @@ class Clients:
     names: tuple[str, ...] | None = None
 
     def digests(self, key: bytes) -> list[Digests]:
-        """Computes the keyed hashes of each client's records, by which ledgers identify them.
+        """Computes keyed hashes that identify each client's records in ledgers.
 
         The hashes of a client have the shape [N, 16], uint8. They do not include labels, because an
         image with another label is still the same record.
@@ -508,7 +508,7 @@ def new_ledgers(names: Sequence[str], folder: Path | None, run: RunSettings) -> 
 def planned_ledgers(
     run: RunSettings, folder: Path | None, names: Sequence[str] | None = None
 ) -> list[Ledger]:
-    """Returns the clients' ledgers, from which the privacy cost of a run can be planned.
+    """Returns the clients' ledgers for planning a run's privacy cost.
 
     Existing ledgers are read. For a client without a ledger, an empty ledger in memory is returned.
     No data are read and no file is created.
@@ -533,7 +533,7 @@ def planned_ledgers(
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Returns a text that identifies the data set and its partition in the clients' ledgers.
+    """Returns the identifier of the data set and its partition in the clients' ledgers.
 
     It does not depend on the local test split, because the records are the same. If the clients are
     custom parts of the data, the text does not identify the parts. The ledgers then identify the

@@ -47,7 +47,7 @@ class Server:
 
     @classmethod
     def begun(cls, method: Method, context: RoundContext) -> Self:
-        """Creates a server before the first round, with the initial weights in the context."""
+        """Creates a server for a new run, with the initial weights of `context.architecture`."""
         initial = context.architecture.state_dict()
         return cls(method, {name: t.to(context.device) for name, t in initial.items()})
 
@@ -89,7 +89,7 @@ class Server:
         for client, reply in sorted(replies.items()):
             try:
                 if type(reply) is not expected:
-                    reason = f"has the type {type(reply).__name__} instead of {expected.__name__}"
+                    reason = f"must have the type {expected.__name__}, got {type(reply).__name__}"
                     raise UploadRejectedError("the message", reason)
                 check_fields(
                     reply, self.method.upload_rules(exchange, client, context), server_memory
@@ -164,7 +164,7 @@ FIRST_EXCHANGE = "first exchange: "
 
 @dataclass(frozen=True)
 class NoQuorum:
-    """A skipped round, in which too few clients sent valid uploads.
+    """The facts about a round that was skipped because too few clients sent valid uploads.
 
     Args:
         exchange: the exchange with too few usable uploads.

@@ -80,8 +80,8 @@ def register_method(method: type[Method], label: str = "") -> str:
     is_method = isinstance(method, type) and issubclass(method, Method)
     if not is_method or not name or name in METHODS:
         reason = (
-            "must be a class that inherits from fedsynth.Method, with a new name, got "
-            f"{method!r:.80} with the name {name!r}. Inherit from Method, or rename the class"
+            "must be a subclass of fedsynth.Method with a name that is not built in, got "
+            f"{method!r:.80} named {name!r}. Inherit from Method, or change the attribute `name`"
         )
         raise SettingError("run", "method", reason)
     if missing := ", ".join(sorted(method.__abstractmethods__)):
@@ -93,7 +93,7 @@ def register_method(method: type[Method], label: str = "") -> str:
 
 
 def own_label(name: str) -> str:
-    """Returns the label that names the file of a custom method.
+    """Returns the label of the file that defines a custom method.
 
     The label is empty for built-in methods and for methods that were registered without a file.
     """

@@ -70,7 +70,9 @@ class ModelOrMoments(ModelParameters):
 
 
 def moment_rows(f_Nd: Tensor, *, diagonal: bool, clip: float | None) -> Tensor:
-    """Returns one vector u per example. The class moments are the sums of u over each class.
+    """Computes a vector u of moments for each example.
+
+    The class moments are the sums of u over the examples of each class.
 
     Args:
         f_Nd: the features f.
@@ -189,7 +191,7 @@ class CCVR(TrainsLocally, VaryingReleases):
 
     @torch.no_grad()
     def exact_moments(self, model: Any, clients: ExactClientView, width: int) -> Tensor:
-        """Sums u over each client's examples of each class, without noise: [clients, C, D].
+        """Computes the exact class moments of each client, [clients, C, D].
 
         With full covariances, one matrix product adds up a batch.
         """

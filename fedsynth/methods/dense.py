@@ -23,7 +23,7 @@ from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, aver
 
 @dataclass(frozen=True)
 class Dense(DataFreeEnsembleDistillation):
-    """DENSE: the server trains a student on generated images, towards the clients' averaged logits.
+    """DENSE: the server trains a student to match the clients' averaged logits on generated images.
 
     The settings are those of `DataFreeEnsembleDistillation`, with DENSE's defaults. There is no
     cross-entropy on hard labels, and the adversarial term counts only images on which the student

@@ -127,7 +127,7 @@ class KnowledgeState(ServerState):
 
 @dataclass(frozen=True)
 class FedAF(CondensingMethod, TwoExchanges):
-    """FedAF: clients condense their data towards the server's averaged class-mean logits.
+    """FedAF: clients share class-mean logits, and condense their data into synthetic images.
 
     The defaults are the paper's. Where the paper leaves a setting open, the reason for the default
     is given below. `CondensingMethod` and `TrainsOnUnion` document the remaining settings. The
@@ -231,7 +231,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     def _class_logits(
         self, w_r: nn.Module, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[dict[str, Tensor]]:
-        """Returns each client's "logits" V_k [C, C] (Eq. 5), and the "present" classes [C]."""
+        """Computes each client's class-mean logits (Eq. 5), as the fields of `LocalKnowledge`."""
         if all("logits" in state for state in states):  # released in the first exchange
             return [{name: state[name] for name in ("logits", "present")} for state in states]
         C = context.spec.classes
@@ -250,8 +250,10 @@ class FedAF(CondensingMethod, TwoExchanges):
     def client_step(
         self, message: GlobalLogits, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Condenses the clients' data into synthetic images S [pairs, ipc, channels, H, W], for all
-        (client, class) pairs."""
+        """Condenses the clients' data into synthetic images for each (client, class) pair.
+
+        The images S of all pairs have the shape [pairs, ipc, channels, H, W].
+        """
         w_r = context.load(message.parameters).requires_grad_(False).eval()
         pairs, C = self.pairs(clients), context.spec.classes
         S = sets.start_images(
@@ -289,7 +291,10 @@ class FedAF(CondensingMethod, TwoExchanges):
         return results
 
     def _upload(self, S_k: sets.SyntheticSet, V_k: Tensors, context: RoundContext) -> CondensedSet:
-        """Returns an upload: 8-bit images S_k (App. C), logits V_k, soft labels R_k (Eq. 11)."""
+        """Returns a client's upload: synthetic images, class-mean logits and soft labels.
+
+        The images have 8 bits (App. C). The soft labels are computed from the logits (Eq. 11).
+        """
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-exchange":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
@@ -378,9 +383,9 @@ class FedAF(CondensingMethod, TwoExchanges):
         }
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns a client's release plans for a round:
+        """Returns the release plans for the images, the logit sums and the class counts.
 
-        T image releases, the logit sums, and the class counts.
+        The plan for the images has T releases in a round.
         """
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(

@@ -1,4 +1,8 @@
-"""FedAvg and its variants FedAvgM (server momentum), FedProx (client loss) and SOLO (alone)."""
+"""FedAvg and its variants FedAvgM, FedProx and SOLO.
+
+FedAvgM adds momentum on the server, and FedProx a term in the clients' loss. In SOLO, each client
+trains only on its own data.
+"""
 
 from __future__ import annotations
 

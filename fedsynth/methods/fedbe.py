@@ -47,7 +47,7 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedBE(DistilsOnPublicImages):
-    """FedBE: the server distils an ensemble of sampled models into their average.
+    """FedBE: the server distils a Bayesian ensemble of models into a student.
 
     The following settings come in addition to those of `DistilsOnPublicImages`. With
     `server_steps=0`, the method is FedAvg, weighted by n_k.

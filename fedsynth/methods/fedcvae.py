@@ -1,5 +1,7 @@
-"""FedCVAE-Ens and FedCVAE-KD: in one round, clients send decoders of images (Heinbaugh, Luz-Ricca
-and Shao 2023, Data-Free One-Shot Federated Learning Under Very High Statistical Heterogeneity).
+"""FedCVAE-Ens and FedCVAE-KD: clients send the decoders of autoencoders in a single round.
+
+The paper is Heinbaugh, Luz-Ricca and Shao 2023, Data-Free One-Shot Federated Learning Under Very
+High Statistical Heterogeneity.
 
 Each client trains a conditional variational autoencoder (CVAE) on its data, with the negative
 evidence lower bound (ELBO) as the loss, and sends the decoder and its class counts. The server
@@ -276,7 +278,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         context: RoundContext,
         objective: sgd.Objective = sgd.CROSS_ENTROPY,
     ) -> None:
-        """Trains a network of the server by Adam, in place."""
+        """Trains one of the server's networks by Adam, in place."""
         name = type(model).__name__
         sgd.train_on(
             model,
@@ -319,7 +321,10 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Returns the release plans for the autoencoder's DP-SGD and the class counts."""
         if self.norm == "batch":
-            reason = "is 'batch', which mixes a batch's examples. Set method.norm=auto or group"
+            reason = (
+                "must not be 'batch' with differential privacy, because batch norm mixes a batch's "
+                "examples. Set method.norm=auto"
+            )
             raise SettingError("method", "norm", reason)
         private = replace(context, privacy=privacy)
         (model,) = super().release_plans(privacy, self._of_autoencoder(private))
@@ -372,7 +377,7 @@ class FedCVAEEns(TrainsAutoencoders):
 
 @dataclass(frozen=True)
 class FedCVAEKd(TrainsAutoencoders):
-    """FedCVAE-KD: the server distils all decoders into one, and trains on images from that one.
+    """FedCVAE-KD: the server distils all decoders into one, and trains the model on its images.
 
     The following settings come in addition to those of `TrainsAutoencoders`.
 

@@ -25,7 +25,7 @@ from fedsynth.mixed_precision import computed
 
 @dataclass(frozen=True)
 class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
-    """FedDF: the server trains a student on public images, towards the clients' averaged logits.
+    """FedDF: the server trains a student to match the clients' averaged logits on public images.
 
     The settings are documented in `EnsembleDistillation` and `DistilsOnPublicImages`. The defaults
     are the paper's. The paper uses at most 10,000 steps of Adam and stops early on validation data,
@@ -48,8 +48,7 @@ class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains the student on public images towards the averaged logits (Algorithm 1's
-        AVGLOGITS)."""
+        """Trains the student to match the averaged logits on public images (Algorithm 1)."""
 
         def teacher(x: Tensor) -> Tensor:
             return torch.stack([computed(m, x, context.precision) for m in models]).mean(dim=0)

@@ -1,4 +1,4 @@
-"""FedDM: clients send synthetic images that match their data around the global model (arXiv
+"""FedDM: clients send synthetic images that have the same mean features as their data (arXiv
 2207.09653).
 
 The code follows Algorithm 1, and the comments name its lines. ClientUpdate (lines 10 to 19) takes T
@@ -40,7 +40,7 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
-    """FedDM: clients condense their data into synthetic images that have similar mean features.
+    """FedDM: clients send synthetic images that have the same mean features as their data.
 
     Random networks around the global model compute the features.
 
@@ -161,7 +161,10 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> matching.MatchingObjective:
-        """Returns the matching loss for lines 13 to 17: Eq. 9, or a private version of the loss."""
+        """Returns the loss between real and synthetic images (lines 13 to 17).
+
+        It is the loss of Eq. 9, or a private version of that loss.
+        """
         if isinstance(clients, PrivateClientView):
             return super().matcher(clients, pairs, context)
         if self.networks_per_round:
@@ -180,9 +183,12 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         if has_batch_norm(model):
             self._refuse_fixed_networks("for a network with batch norm")
 
-    def _refuse_fixed_networks(self, reason: str) -> None:
+    def _refuse_fixed_networks(
+        self, case: str, remedy: str = "Set method.networks_per_round=0"
+    ) -> None:
         if self.networks_per_round:
-            raise SettingError("method", "networks_per_round", f"must be 0 {reason}")
+            reason = f"must be 0 {case}, got {self.networks_per_round}. {remedy}"
+            raise SettingError("method", "networks_per_round", reason)
 
     def paper_epsilon(self, delta: float, sigma: float) -> Mapping[str, str]:
         return {
@@ -199,11 +205,14 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         return super().client_bytes(context) + 4 * means
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plan, with T releases per round. For the mechanism `features`,
-        returns the plans for M releases and the class counts. M is at most the number of steps.
+        """Returns the plans of the private releases in a round.
+
+        The mechanism `features` has M releases of class sums and one of the class counts, where M
+        is at most the number of steps. Each other mechanism has T releases.
         """
         self._refuse_fixed_networks(
-            "with differential privacy. Set privacy.mechanism=features and method.networks instead"
+            "with differential privacy",
+            "Set privacy.mechanism=features and method.networks instead",
         )
         if privacy.mechanism != "features":
             return super().release_plans(privacy, context)

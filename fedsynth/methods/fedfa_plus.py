@@ -82,8 +82,10 @@ class StatisticsUp(ModelParameters):
 
 @dataclass(frozen=True)
 class StatisticsState(AveragingState):
-    """The server's state in FedFA+, with the strength γ for each layer and the histogram π. The
-    mapping is empty before the first round."""
+    """The server's state in FedFA+, with statistics over all clients.
+
+    The statistics are γ for each stage, and the histogram π. They are empty before the first round.
+    """
 
     statistics: Tensors = field(default_factory=dict)
 
@@ -159,7 +161,10 @@ class FedFAPlus(TrainsLocally):
             rule = "must be stage numbers, separated by commas, such as '1,2'"
             raise SettingError("method", "stages", f"{rule}, got {short_repr(self.stages)}")
         if self.with_fedfa and self.augmentation in RESAMPLING:
-            reason = f"has no effect with method.augmentation={self.augmentation}. Set it to false"
+            reason = (
+                f"has no effect with method.augmentation={self.augmentation}. Set "
+                "method.with_fedfa=false"
+            )
             raise SettingError("method", "with_fedfa", reason)
 
     def check_model(self, model: nn.Module) -> None:
@@ -169,8 +174,8 @@ class FedFAPlus(TrainsLocally):
         stages = len(getattr(model, "stage_names", ()))
         if not stages:
             reason = (
-                "has no attribute `stage_names`, the names of the stages to augment. Add it, or "
-                "set method.parts=alignment"
+                f"must be a network with the attribute `stage_names`, but {type(model).__name__} has "
+                "none. Add the names of the stages to augment, or set method.parts=alignment"
             )
             raise SettingError("model", "name", reason)
         if max(self._stage_numbers, default=0) > stages:
@@ -292,9 +297,9 @@ class FedFAPlus(TrainsLocally):
         return self._stages(context) if self._variance == "fedfa" else ()
 
     def _histogram(self, model: nn.Module, client: ExactClientView) -> Tensor:
-        """Computes the histogram π_k of a client's embeddings by the trained model, unaugmented.
+        """Computes the histogram π_k of a client's embeddings under the trained model.
 
-        The histogram is over all examples of the client.
+        The histogram is over all examples of the client, without augmentation.
         """
         examples = client.examples(0)
         histogram = torch.zeros((), device=examples.device)

@@ -216,9 +216,9 @@ class TrainsToAnchors(TrainsLocally):
         """Returns the release plans for DP-SGD, the feature sums and the class counts."""
         if self.start_round > 1 or self.weight == 0:
             reason = (
-                f"is {self.start_round} and method.weight is {self.weight:g}, but a private run "
-                "is charged for anchors in each round. Set method.start_round=1 and a positive "
-                "method.weight"
+                f"must be 1 and method.weight above 0, got {self.start_round} and {self.weight:g}. "
+                "Otherwise a private run is charged for anchors that it does not use. Set "
+                "method.start_round=1 and method.weight=0.5"
             )
             raise SettingError("method", "start_round", reason)
         return *super().release_plans(privacy, context), *sums_plans(

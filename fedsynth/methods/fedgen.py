@@ -172,10 +172,12 @@ class FedGen(TrainsLocally):
         total = float(upload.counts.double().sum())
         size = most_examples(client, context)
         if context.privacy is None and total > size:
-            reason = f"sum to {total:g}, more than the client's {size:g} examples"
+            reason = f"must sum to at most {size:g}, the client's number of examples, got {total:g}"
             raise UploadRejectedError("counts", reason)
         if upload.weight > 0 and total == 0:
-            reason = f"are all 0, but the weight is {upload.weight:g}. Send a count above 0"
+            reason = (
+                f"must not all be 0 in an upload with weight {upload.weight:g}. Send the counts"
+            )
             raise UploadRejectedError("counts", reason)
 
     def broadcast(self, state: GeneratorState, context: RoundContext) -> Message:

@@ -1,5 +1,6 @@
-"""FedHarmo (in its paper, HarmoFL): images get a common amplitude spectrum, and clients train to
-flat optima (Jiang, Wang and Dou, AAAI 2022, arXiv 2112.10775).
+"""FedHarmo: local training with amplitude normalisation and weight perturbation.
+
+The paper calls the method HarmoFL (Jiang, Wang and Dou, AAAI 2022, arXiv 2112.10775).
 
 1. Amplitude normalisation. An image is F⁻¹(A·e^{iP}) with the amplitudes A and the phases P of its
    Fourier transform. In round 1, client k averages the amplitudes of its batches, Ā ← (1 − ν)·Ā +
@@ -82,7 +83,7 @@ class AmplitudeNorm(nn.Module):
 
 
 class Harmonised(nn.Module):
-    """A network behind a layer that normalises the images' amplitudes."""
+    """A layer for amplitude normalisation, followed by a network."""
 
     def __init__(self, network: nn.Module, norm: AmplitudeNorm) -> None:
         super().__init__()
@@ -95,7 +96,7 @@ class Harmonised(nn.Module):
 
 @dataclass(frozen=True)
 class FedHarmo(TrainsLocally, ExtendsNetwork):
-    """FedHarmo: images get a common amplitude spectrum, and clients train to flat optima.
+    """FedHarmo: local training with amplitude normalisation and weight perturbation.
 
     The following settings come in addition to those of `TrainsLocally`.
 
@@ -145,7 +146,7 @@ class FedHarmo(TrainsLocally, ExtendsNetwork):
         self, client: int, message: ModelParameters, state: ClientState, context: RoundContext
     ) -> LocalObjective:
         def loss(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-            """Returns the losses at the weights w + δ, for a gradient with respect to w."""
+            """Returns each example's loss at the perturbed weights w + δ, with δ constant."""
             parameters = dict(network.named_parameters())
             at_w = example_losses(network(x), y).mean()
             gradients = torch.autograd.grad(at_w, list(parameters.values()))

@@ -35,7 +35,7 @@ from fedsynth.validation import in_range, one_of
 
 @dataclass(frozen=True)
 class FedHydra(DataFreeEnsembleDistillation):
-    """FedHydra: the server trains a student towards the clients' logits, weighted by class.
+    """FedHydra: the server trains a student to match the clients' class-weighted logits.
 
     A weight measures how well the client's model can teach the class.
 

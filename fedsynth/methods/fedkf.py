@@ -59,10 +59,10 @@ TALLY = "tally"
 
 @dataclass(frozen=True)
 class TwoModels(ModelParameters):
-    """FedKF's request to the clients: the start model ACA, and the teacher model OCA.
+    """FedKF's request to the clients: the model to start from, and the teacher model.
 
-    ACA and OCA are two averages of the clients' models. The teacher is empty in FedKF⁻, where ACA
-    is the teacher.
+    The first (ACA) averages the active clients' models, and the teacher (OCA) all clients' latest
+    models. In FedKF⁻, ACA is also the teacher, and the field `teacher` is empty.
     """
 
     teacher: Tensors = public("sent to clients, never uploaded")
@@ -144,11 +144,10 @@ class FedKF(TrainsLocally):
         check_embedding(self.name, model)
 
     def keeps_cache(self) -> bool:
-        """Returns True: `server_step` must also average the latest models of all clients (technique
-        T1, Steps 0 and 5).
+        """Returns True, because FedKF averages the latest models of all clients.
 
         `TrainsLocally.server_step` averages the active clients' models, and then the last models
-        ŵ_k of all clients (`update_cache`).
+        ŵ_k of all clients (`update_cache`; technique T1, Steps 0 and 5).
         """
         return True
 
@@ -162,9 +161,10 @@ class FedKF(TrainsLocally):
     def task(
         self, client: int, message: TwoModels, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Adds the training of a generator and the distillation loss γ·L_KL to a client's SGD.
+        """Adds a distillation loss on generated images to a client's local training.
 
-        It implements technique T2 (Step 3), Algorithm 1's ClientUpdate.
+        The loss is γ·L_KL, and the generator is trained too. This is technique T2 (Step 3),
+        Algorithm 1's ClientUpdate.
         """
         if context.round <= self.plain_rounds or self.distillation == 0:
             return LocalObjective(

@@ -72,7 +72,8 @@ class FedNova(TrainsLocally):
         self, exchange: str, upload: NormalisedModel, client: int, context: RoundContext
     ) -> None:
         if upload.weight > 0 and upload.norm < update_norm(1, self.momentum) * (1 - 1e-9):
-            raise UploadRejectedError("norm", f"is {upload.norm:g}, but ‖a_k‖₁ is at least 1")
+            reason = f"must be at least 1, the length of a single step, got {upload.norm:g}"
+            raise UploadRejectedError("norm", reason)
 
     def combine(
         self, state: AveragingState, uploads: Mapping[int, NormalisedModel], context: RoundContext

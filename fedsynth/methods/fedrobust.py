@@ -94,7 +94,7 @@ class FedRobust(TrainsLocally):
         return LocalObjective(loss=loss, state=shifts, make_upload=make_upload)
 
     def _ascend(self, shift: Tensor, weight: float) -> None:
-        """Makes each backward pass end with a gradient-ascent step in Λ_k − I or in δ_k."""
+        """Updates Λ_k − I or δ_k by gradient ascent after each backward pass."""
         rate = self.ascent_lr
 
         def step(leaf: Tensor) -> None:

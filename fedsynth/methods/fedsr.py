@@ -57,9 +57,10 @@ def normal(mean: Tensor, raw_deviation: Tensor) -> Normal:
 
 @dataclass(frozen=True)
 class FedSR(TrainsLocally, ExtendsNetwork):
-    """FedSR: local training of short, random representations with little information.
+    """FedSR: local training of random representations, with two regularisers.
 
-    The following settings come in addition to those of `TrainsLocally`.
+    One penalises the length of a representation, and the other its information about the image. The
+    following settings come in addition to those of `TrainsLocally`.
 
     Args:
         alpha: α, the weight of L2R. The default is the public code's.
@@ -87,7 +88,11 @@ class FedSR(TrainsLocally, ExtendsNetwork):
     sample: bool = True
 
     def add_layers(self, network: nn.Module, spec: DatasetSpec) -> nn.Module:
-        """Adds the layer for σ(x), and the table [C, 2D] of means and deviations of r(z|y)."""
+        """Adds FedSR's trainable parameters to the network.
+
+        They are a layer that computes σ(x), and a table [C, 2D] of the means and deviations of
+        r(z|y).
+        """
         check_learned_embedding(self.name, network)
         classifier: nn.Linear = network.classifier  # type: ignore[assignment]
         width = classifier.in_features

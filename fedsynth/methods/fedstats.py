@@ -1,5 +1,4 @@
-"""FedStats: clients send class statistics of fixed features, from which the server computes a model
-and synthetic images.
+"""FedStats: the server computes a model and synthetic images from noisy class statistics.
 
 φ is a public feature map that does not depend on private data (`fedsynth.features`). Each client
 sends only noisy sums over its examples. The sum over all clients equals the sum over the pooled
@@ -104,10 +103,10 @@ class StatisticSums(Message):
 
 @dataclass(frozen=True)
 class CentreSums(Message):
-    """A client's upload in FedStats' first exchange: noisy sums of features. Sums of small pictures
-    and of products of features are optional.
+    """A client's upload in FedStats' first exchange: noisy sums of features.
 
-    The sums of small pictures and the sums of products are empty if they are not released.
+    `pictures` are sums over downsampled images, and `covariances` sums of products of features.
+    Both are empty if they are not released.
     """
 
     sums: Tensor = released()
@@ -117,8 +116,7 @@ class CentreSums(Message):
 
 @dataclass(frozen=True)
 class FedStatsState(ImagesState):
-    """The server's state in FedStats: the classifier, the fields of `ImagesState`, and the fields
-    below.
+    """The server's state in FedStats.
 
     Args:
         eigenvalues: the eigenvalues [d] of the released second moments, plus the ridge. None before
@@ -135,7 +133,7 @@ class FedStatsState(ImagesState):
 
 @dataclass(frozen=True)
 class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnNetwork):
-    """FedStats: the server computes a linear model on fixed features from noisy sums of clients.
+    """FedStats: the server computes a linear model from noisy sums of the clients' features.
 
     A run takes one gradient step in each round, but with second moments none in round 1. Below,
     e = e_y − 1/C and b = ‖e‖. The defaults were tuned on held-out training images. `MakesImages`,
@@ -257,8 +255,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def _with_centre(
         self, state: FedStatsState, total: CentreSums, clients: int, context: RoundContext
     ) -> FedStatsState:
-        """Returns the state after the first exchange. It contains the centre m and, if released,
-        the whitening matrices and the moments of small pictures.
+        """Returns the server's state after the first exchange.
+
+        It contains the features' centre m. The whitening matrices and the moments of small pictures
+        are added if they are released.
         """
         if self.period == 1:
             pool = self.pooled(total.sums, clients, CENTRE, context)
@@ -290,8 +290,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def client_step(
         self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
-        """Computes the sums that each client releases in the main exchange. In round 1 these are
-        moments about the released centre, in later rounds gradients at the released model.
+        """Computes the sums that each client releases in the main exchange.
+
+        In round 1, they are moments about the released centre. In later rounds, they are gradients
+        at the released model.
         """
         weight = message.parameters["classifier.weight"]
         features = self.map_of(context.spec)
@@ -351,8 +353,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self._shortened(state, self.pooled(total.principal, clients, PRINCIPAL, context))
 
     def _shortened(self, state: FedStatsState, pool: Pool) -> FedStatsState:
-        """Returns the state with a map that shortens z. Weights, velocity and class means are
-        converted to the shortened z.
+        """Returns the state with a linear map that scales down the largest directions of z.
+
+        Weights, velocity and class means are converted to the scaled z.
         """
         shorten, factor = moments.principal_shortening(pool, state.parameters["directions"])
 
@@ -437,7 +440,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return registry.feature_map(name, spec.image_shape)
 
     def network(self, spec: DatasetSpec) -> FeatureLinear:
-        """Returns a linear model on φ with zero weights."""
+        """Returns a linear classifier on the features, with zero weights."""
         whitens, directions = self.has_whitening_matrices(spec), 0
         if self.releases_pictures(spec) and self.principal_share:
             directions = min(DIRECTIONS, self.map_of(spec).dimension)
@@ -446,7 +449,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return model
 
     def has_whitening_matrices(self, spec: DatasetSpec) -> bool:
-        """Returns True if the model has a whitening matrix T for z.
+        """Returns True if the model multiplies its features by a whitening matrix T.
 
         In a run without differential privacy, T stays the identity.
 
@@ -459,14 +462,17 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return bool(features.blocks) and grey
         if self.whitening == YES and not features.blocks:
             reason = (
-                f"needs a feature map with channels and spatial cells, but {features.name!r} "
-                "defines none (FeatureMap.blocks). Set method.whitening=no"
+                f"must be 'no' for the feature map {features.name!r}, because its attribute `blocks` "
+                "is empty. Set method.whitening=no"
             )
             raise SettingError("method", "whitening", reason, value=self.whitening)
         return self.whitening == YES
 
     def has_second(self, privacy: PrivacySettings | None) -> bool:
-        """Returns True if second moments are released, which depends only on public settings."""
+        """Returns True if second moments are released.
+
+        The result depends only on public settings.
+        """
         if self.second_moments == AUTO:
             return privacy is None
         return self.second_moments == YES
@@ -479,9 +485,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return privacy is not None and self.has_whitening_matrices(spec)
 
     def has_principal(self, privacy: PrivacySettings | None, context: RoundContext) -> bool:
-        """Returns True if second moments of z in a subspace are released.
+        """Returns True if second moments of the features in a subspace are released.
 
-        This depends only on public settings.
+        The subspace is that of rendered images. The result depends only on public settings.
         """
         if privacy is None or self.has_second(privacy) or context.rounds == 1:
             return False
@@ -506,12 +512,12 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         }
         total = sum(shares.values())
         if total >= 1:
-            reason = (
-                "is too large: centre_share, pixel_share, covariance_share, principal_share and "
-                f"moment_share sum to {total:g}, and leave no budget for steps. Lower one of them"
-            )
             largest = max(shares, key=lambda name: shares[name])
             key = f"{largest.split()[0].removesuffix('s')}_share"
+            reason = (
+                "is too large, because the budget shares of round 1 must sum to less than 1, got "
+                f"{total:g}. Lower method.{key}"
+            )
             raise SettingError("method", key, reason, value=shares[largest])
         return shares
 
@@ -577,7 +583,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
-        """Returns all release plans, before they are passed to `sum_over_clients`.
+        """Returns all release plans, without the parameters of secure aggregation.
 
         The expected signals assume a best case. The C classes are equally frequent, all examples of
         a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
@@ -668,8 +674,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
             reason = (
-                f"cannot be used with {self.name}, which trains a linear model on features. "
-                "Remove it"
+                f"cannot be used with {self.name}, because {self.name} trains its own linear model. "
+                "Remove model.name"
             )
             raise SettingError("model", "name", reason)
         if self.ipc > 0:

@@ -1,4 +1,4 @@
-"""FedSum: the server condenses a synthetic set from all clients' class sums of features.
+"""FedSum: the server condenses a synthetic set from sums of the clients' features.
 
 In FedDM (arXiv 2207.09653), each client condenses its own data, and the server trains on the union
 of the sets. The loss Σ_c ‖mean_{D_c} u_w − mean_{S_c} u_w‖² (Eq. 9) depends on the data only
@@ -64,11 +64,10 @@ class SumsRequest(ModelParameters):
 
 @dataclass(frozen=True)
 class NetworkSums(Message):
-    """A client's upload in FedSum: class sums of features (one set for each network), and class
-    counts.
+    """A client's upload in FedSum: class sums of features, and class counts.
 
-    The sums have the shape [M, classes, D], and the counts [classes]. S's class-mean features are
-    subtracted before summing.
+    The sums under M networks have the shape [M, classes, D], and the counts [classes]. S's
+    class-mean features are subtracted before summing.
     """
 
     sums: Tensor = released()
@@ -89,7 +88,7 @@ class CondensedState(ServerState):
 
 @dataclass(frozen=True)
 class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
-    """FedSum: the server condenses one synthetic set towards all clients' class sums of features.
+    """FedSum: the server condenses one synthetic set from sums of the clients' features.
 
     FedDM's settings have the same meaning here. `TrainsInBall` and `SummedUploads` document the
     remaining settings.
@@ -192,8 +191,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         clients: int,
         context: RoundContext,
     ) -> CondensedState:
-        """Condenses one synthetic set S towards all clients' class means, and trains the model on
-        S."""
+        """Condenses the synthetic set from the summed uploads, and trains the model on it."""
         S = self._by_class(self._images(state, context), context).clone()
         w_r = context.load(state.parameters).requires_grad_(False).eval()
         maps = self._feature_maps(w_r, context)
@@ -231,7 +229,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return S.images, S.labels, None
 
     def _floor(self, clients: int, context: RoundContext) -> float:
-        """Returns the number of examples, over all clients, below which a class is not used."""
+        """Returns the minimum number of examples that a class needs over all clients."""
         noise = 2 * self.pooled_deviation(COUNTS, clients, context)
         rate = context.privacy.sample_rate if context.privacy is not None else None
         return max(1.0, self.min_examples * (rate or 1.0), noise)
@@ -239,9 +237,9 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     def _feature_maps(
         self, w_r: nn.Module, context: RoundContext
     ) -> Iterator[matching.NetworkFeatures]:
-        """Yields the feature function u of each of the M networks in a round, in an endless cycle.
+        """Yields the feature function of each network of the round, and then starts again.
 
-        All parties use the same networks. The function yields the same object each time, with a
+        All parties use the same M networks. The function yields the same object each time, with a
         different network.
         """
         if self.perturbation == FRESH:
@@ -264,7 +262,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
             yield u
 
     def _images(self, state: CondensedState, context: RoundContext) -> Tensor:
-        """Returns a round's normalised start images S, [classes · ipc, channels, H, W]."""
+        """Returns the normalised initial images of a round, [classes · ipc, channels, H, W]."""
         if state.images is not None and not self.restart:
             return state.images
         generator = torch_generator(context.seed, "fedsum's start images")
@@ -311,7 +309,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return {"sums": IMAGES, "counts": COUNTS}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans for each round: M for the class sums, and one for the counts."""
+        """Returns the release plans for the class sums (M releases) and the class counts."""
         refuse_batch_norm(context.architecture)
         plans = class_sums.feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
@@ -324,6 +322,8 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
 
 
 def _centred(u: matching.NetworkFeatures, s_CD: Tensor, x_NCHW: Tensor, label_N: Tensor) -> Tensor:
-    """Returns u(x) − s_c [N, D], each image's features minus the vector s_c of the image's class.
-    Each row depends only on its image and class."""
+    """Returns each image's features minus a vector s_c of the image's class, [N, D].
+
+    Each row depends only on its image and class.
+    """
     return u.real(x_NCHW, label_N) - s_CD[label_N]

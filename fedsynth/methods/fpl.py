@@ -99,7 +99,7 @@ def first_partition(rows_ND: Tensor) -> Tensor:
 
 
 def last_partition(rows_ND: Tensor) -> Tensor:
-    """Computes the cluster index of each row, by FINCH's last partition with several clusters.
+    """Computes each row's cluster index, by FINCH's coarsest partition with several clusters.
 
     Each partition links the cluster means of the previous one. If the first partition has a single
     cluster, it is the last.
@@ -198,7 +198,7 @@ class FPL(TrainsLocally):
         check_tensor("classes", message.classes, (count,), torch.int64)
         if not ((message.classes >= 0) & (message.classes < context.spec.classes)).all():
             raise RequestRefusedError(
-                "the server's message must contain classes from 0 to "
+                "field classes of the server's message must contain values from 0 to "
                 f"{context.spec.classes - 1}, got {message.classes.tolist()}"
             ).with_code("request.classes")
 

@@ -1,4 +1,6 @@
-"""Names for code that defines custom methods. Like the names in `fedsynth`, they stay stable.
+"""The public API for code that defines custom methods.
+
+The API is as stable as that of `fedsynth`.
 
 >>> import torch
 >>> from fedsynth.methods.kit import ModelParameters, average

@@ -1,5 +1,7 @@
-"""REAL: clients send random real images, as in the control experiment of FedDM's Sec. 4.5. The
-experiment shows how much better condensed images are. The method protects no data.
+"""REAL: clients send random real images, as a baseline for FedDM.
+
+It is the control experiment of FedDM's Sec. 4.5, which shows how much better condensed images are.
+The method protects no data.
 """
 
 from __future__ import annotations

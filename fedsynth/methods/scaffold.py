@@ -60,7 +60,7 @@ class ControlState(AveragingState):
 def controls_of(
     message: ControlDown, state: ClientState, context: RoundContext
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns a client's control variate c_k, and c − c_k, the correction of the gradient."""
+    """Returns a client's control variate c_k and the gradient correction c − c_k."""
     c_k: dict[str, Tensor] = {}
     correction: dict[str, Tensor] = {}
     for name in trainable(context):
@@ -93,8 +93,8 @@ class TrainsWithControls(TrainsLocally):
         super().__post_init__()
         if self.momentum:
             reason = (
-                f"must be 0, because {self.name} needs plain SGD steps, got {self.momentum}. Set "
-                "method.momentum=0"
+                f"must be 0 for {self.name}, got {self.momentum}, because control variates need plain "
+                "SGD steps. Set method.momentum=0"
             )
             raise SettingError("method", "momentum", reason)
 

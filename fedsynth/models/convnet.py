@@ -1,4 +1,4 @@
-"""The ConvNet of dataset condensation papers, with a fast gradient for images.
+"""The ConvNet of dataset condensation papers, with a fast vector-Jacobian product.
 
 It has `depth` blocks of a 3×3 convolution, a norm, ReLU and 2×2 average pooling, and then one
 linear layer. `embed` computes the papers' h_w, the output before the linear layer, and `classifier`
@@ -288,8 +288,9 @@ class ConvNet(EmbeddingNetwork):
         height = height + 2 * (first_padding - 1)
         side = side + 2 * (first_padding - 1)
         if min(height, side) >> depth < 1:
-            reason = f"is too large for {height}×{side} images, which each block halves. Lower it"
-            raise SettingError("model", "depth", reason, value=depth)
+            deepest = min(height, side).bit_length() - 1
+            reason = f"must be at most {deepest} for {image_shape[1]}×{image_shape[2]} images"
+            raise SettingError("model", "depth", f"{reason}. Lower it", value=depth)
         blocks: list[nn.Module] = []
         padding = first_padding
         for _ in range(depth):

@@ -53,7 +53,7 @@ class FlatNetwork:
                 parameter.grad = part
 
     def use(self, flat: Tensor) -> None:
-        """Replaces the parameters by views of a vector [P]. Earlier views keep their values."""
+        """Makes the parameters views of a new vector [P]. The previous vector keeps its values."""
         self.flat = flat
         for parameter, part in self._parts(flat):
             parameter.data = part
@@ -65,7 +65,7 @@ class FlatNetwork:
 
 
 def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Loads untrusted weights into a network.
+    """Checks untrusted weights, and loads them into a network.
 
     Raises:
         ValueError: the weights do not fit the network, are complex, or are not finite.
@@ -73,9 +73,12 @@ def restore(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for name, current in network.state_dict().items():
         value = weights.get(name, current)
         if (value.is_floating_point(), value.is_complex()) != (current.is_floating_point(), False):
-            raise ValueError(f"the tensor {name} must be {current.dtype}, got {value.dtype}")
+            reason = f"must be {current.dtype}, got {value.dtype}. Convert the tensor"
+            raise ValueError(f"the tensor {name} {reason}")
         if not torch.isfinite(value.to(current.dtype)).all():
-            raise ValueError(f"the tensor {name} contains NaN or infinite values")
+            raise ValueError(
+                f"the tensor {name} contains NaN or infinite values. Use finite weights"
+            )
     try:
         network.load_state_dict(dict(weights))
     except RuntimeError as error:

@@ -264,7 +264,7 @@ class DenseNet100(DenseNet):  # type: ignore[misc]  # torchvision has no types
 
 
 class _Stage(nn.Sequential):
-    """A Swin-T stage's blocks, which return [N, C, H, W] like other networks' stages."""
+    """The blocks of a Swin-T stage, with outputs in the layout [N, C, H, W]."""
 
     def forward(self, x_NHWC: Tensor) -> Tensor:
         blocks: Tensor = super().forward(x_NHWC)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The base class for the package's networks, MOON's projection head, and norm layers.
+"""Parts of networks: a base class, MOON's projection head, and norm layers.
 
 The package's networks consist of an embedding and a classifier. MOON's head can be added before any
 network's last layer (Li, He and Song 2021, arXiv 2103.16257, Sec. 3.3 and the public code). The
@@ -101,7 +101,7 @@ class Projected(EmbeddingNetwork):
 
 
 class SharedStatistics(nn.Module):
-    """The group of each image in the next forward pass, which all batch norms of a network share.
+    """The assignment of images to groups for the batch norms of a network.
 
     Each `GroupedBatchNorm` normalises a group's images by the group's own statistics. All batch
     norms in a network share one object.
@@ -232,8 +232,7 @@ def check_embedding(
     """
     if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), last)):
         reason = (
-            f"has no `embed` or no linear `classifier`, which {method} needs. Define embed(x), "
-            "which returns [N, embedding_size], and classifier = nn.Linear(embedding_size, "
-            "classes)"
+            f"must be a network with `embed` and a linear `classifier` for {method}. Define "
+            "embed(x) and classifier = nn.Linear(embedding_size, classes)"
         )
         raise SettingError("model", "name", reason)

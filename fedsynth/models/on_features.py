@@ -99,7 +99,9 @@ class FeatureLinear(EmbeddingNetwork):
 
 
 def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    """Returns the names of the whitening matrices in a model's state, two for each block.
+    """Returns the state-dict names of a model's whitening matrices.
+
+    Each block has one matrix for channels and one for cells.
 
     >>> root_names([(41, 9)])
     ('channels_root_0', 'cells_root_0')
@@ -110,7 +112,9 @@ def root_names(blocks: Sequence[tuple[int, int]]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Shortening:
-    """The linear map x ↦ x − D diag(s) Dᵀ x, which shortens vectors along some directions.
+    """A linear map that shrinks vectors along some directions.
+
+    The map is x ↦ x − D diag(s) Dᵀ x.
 
     Args:
         directions: orthonormal columns D, [d, k].
@@ -126,13 +130,13 @@ class Shortening:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> Shortening | None:
-        """Creates the map from a model's buffers, or returns None if they shorten nothing."""
+        """Creates the map from a model's buffers. Returns None if the map would be the identity."""
         if "shortened" not in parameters or not bool(parameters["shortened"].any()):
             return None
         return cls(parameters["directions"], parameters["shortened"])
 
     def __call__(self, rows_Nd: Tensor) -> Tensor:
-        """Returns the shortened rows. A row's result does not depend on other rows."""
+        """Applies the map to each row, independently of the other rows."""
         along_Nk = row_product(rows_Nd, self.directions.T) * self.shortened
         return rows_Nd - row_product(along_Nk, self.directions)
 
@@ -171,7 +175,7 @@ class Embedding:
         return F.normalize(self.shortening(z_Nd), dim=1)
 
     def same(self, other: Embedding) -> bool:
-        """Returns True if both embeddings have equal constants and are thus the same function."""
+        """Returns True if both embeddings have equal constants."""
         tensors, other_tensors = self._tensors(), other._tensors()
         if self.radius != other.radius or len(tensors) != len(other_tensors):
             return False
@@ -187,7 +191,9 @@ class Embedding:
 def embedded(
     features_Nd: Tensor, centre_d: Tensor | float, radius: float, roots: Sequence[Root] = ()
 ) -> Tensor:
-    """Computes embeddings z = clip₁(T(φ − m)/R) from features φ: [N, d], of norm 1 or less.
+    """Computes embeddings z [N, d] of norm at most 1 from features φ.
+
+    The embeddings are z = clip₁(T(φ − m)/R), where T multiplies by the whitening matrices.
 
     Args:
         features_Nd: the features φ.
@@ -288,7 +294,7 @@ def input_size(network: nn.Module, spec: DatasetSpec) -> int:
 
 
 def check_learned_embedding(method: str, model: nn.Module) -> None:
-    """Checks that a method that learns an embedding has a model with a trainable one.
+    """Checks that a model has a trainable embedding.
 
     Raises:
         SettingError: as for `check_embedding`, or the model is a linear model on features.

@@ -61,7 +61,7 @@ def builder(name: str, model: nn.Module | Callable[..., nn.Module]) -> Callable[
 def optional_arguments(
     build: Callable[..., nn.Module], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Selects the `OPTIONAL_ARGUMENTS` that a function or class has as parameters."""
+    """Returns those settings among `OPTIONAL_ARGUMENTS` that a function or class accepts."""
     parameters = inspect.signature(build).parameters
     return {key: settings[key] for key in OPTIONAL_ARGUMENTS if key in parameters}
 

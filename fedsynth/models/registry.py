@@ -179,8 +179,8 @@ class ModelSettings:
             refuse_unknown_map(self.features, "model")
         if self.name not in ON_FEATURES:
             reason = (
-                f"is not {' or '.join(map(repr, ON_FEATURES))}, but model.features is set. "
-                "Choose one of them"
+                f"must be {' or '.join(map(repr, ON_FEATURES))} if model.features is set. Choose "
+                "one of these models, or unset model.features"
             )
             raise SettingError("model", "name", reason, value=self.name)
         if self.projection:
@@ -190,7 +190,7 @@ class ModelSettings:
 
     @property
     def client_names(self) -> tuple[str, ...]:
-        """The names in `clients`, as a tuple."""
+        """The names of the clients' architectures in the setting `clients`."""
         return tuple(name.strip() for name in self.clients.split(",") if name.strip())
 
 
@@ -204,7 +204,7 @@ def _refuse_unknown_model(name: str, key: str) -> None:
 
 
 def _add_library_model(name: str) -> None:
-    """Adds a timm or torchvision network to the architectures.
+    """Registers a timm or torchvision network as an architecture.
 
     The library is imported only when the network is built.
     """
@@ -263,7 +263,8 @@ def register_model(
         reason = f"{name!r} is a built-in architecture's name. Choose another name"
         raise SettingError("model", "name", reason)
     if not callable(model):  # a module is, too
-        reason = f"must be a torch.nn.Module or return one, got {type(model).__name__}"
+        kind = type(model).__name__
+        reason = f"must be an nn.Module, or a function that returns one, got {kind}. Pass a module"
         raise SettingError("model", "name", reason, value=name)
     _MODELS[name] = _Architecture(builder(name, model), norms, True, isinstance(model, nn.Module))
     return ModelSettings(name)
@@ -361,7 +362,7 @@ def _map_below(settings: ModelSettings, spec: DatasetSpec) -> FeatureMap:
 
 
 def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
-    """Returns the entries about the network's feature map in the privacy report.
+    """Returns the privacy report's entries for the network's feature map.
 
     Each entry names an item and why it is public. The result is empty without a feature map.
     """
@@ -376,7 +377,7 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 
 
 def _refuse_tokens(settings: ModelSettings, spec: DatasetSpec) -> None:
-    """Raises an error if a built-in network would use token numbers as pixels."""
+    """Raises an error if a built-in network other than the LSTM is used for tokens."""
     if spec.vocabulary and settings.name != "lstm" and not is_own_model(settings):
         reason = f"cannot use {spec.name}, whose records are tokens. Set model.name=lstm"
         raise SettingError("model", "name", reason, value=settings.name)

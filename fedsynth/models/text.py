@@ -1,5 +1,6 @@
-"""The LSTM from FedProx and q-FFL for character and word sequences (Li et al. 2020, arXiv
-1812.06127 and 1905.10497; their public code and LEAF's).
+"""The LSTM of FedProx and q-FFL for character and word sequences.
+
+The sources are Li et al. 2020 (arXiv 1812.06127 and 1905.10497), their public code, and LEAF's.
 
 All versions have an embedding, two LSTM layers, and one linear layer on the last output. They
 differ in two sizes, which are settings here or follow from the data:
@@ -75,7 +76,7 @@ class LstmLayer(nn.Module):
         return torch.stack(outputs, dim=1)
 
     def _can_fuse(self, x_NTD: Tensor) -> bool:
-        """Returns True if a single fused torch operation may replace the LSTM cells.
+        """Returns True if torch's fused LSTM operation can be used instead of the LSTM cells.
 
         On a CPU, the operation takes an eighth of the time with 32 units and half with 256. DP-SGD
         needs the cells, whose layers it hooks.
@@ -104,7 +105,7 @@ class Lstm(EmbeddingNetwork):
         super().__init__()
         inputs, height, length = image_shape
         if height != 1:
-            reason = f"requires sequences (one row), got {height} rows. Choose another model"
+            reason = f"requires sequences of height 1, got height {height}. Choose another model"
             raise SettingError("model", "name", reason, value="lstm")
         self.vocabulary = vocabulary
         if vocabulary:

@@ -1,4 +1,4 @@
-"""Runs in progress, with the code common to simulations and runs over a network."""
+"""The code that simulations and runs over a network have in common."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ActiveRun:
         self.played = RoundResult()
 
     def _begin_record(self, test: ImageData | None, kind: str, *, simulated: bool) -> None:
-        """Creates the run's record, given the test images and their kind."""
+        """Creates the record of the run's results, given the test images."""
         hidden = self.plan is not None and kind == PRIVATE
         local = simulated and self.settings.partition.local_test > 0
         self.record = RunRecord(
@@ -116,7 +116,7 @@ class ActiveRun:
         self.record.go_on(folder, () if checkpoint is None else checkpoint.rows)
 
     def plain_context(self, number: int) -> RoundContext:
-        """Returns a round's context, without loop checkpoints."""
+        """Returns a round's context, without checkpoints during the round."""
         return replace(
             self.context,
             round=number,
@@ -126,7 +126,7 @@ class ActiveRun:
         )
 
     def round_context(self, number: int) -> RoundContext:
-        """Returns a round's context, with loop checkpoints."""
+        """Returns a round's context. A subclass may add checkpoints during the round."""
         return self.plain_context(number)
 
     def play(self, context: RoundContext) -> Refusal | None:
@@ -161,7 +161,7 @@ class ActiveRun:
             self.record.tell(row)
 
     def _store(self, checkpoint: Checkpoint) -> None:
-        """Writes a round's checkpoint and its other files."""
+        """Writes the files of a finished round, such as its checkpoint."""
         raise NotImplementedError  # abstract
 
     def _end_early(self, refusal: Refusal) -> None:
@@ -169,7 +169,7 @@ class ActiveRun:
         self.observer.note(self.record.ended_early(refusal))
 
     def _finish(self, histories: Histories, *, secret: bool = True) -> RunResult:
-        """Writes the run's results, given the clients' ledgers (see `RunRecord.end`)."""
+        """Ends the run and writes its results. See `RunRecord.end`."""
         completed = len(self.record.rows)
         if completed:
             self.server.end(self.plain_context(completed))

@@ -41,9 +41,9 @@ Rows = Mapping[str, Sequence[Release]]
 
 
 def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
-    """Computes a run's original privacy plan from its settings and the clients' ledgers.
+    """Computes the privacy plan that a run had when it started.
 
-    Only the rows that were in the ledgers before the run are used.
+    The plan is computed from the settings and from the rows that the ledgers had at that time.
 
     Raises:
         PrivacyError: the σ that the run states differs from the σ in the plan.
@@ -66,7 +66,7 @@ def rebuild_plan(run: PrivateRun, rows: Rows) -> PrivacyPlan:
 def plan_when_it_began(
     folder: Path, histories: Histories, *, method: type[Method], rows: Sequence[dict[str, Any]]
 ) -> PrivacyPlan:
-    """Returns the privacy plan with which a run that is to be resumed began.
+    """Returns the privacy plan that an interrupted run had when it started.
 
     Args:
         folder: the run folder.
@@ -89,10 +89,10 @@ def plan_when_it_began(
     for client, start in run.start.ledgers.items():
         chains = read_ledger(files / f"{client}.jsonl").lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
-            raise PrivacyError(f"{client}'s ledger is not the ledger with which the run began")
+            raise PrivacyError(f"{client}'s ledger is not the one that the run used at its start")
     charges = Charges(run, LedgerRows(current))
     for client, row in charges.missing:
-        raise PrivacyError(f"{client}'s ledger is missing the charged {_text(row)}")
+        raise PrivacyError(f"{client}'s ledger lacks the run's charge for {_text(row)}")
     return charges.plan
 
 
@@ -172,7 +172,7 @@ class Charges:
         self.foreign += [(client, row) for row in remaining]
 
     def _sort_selection(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the row of this run's private selection from the rows of other runs.
+        """Finds the ledger row that a private selection has charged for this run.
 
         The row must cover all releases that the run plans.
         """
@@ -200,12 +200,12 @@ class Charges:
         return self.run.rows[number - 1]
 
     def _planned_rows(self, client: int, number: int) -> list[tuple[Release, bool]]:
-        """Returns the ledger rows that the plan allows a client in a round, each with True if the
-        row is required.
+        """Returns the ledger rows that are planned for a client in a round.
 
-        A client whose first upload was rejected receives no second request. If the first exchange
-        had too few uploads, no client receives a second request. In a run over a network, it is
-        unknown whether a client that did not answer was charged.
+        Each row has a flag that is True if the ledger must contain the row. A client whose first
+        upload was rejected receives no second request. If the first exchange had too few uploads,
+        no client receives a second request. In a run over a network, it is unknown whether a client
+        that did not answer was charged.
         """
         context = self.round_context(number)
         row = self.row(number)
@@ -263,7 +263,7 @@ class Charges:
         return problems
 
     def refusal(self) -> Event | None:
-        """Returns the report event for a run that the limit on ε has ended, or None.
+        """Describes why the limit on ε ended the run, as an event for the report.
 
         Returns None if the limit allows another round.
         """
@@ -290,7 +290,7 @@ class Charges:
         return worst_by_round(by_client)
 
     def expected_losses(self, number: int) -> dict[str, Any]:
-        """Returns the metrics on unused uploads that a round should contain.
+        """Returns the expected metrics about the unused uploads of a round.
 
         In a simulation, the entries follow from the run's seed. In a run over a network, and for
         rejected uploads, the reasons are copied from the round's metrics.

@@ -106,7 +106,7 @@ class CheckpointFolder:
         self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
 
     def write(self, checkpoint: Checkpoint, stored: Iterable[int] = ()) -> None:
-        """Replaces the folder's checkpoint by a round's checkpoint.
+        """Writes a round's checkpoint, which replaces the previous one.
 
         Args:
             checkpoint: the state after a round.
@@ -180,7 +180,9 @@ class CheckpointFolder:
         if pointer["format"] != FORMAT:
             raise self._damaged(f"{POINTER} has another format than {FORMAT}")
         if pointer["identity"] != self.identity:
-            raise CheckpointError(f"{self.path} belongs to other settings or data. Restore them")
+            raise CheckpointError(
+                f"{self.path} was written with other settings or data. Restore the settings and data"
+            )
         return pointer
 
     def _content(self, name: str) -> bytes:
@@ -224,8 +226,8 @@ class CheckpointFolder:
             )
         checkpoint = self.read(settings.method)
         if checkpoint is None and run.has_rounds:
-            reason = "Restore it from a backup, as a restart would charge the ledgers twice"
-            raise CheckpointError(f"the checkpoint in {run.path} is missing. {reason}")
+            reason = "and a restart would charge the ledgers twice. Restore it from a backup"
+            raise CheckpointError(f"the checkpoint in {run.path} is missing, {reason}")
         return checkpoint
 
     def give_states(self, clients: Sequence[ClientRuntime], device: torch.device) -> None:
@@ -288,9 +290,9 @@ PLACE = {
 
 
 def without_place(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run, without the settings that are listed in `PLACE`.
+    """Returns the settings without those that may differ between machines.
 
-    The settings are grouped by section, as in config.toml.
+    `PLACE` lists the removed settings. The settings are grouped by section, as in config.toml.
     """
     plain: dict[str, Any] = json.loads(json.dumps(settings))  # lists as in TOML, not tuples
     for section, keys in PLACE.items():
@@ -330,7 +332,7 @@ STEP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class LoopState(Packed):
-    """The state from which a long loop in a round, such as a training, is resumed.
+    """The progress of a long loop within a round, such as local training.
 
     Args:
         tensors: the tensors from which the loop can resume, by name.
@@ -371,9 +373,10 @@ class LoopCheckpoints(LoopCheckpointer):
         self._finished: dict[Path, LoopState] = {}
 
     def load(self, name: str) -> tuple[int, Tensors] | None:
-        """Returns the step and the tensors from which a loop resumes, or None without a checkpoint.
+        """Loads the checkpoint of a loop, and returns its step and its tensors.
 
-        The call also starts the clock that measures the duration of the loop.
+        Returns None if there is no checkpoint. The call also starts the clock that measures the
+        duration of the loop.
 
         If the same name is loaded twice, the second call is for a different loop.
         """

@@ -113,7 +113,7 @@ def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
 
 
 def without_reserved(facts: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the metrics of a method unchanged, after checking their names.
+    """Checks that a method's metrics use no reserved names, and returns the metrics.
 
     Raises:
         UnaccountedReleaseError: a name is reserved for fedsynth.
@@ -136,7 +136,7 @@ def finite(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Disclosed:
-    """A round's metrics or a summary's values, split by who may see them.
+    """Metrics, divided into public and simulation-only values.
 
     Attributes:
         public: the values that may be shown to anyone.
@@ -183,7 +183,7 @@ def disclosed(values: Mapping[str, Any], declared: Declared | None) -> Disclosed
 
 
 def lost_clients(played: RoundResult) -> dict[str, Any]:
-    """Returns metrics on the unused uploads of a round, with the reasons.
+    """Returns metrics that state which uploads of a round were not used, and why.
 
     The clients are in ascending order. If a round was discarded because it had too few uploads, the
     metrics also state how many uploads came and how many were required.

@@ -1,4 +1,7 @@
-"""Names of files in a run folder, which `run_folder.py` describes. Reading them imports no torch."""
+"""The names of the files in a run folder. `run_folder.py` describes the files.
+
+Importing this module does not import torch.
+"""
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"

@@ -28,7 +28,7 @@ _SHARES = ("accuracy", "dice", "auroc", "f1", "error", "amp", "wlp", "agreement"
 
 
 class RunFolderError(FedsynthError, code="files.run"):
-    """Raised if a folder is not a finished run's, or contains damaged files."""
+    """Raised if a folder does not contain a finished run, or contains damaged files."""
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ def run_folders(folder: Path) -> list[Path]:
 
 
 def finished_run(folder: Path) -> Path | None:
-    """Returns the last finished run below a folder, as by `run_folders`, or None."""
+    """Returns the folder of the last finished run in a folder, or None."""
     return next(reversed(run_folders(folder)), None)
 
 
 def unfinished_run(folder: Path) -> Path | None:
-    """Returns the last unfinished run below a folder, which can be resumed, or None."""
+    """Returns the folder of the last unfinished run in a folder, or None."""
     configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
     return max((path.parent for path in configs), default=None)
 
@@ -208,9 +208,10 @@ def value_at(values: Mapping[str, Any], path: str) -> float | None:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Reads the rounds' metrics from a file such as metrics.jsonl. A missing file has no rounds.
+    """Reads the metrics of all rounds from a file such as metrics.jsonl.
 
-    An incomplete last line, from a killed run, is skipped.
+    Returns an empty list if the file does not exist. An incomplete last line, from a killed run, is
+    skipped.
 
     Raises:
         RunFolderError: the file cannot be read, or a line does not contain a round's metrics.

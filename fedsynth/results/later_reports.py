@@ -65,11 +65,10 @@ def unfinished_report(
 def owner_problems(
     folder: Path, report: dict[str, Any], ledger: Path | None, method: type[Method] | None
 ) -> tuple[list[Problem], str]:
-    """Returns the differences between a data owner's report and the other files in the owner's
-    folder.
+    """Compares a data owner's report with the other files in its folder.
 
-    A second result is a note about the ledger. An owner can read only one ledger, so σ and the
-    number of rounds are taken from what the server stated.
+    Returns the differences, and a note about the ledger. An owner can read only one ledger, so σ
+    and the number of rounds are taken from what the server stated.
     """
     run, owner = _owner_run(folder, method)
     if report["ledger_heads"].keys() != run.start.ledgers.keys():
@@ -80,7 +79,7 @@ def owner_problems(
     ledger_rows = report_file.read_ledger_rows(report, ledger, exact=False)
     problems = list(ledger_rows.problems)
     if not ledger_rows.begins_with(client, start):
-        text = f"{client}'s ledger is not the ledger with which the run began"
+        text = f"{client}'s ledger is not the one that the run used at its start"
         problems.append(Problem("ledger.chain", text))
     rows = ledger_rows.rows[client]
     new_rows = rows[start.rows :]
@@ -121,13 +120,14 @@ def _owner_run(folder: Path, method: type[Method] | None) -> tuple[PrivateRun, O
     run = private_run.read_start(folder, method)
     owner = report_file.read_part(folder / OWNER, "facts of an owner's report", Owner)
     number, rounds = owner.client, owner.rounds
-    if rounds > run.settings.rounds or number >= run.settings.partition.clients:
+    clients, limit = run.settings.partition.clients, run.settings.rounds
+    if rounds > limit or number >= clients:
         raise PrivacyError(
-            f"{OWNER} names a client or a round (client {number}, round {rounds}) that the run "
-            "does not have"
+            f"{OWNER} states client {number} (from 0) and {rounds} rounds, but the run has only "
+            f"{clients} clients and {limit} rounds"
         )
     if not run.networked or len(run.start.ledgers) != 1:
-        raise PrivacyError("the report does not describe a single client in a run over a network")
+        raise PrivacyError("the report must be for exactly one client of a run over a network")
     return run, owner
 
 
@@ -141,7 +141,7 @@ def _owner_facts(run: PrivateRun, owner: Owner, rows: Sequence[Release]) -> Repo
 
 
 def _owner_plan(run: PrivateRun) -> PrivacyPlan:
-    """Returns the privacy plan for charging a data owner's client.
+    """Returns the privacy plan of a data owner's client.
 
     The plan has the σ that the server stated.
     """

@@ -126,7 +126,7 @@ class Logger(Observer):
             yield
         except ImportError:
             raise OutputError(
-                f"{self.name} is missing: pip install 'fedsynth[{self.name}]'"
+                f"{self.name} is not installed. Run pip install 'fedsynth[{self.name}]'"
             ) from None
         except Exception as error:  # of any library
             reason = f"{type(error).__name__}: {one_line(error)}"
@@ -142,7 +142,7 @@ class Logger(Observer):
             self._close(numbers_of(summary or {}), finished=summary is not None)
 
     def _open(self, name: str, settings: Mapping[str, Any]) -> Any:
-        """Opens and returns a run's log, which is stored in `_log` for `_write` and `_close`."""
+        """Opens a run's log, and returns an object for writing to the log."""
         raise NotImplementedError  # abstract
 
     def _write(self, values: Numbers, round: int) -> None:

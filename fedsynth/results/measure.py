@@ -61,7 +61,7 @@ class Measure:
 
     @property
     def names(self) -> Names:
-        """The names that the main measure has in the metrics."""
+        """The names of the metrics for the main measure: accuracy, or Dice for masks."""
         return NAMES[self.task]
 
     @property
@@ -220,7 +220,10 @@ class Measure:
 def _model_accuracies(
     uploads: Mapping[int, Message], context: RoundContext, test: ImageData
 ) -> list[float | None]:
-    """Returns the accuracy of each client's uploaded model, or None without a whole model."""
+    """Returns the accuracy of each client's uploaded model.
+
+    A client that uploaded no complete model has None.
+    """
     accuracies: list[float | None] = [None] * context.clients
     for client, upload in uploads.items():
         names = context.architecture_of(client).state_dict().keys()

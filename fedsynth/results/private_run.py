@@ -28,7 +28,7 @@ from fedsynth.results.finished import read_rows
 from fedsynth.results.run_folder import PRIVATE_START, RESUMED
 from fedsynth.validation import read_sections
 
-CUSTOM_METHOD = "for a custom method, pass its file, or use verify_run(folder, method=TheClass)"
+CUSTOM_METHOD = "For a custom method, pass its file, or call verify_run(folder, method=TheClass)"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PrivateRun:
 
     @cached_property
     def context(self) -> RoundContext:
-        """The public context of the first round, which describes the run and the data set."""
+        """The context of the first round, computed from public values."""
         return public_context(self.settings, self.spec, torch.device("cpu"))
 
     @property
@@ -71,7 +71,7 @@ class PrivateRun:
 
     @property
     def resumptions(self) -> list[Event]:
-        """The privacy report's expected events, one for each resumption."""
+        """The resumptions of the run, as events of the privacy report."""
         return [Event(kind="resumed", rounds_done=number) for number in self.resumed]
 
 
@@ -114,7 +114,7 @@ def read_start(folder: Path, method: type[Method] | None) -> PrivateRun:
     try:
         settings = resolve(sections, own_method=method, own_data=spec.name if custom else None)
     except UnknownNameError as error:
-        raise PrivacyError(f"config.toml: {error}; {CUSTOM_METHOD}").with_code(CONFIG) from None
+        raise PrivacyError(f"config.toml: {error}. {CUSTOM_METHOD}").with_code(CONFIG) from None
     except FedsynthError as error:
         raise PrivacyError(f"config.toml: {error}").with_code(CONFIG) from None
     if settings.privacy is None:
@@ -149,7 +149,7 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
     rows = read_rows(file)
     for number, row in enumerate(rows, start=1):
         if row["round"] != number:
-            text = f"{file.name}: line {number} contains another round than {number}"
+            text = f"{file.name}: line {number} must contain round {number}, got {row['round']}"
             raise PrivacyError(text).with_code(METRICS)
         for problem in disclosed.undeclared(row, declared):
             raise PrivacyError(f"{file.name}: round {number} {problem}").with_code(METRICS)
@@ -157,10 +157,11 @@ def _metrics(file: Path, declared: Declared) -> list[dict[str, Any]]:
 
 
 def ledger_files(folder: Path, run: PrivateRun, ledger: Path | None) -> tuple[Path | None, bool]:
-    """Returns the folder of a run's ledger files, and whether the ledgers belong only to this run.
+    """Finds the ledger files of a run.
 
-    The folder is None if the ledgers cannot be read here. Ledgers in the run folder belong only to
-    this run. A ledger kept for several runs may have grown since the run's end.
+    Returns their folder, and whether the ledgers belong only to this run. The folder is None if the
+    ledgers cannot be read here. Ledgers in the run folder belong only to this run. A ledger kept
+    for several runs may have grown since the run's end.
     """
     if run.networked:  # its clients keep their ledgers
         return ledger, False

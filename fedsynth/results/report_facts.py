@@ -1,4 +1,4 @@
-"""Collects the content of a private run's report that cannot be computed from the ledgers.
+"""Collects the facts in a private run's report that do not come from the ledgers.
 
 These facts are the public items, the accesses to private data and the versions of the software.
 They are computed from the public plan of the run. This module never reads data.
@@ -46,7 +46,7 @@ WEAK = 10.0  # the value of ε above which the headline contains a warning
 
 
 def headline(plan: PrivacyPlan, *, simulated: bool = True) -> Iterator[str]:
-    """Yields lines of text that describe a planned run's privacy, ε first.
+    """Describes a planned run's privacy in a few lines of text.
 
     Args:
         plan: the run's plan.
@@ -110,8 +110,9 @@ def _description(plan: PrivacyPlan) -> list[str]:
 
 
 def noise_warnings(plan: PrivacyPlan) -> list[str]:
-    """Returns a warning for each release whose noise exceeds the largest possible signal. The check
-    uses public sizes.
+    """Returns a warning if the noise of a release exceeds the largest possible signal.
+
+    The warning names the release with the lowest signal-to-noise ratio, from public sizes.
     """
     if not plan.facts.guaranteed:
         return []
@@ -225,7 +226,7 @@ def report_facts(
     files: Mapping[str, str] = MappingProxyType({}),
     first: int = 0,
 ) -> figures.ReportFacts:
-    """Returns the content of a run's report that cannot be computed from the ledgers.
+    """Returns the facts in a run's report that do not come from the ledgers.
 
     Args:
         plan: the run's plan.
@@ -300,7 +301,7 @@ def min_clients_of_a_sum(plan: PrivacyPlan, *, simulated: bool) -> int:
 def owner_facts(
     plan: PrivacyPlan, k: int, history: History, rounds: int, start: figures.Start, *, secret: bool
 ) -> figures.ReportFacts:
-    """Returns the content of a data owner's report that cannot be computed from the ledger.
+    """Returns the facts in a data owner's report that do not come from the ledger.
 
     Args:
         plan: the run's plan.
@@ -379,7 +380,7 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
 
 
 def _guarantee_items(plan: PrivacyPlan, *, simulated: bool) -> dict[str, str]:
-    """Returns the public items that a guarantee needs: sizes, and public fields of uploads."""
+    """Returns the public sizes and upload fields on which the guarantee depends."""
     items = {}
     run = plan.run
     unit = "record"

@@ -163,7 +163,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The checkpoint's path, which exists until the run ends."""
+        """The folder of the run's checkpoints. It exists until the run ends."""
         return self.path / "simulation_only" / CHECKPOINT
 
     def _replace(self, name: str, text: str) -> None:
@@ -330,7 +330,7 @@ def _joined(sets: Sets) -> tuple[Tensor, Tensor]:
 
 
 def _lines(row: Disclosed) -> dict[str, str]:
-    """Returns a round's line for each metrics file."""
+    """Formats a round's metrics as one line of JSON for each metrics file."""
     rows = {METRICS: row.public}
     if row.simulation_only:
         rows[HIDDEN] = {"round": row.public["round"], **row.simulation_only}

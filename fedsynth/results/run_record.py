@@ -157,7 +157,7 @@ def summarise(
 
 
 def _last_measures(metrics: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
-    """Returns the last measures by domain, model and client, and those of the last generator."""
+    """Returns the measures of the last round, and of the last generator."""
     last: Mapping[str, Any] = metrics[-1] if metrics else {}
     measures: dict[str, Any] = {}
     if "domain_average" in last:

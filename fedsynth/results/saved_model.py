@@ -64,7 +64,7 @@ class Architecture:
 
     @property
     def teaches(self) -> bool:
-        """True if the model can teach a student by labelling its training images.
+        """True if the model can label images to train a student model.
 
         A model that learned only from the synthetic images cannot be a teacher.
         """
@@ -85,7 +85,7 @@ class Architecture:
 
     @property
     def takes_model(self) -> bool:
-        """True if the section "model" determines the network, False if the method does."""
+        """True unless the method builds its own network."""
         return self.run is None or not isinstance(self.run.method, OwnNetwork)
 
     @property
@@ -152,7 +152,10 @@ class Architecture:
         sections = decode_json(metadata["settings"])
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
-            raise OutputError(f"{spec.classes} classes of {spec.image_shape} images are too large")
+            raise OutputError(
+                f"{spec.classes} classes with images of shape {spec.image_shape} exceed the limit of "
+                f"{registry.MAX_PARAMETERS:,} values"
+            )
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)
             architecture = cls(spec, run.model, run)
@@ -160,12 +163,12 @@ class Architecture:
             architecture = cls(spec, registry.ModelSettings(**sections["model"]))
         count = architecture.count() or 0
         if count > parameters:
-            raise OutputError(f"the file contains {parameters:,} of {count:,} network parameters")
+            raise OutputError(f"the network needs {count:,} parameters, got only {parameters:,}")
         return architecture
 
 
 def _network_sections(sections: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns a run's settings that determine its network."""
+    """Selects the settings that determine a run's network."""
     names = ("method", "method_source")
     run = {key: value for key, value in sections["run"].items() if key in names}
     return {"run": run, "method": sections.get("method", {}), "model": sections["model"]}
@@ -197,8 +200,9 @@ def write_model(file: Path, network: nn.Module, architecture: Architecture, **fa
 
 
 def teaches(file: Path) -> bool:
-    """Returns True if a model file's metadata state that the model can teach
-    (`Architecture.teaches`).
+    """Returns True if a saved model can label images to train a student model.
+
+    The file's metadata contain the value of `Architecture.teaches`.
 
     Raises:
         OutputError: the file is damaged.
@@ -232,10 +236,10 @@ def read_model(file: Path, method: type[Method] | None) -> tuple[nn.Module, Arch
     except UNUSABLE as error:
         raise OutputError(f"{file} cannot be used: {one_line(error, MAX_REASON)}") from None
     if not same:
-        parts = " and ".join(architecture.custom_parts.values()) or "a part of it"
+        parts = " and ".join(architecture.custom_parts.values()) or "the network"
         raise OutputError(
-            f"{file} cannot be used: the rebuilt network's outputs for public images do not "
-            f"match the stored ones. Use {parts} with the original weights"
+            f"{file} cannot be used: the rebuilt network does not compute the outputs that the "
+            f"file contains. Restore the original code and weights of {parts}"
         ).with_code("files.model")
     return network.eval(), architecture
 
@@ -262,8 +266,10 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _probe(network: nn.Module, spec: DatasetSpec) -> list[list[float]]:
-    """Returns the rounded log-probabilities of a network for public images. They later identify the
-    network. In segmentation, logits are averaged over pixels.
+    """Returns a network's rounded log-probabilities for fixed random images.
+
+    They are compared later to identify the network. In segmentation, logits are averaged over
+    pixels.
     """
     images = torch.rand(PROBES, *spec.image_shape, generator=torch_generator(0, "model's probe"))
     mode = network.training

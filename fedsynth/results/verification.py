@@ -109,8 +109,8 @@ def _verified(
     missing = [name for name in REQUIRED if not (folder / name).is_file()]
     if run_folder.PRIVATE_START in missing and (folder / SUMS).is_file():
         raise PrivacyError(
-            f"the report in {folder} cannot be verified, as an export contains no settings or "
-            f"ledgers. Verify the run folder. To check the export's files, run sha256sum -c {SUMS}"
+            f"{folder} cannot be verified, because it is an export without settings and ledgers. "
+            f"Verify the run folder. To check the export's files, run sha256sum -c {SUMS}"
         )
     page_differences, notes = page_problems(report, folder)
     problems = [Problem(name, f"{name} is missing") for name in missing] + page_differences
@@ -177,7 +177,7 @@ def _ended_early(charges: Charges) -> bool:
 
 
 def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
-    """Returns the privacy report's expected events, the run's deviations from its plan.
+    """Returns the deviations from the plan that the privacy report must list.
 
     In a run over a network, the reasons for the events are taken from the report. In a simulation,
     the limit on ε explains an early end. If other runs have charged the ledgers since the early
@@ -207,10 +207,10 @@ def _events(charges: Charges, report: Mapping[str, Any]) -> list[Event]:
 
 
 def _may_be_silent(event: Event, charges: Charges) -> bool:
-    """Returns True if an event explains why a client did not send a ledger.
+    """Checks whether it is plausible that a client did not send its ledger.
 
-    It may have happened if the client did not answer in the rounds of the event, or if these rounds
-    were interrupted.
+    It is plausible if the client did not answer in the rounds of the event, or if these rounds were
+    interrupted.
     """
     if event != Event(kind="unstated", client=event.client, rounds=event.rounds):
         return False
@@ -224,7 +224,7 @@ def _may_be_silent(event: Event, charges: Charges) -> bool:
 
 
 def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
-    """Adds the report's stated reason to an event, if there is one."""
+    """Adds the report's reason to an expected event, if the report states one."""
     for event in stated:
         matches = event.model_copy(update={"why": None}) == expected
         if matches and event.why is not None and _REASON.fullmatch(event.why):
@@ -358,7 +358,7 @@ def _file_problems(
 
 
 def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
-    """Returns the hashes noted by this run in each ledger that must contain one."""
+    """Returns the hashes of report files that this run wrote to each ledger."""
     run = charges.run
     if run.networked:
         try:
@@ -376,7 +376,7 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
 
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:
-    """Lists the files that no run writes, whose content is unknown."""
+    """Lists the files that do not belong in a run folder."""
     allowed = (*RUN_FILES, *(OF_NETWORKED_RUN if run.networked else OF_SIMULATION))
     try:
         names = plain_files(folder, leave_out=[EXCLUDED])

@@ -1,1 +1,1 @@
-"""Shared sets: exports of runs, files for hubs and ONNX, and tools for recipients."""
+"""Exports of synthetic sets, and tools for the recipients of a set."""

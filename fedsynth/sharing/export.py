@@ -59,7 +59,7 @@ _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1"
 
 @dataclass(frozen=True)
 class Share:
-    """An export's content: a run's synthetic images, and all that is exported with them.
+    """The content of an exported folder: synthetic images, privacy report and metadata.
 
     Attributes:
         synthetic: the images, with their privacy guarantee.
@@ -91,7 +91,7 @@ def export_run(
     method: type[Method] | None = None,
     real: RealImages | None = None,
 ) -> Path:
-    """Writes the part of a finished run that may be released into a new folder.
+    """Exports the releasable results of a finished run to a new folder.
 
     The folder contains the synthetic images, their privacy report and hashes of the files. It
     contains no ledgers, no paths or names from the run, and no number about the private data that
@@ -183,8 +183,10 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
 def verified_report(
     folder: Path, *, unprotected: bool, method: type[Method] | None
 ) -> dict[str, Any] | None:
-    """Checks and returns a finished run's privacy report, or None without differential privacy. The
-    run's settings and ledgers must give the same report.
+    """Verifies a finished run's privacy report and returns it.
+
+    The report must follow from the run's settings and ledgers. Without differential privacy, the
+    result is None.
 
     Raises:
         OutputError: the run has not finished, or has no guarantee and `unprotected` is False.
@@ -197,14 +199,14 @@ def verified_report(
         problems = verify_run(folder, method=method).problems
         if problems:
             raise PrivacyError(
-                f"the privacy report of {folder} does not follow from its settings and ledgers: "
-                f"{one_line(str(problems[0]))}. To see all problems, run fedsynth privacy verify {folder}"
+                f"the privacy report of {folder} does not match its settings and ledgers: "
+                f"{one_line(str(problems[0]))}. To see all, run fedsynth privacy verify {folder}"
             ).with_code("export.report")
         report = sound_report(folder)
     if not unprotected and not (report or {}).get("guarantee"):
         raise OutputError(
-            f"the run in {folder} has no privacy guarantee, so its images and model may reveal "
-            f"real images. To export them nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
+            f"the run in {folder} has no privacy guarantee, so an export may reveal real images. "
+            f"To export it nevertheless, set --{UNPROTECTED} or {UNPROTECTED}=True"
         ).with_code("export.no_guarantee")
     return report
 

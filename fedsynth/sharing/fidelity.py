@@ -80,7 +80,7 @@ def fidelity_of_set(
 
 
 class RealImages:
-    """The real images with which a released set is compared in its evidence pack.
+    """Real images for computing the evidence pack of a synthetic set.
 
     Args:
         training: the images from which the set is made.
@@ -116,8 +116,8 @@ class RealImages:
     ) -> None:
         if not simulation:
             reason = (
-                "must be True, because evidence has exact numbers about the training and held-out "
-                "images. If they are public or simulated, set --simulation or simulation=True"
+                "must be True, because evidence is only for public or simulated images. If all "
+                "real images are public or simulated, set --simulation or simulation=True"
             )
             raise SettingError(None, "simulation", reason)
         _check_shape("held_out", held_out.spec, training.spec)
@@ -168,7 +168,7 @@ def synthetic_set(folder: Path) -> SharedSet:
 
 
 def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec) -> Embed:
-    """Returns a function from stored images to the network's features."""
+    """Returns a function that computes the network's features of a data set's images."""
     if isinstance(network, str) and names_a_library(network):
         pretrained = pretrained_network(network, weights, PLACE)
         return lambda images_NCHW: pretrained.embed_pixels(_unit(images_NCHW))
@@ -179,7 +179,9 @@ def _embedding(network: str | Path | nn.Module, weights: str, spec: DatasetSpec)
             return feature_map(str(network), spec.image_shape)
         network = load_model(network)
     if not hasattr(network, "embed"):
-        raise SettingError(None, "network", "has no `embed`, which returns features. Define it")
+        raise SettingError(
+            None, "network", "must have a method embed(x) that returns features. Define embed"
+        )
     embed: Embed = network.eval().embed  # type: ignore[assignment]
     return lambda images_NCHW: embed(normalise(images_NCHW, spec))
 

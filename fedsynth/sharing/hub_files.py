@@ -35,7 +35,7 @@ _CONTEXT: dict[str, Any] = {
 
 
 def write_values(synthetic: SharedSet, folder: Path) -> None:
-    """Writes the file `values.csv` for a set that cannot be drawn, such as a set of vectors.
+    """Writes the file `values.csv` for records that are not images, such as vectors.
 
     A row has the label, the values x0, x1, … in their original units, and with soft labels the
     probabilities p0, p1, … of the classes. All values are exact.
@@ -112,7 +112,7 @@ def _file(folder: Path, name: str, media_type: str) -> dict[str, Any]:
 
 
 def _field(name: str, kind: str, source: dict[str, Any]) -> dict[str, Any]:
-    """Describes a record field: the type, the files, and the position in these files."""
+    """Returns the Croissant description of a record field."""
     return {
         "@type": "cr:Field",
         "@id": f"examples/{name}",

@@ -136,9 +136,8 @@ def _checked_program(network: nn.Module, spec: DatasetSpec) -> Any:
         ClearMetadataAndDocStringPass()(program.model)  # lines of code, and paths of this machine
     except (RuntimeError, ValueError) as error:
         raise OutputError(
-            "the model cannot be exported, because ONNX does not support one of its operations "
-            "(for example in scattering feature maps), or because its code fixes the number of "
-            "images. Use another feature map or model"
+            "the model cannot be exported to ONNX, because it has an unsupported operation or a "
+            "fixed batch size. Use another feature map or model"
         ).with_code("onnx.operation") from error
     # one image instead of three, because code such as `len(images)` may fix the number
     _check_logits(program.model_proto, images[:1], logits[:1])
@@ -151,20 +150,18 @@ def _check_logits(model: Any, images_NCHW: Tensor, logits_NC: Tensor) -> None:
 
     session: Any = ReferenceEvaluator  # which is wrong for some pooling
     name = "the reference evaluator of onnx"
-    hint = ". Run pip install onnxruntime, which is then used instead"
+    hint = "Run pip install onnxruntime to run the model with onnxruntime instead"
     with suppress(ImportError):
         from onnxruntime import InferenceSession
 
         session = partial(InferenceSession, providers=["CPUExecutionProvider"])
-        name, hint = "onnxruntime", ""
+        name, hint = "onnxruntime", "Use another model"
     fault, cause = "does not reproduce PyTorch's logits", None
     try:
         (result,) = session(model.SerializeToString()).run(None, {"images": images_NCHW.numpy()})
         if torch.allclose(torch.tensor(result), logits_NC, atol=TOLERANCE, rtol=TOLERANCE):
             return
     except Exception as error:  # onnxruntime's errors have no common class
-        fault = (
-            "cannot execute it for one image, perhaps because the code fixes the number of images"
-        )
+        fault = "cannot run the model on one image, perhaps because of a fixed batch size"
         cause = error
-    raise OutputError(f"the ONNX file is not written, because {name} {fault}{hint}") from cause
+    raise OutputError(f"the ONNX file is not written, because {name} {fault}. {hint}") from cause

@@ -94,7 +94,7 @@ class Student:
         saved_model.write_model(require_place(Path(file)), self.network, self.architecture, **facts)
 
     def accuracy_on(self, test: ImageData) -> float:
-        """Computes the accuracy on test images, which may be on any device."""
+        """Computes the accuracy on test images, on the network's device."""
         return accuracy(self.network, test.to(next(self.network.parameters()).device))
 
     def measures_on(self, test: ImageData) -> dict[str, float | None]:
@@ -259,11 +259,10 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
     """
     for name in _FACTS_OF_INPUTS:
         if getattr(other, name) != getattr(spec, name):
-            values = f"{name.replace('_', ' ')} {short_repr(getattr(spec, name))} of {spec.name}"
-            reason = f"must have the {values}, but {place} was trained for {other.name} with "
-            raise SettingError(
-                None, key, f"{reason}{short_repr(getattr(other, name))}. Choose another model"
-            )
+            value, fact = short_repr(getattr(spec, name)), name.replace("_", " ")
+            reason = f"must be a model with {fact} {value} for {spec.name}, but {place} was trained"
+            mismatch = f"for {other.name} with {fact} {short_repr(getattr(other, name))}"
+            raise SettingError(None, key, f"{reason} {mismatch}. Choose another model")
 
 
 def _fitting(model: nn.Module, name: str, spec: DatasetSpec) -> nn.Module:
@@ -359,8 +358,8 @@ def _encoded(test: ImageData, spec: DatasetSpec, encoder: EncoderSettings | None
     vectors = encode(test, features, torch.device("cpu"))
     if vectors.spec.encoder != spec.encoder:
         reason = (
-            f"is {features.name}, but the synthetic set's vectors are from {expected}. Use this "
-            "encoder"
+            f"must be the synthetic set's encoder {expected}, got {features.name}. Use the set's "
+            "encoder and weights"
         )
         raise SettingError("data", "encoder", reason)
     return replace(vectors, spec=spec)

@@ -94,9 +94,10 @@ class AuditResult:
 
     @property
     def fault(self) -> bool:
-        """True if the audit refutes the stated ε, because a lower bound is above it.
+        """True if a lower bound is larger than the stated ε.
 
-        With k bounds, a correct run is refuted with a probability of at most k·(1 − confidence).
+        The audit has then refuted this ε. With k bounds, a correct run is refuted with a
+        probability of at most k·(1 − confidence).
         """
         return self.highest > self.epsilon
 
@@ -159,8 +160,8 @@ def audit_run(
         plan = run.budget.plan
         if plan.chief.shares > 1:
             reason = (
-                "must be 'own' for an audit, because a single upload to a secure sum has less "
-                "noise than the sum. Set method.aggregation=own"
+                "must be 'own' for an audit, because otherwise each upload has only a part of the "
+                "noise. Set method.aggregation=own"
             )
             raise SettingError(None, "aggregation", reason)
         run.watch()
@@ -311,7 +312,7 @@ class AuditedRun(Simulation):
         self.budget.make_mechanism = partial(AuditedSums, self.canaries)
 
     def watch(self) -> None:
-        """Scores the canaries in all rounds that the cap allows."""
+        """Runs all rounds that the privacy budget allows, and scores the canaries."""
         for number in range(1, self.settings.rounds + 1):
             refusal = self.play(self.round_context(number))
             if refusal is not None:
@@ -319,7 +320,7 @@ class AuditedRun(Simulation):
                 return
 
     def _warn_of_missing_classes(self, context: RoundContext) -> None:
-        """Does nothing, because the images are random."""
+        """Omits the warning about missing classes, because the images are random."""
 
     def claimed(self) -> float:
         """Returns the claimed ε, computed from the audited client's ledger."""
@@ -327,7 +328,7 @@ class AuditedRun(Simulation):
 
 
 def _busiest(settings: RunSettings) -> int:
-    """Returns the index of a client with the most rounds."""
+    """Returns the index of a client that takes part in the most rounds."""
     schedule = settings.schedule()
     rounds = range(1, settings.rounds + 1)
     participants = np.concatenate(list(map(schedule.in_round, rounds)))
@@ -383,7 +384,7 @@ def settings_of_run(folder: Path, settings: RunSettings) -> RunSettings:
     sigma = value_at(summary, "differential_privacy.noise_multiplier")
     rounds = summary.get("rounds")
     if settings.privacy is None or not sigma or not rounds:
-        reason = "is not a finished private run's folder with a round. Name such a folder"
+        reason = "must contain a finished private run with at least one round. Name another folder"
         raise SettingError(None, "folder", reason, value=folder)
     _report(folder, settings)
     privacy = replace(settings.privacy, noise_multiplier=sigma, epsilon=None, ledger=None)

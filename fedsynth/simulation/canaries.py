@@ -1,4 +1,4 @@
-"""Canaries, and their scores by an auditor who sees a client's releases.
+"""Computes scores of canaries from the releases of an audited client.
 
 A canary is a test record. A fair coin decides whether it is included in one client's data. The
 scores show how well the client's releases reveal the results of the coins.
@@ -51,7 +51,7 @@ COLUMNS = 4096
 def log_likelihood_ratios(
     y_D: Tensor, contributions_ND: Tensor, noise_std: float, rate: float, *, orthogonal: bool
 ) -> Tensor:
-    """Computes each canary's score from one group's release.
+    """Computes the scores of the canaries in one group from its release.
 
     The formula for score_i is in the text of this module. The result is float64 [N]. Applied to the
     canaries, A_i⁻¹ follows from (s²I + v·ū ūᵀ)⁻¹ by the push-through and Sherman–Morrison
@@ -170,14 +170,14 @@ class Canaries:
         return len(self.labels)
 
     def among_records(self) -> Tensor:
-        """Returns the indices (int64) of the canaries that random coins put into the data.
+        """Returns the indices (int64) of the canaries that are included in the data.
 
         These canaries come after the other records of the client.
         """
         return self.included.nonzero().flatten()
 
     def observe(self, signals: Tensor, sampled: Tensor, release: Release) -> None:
-        """Adds one step's independent scores.
+        """Adds the scores of a step with orthogonal canaries to `independent`.
 
         Args:
             signals: ẑ_i of all canaries.
@@ -223,7 +223,7 @@ def _select(sample: Sample | None, mask: Tensor) -> Sample | None:
 
 
 class AuditedSums(GaussianSumMechanism):
-    """A client's mechanism whose releases an auditor observes to score canaries.
+    """A Gaussian mechanism that scores canaries by its own releases.
 
     Just before the clip, the vector of each canary is replaced by a random vector that is `LENGTH`
     clips long. The sign of the vectors alternates between releases and between rounds, so that
@@ -249,14 +249,14 @@ class AuditedSums(GaussianSumMechanism):
             self._rank[members] = torch.arange(len(members))
 
     def sample(self, records: int) -> Tensor:
-        """Starts a step, and samples the client's records including the canaries.
+        """Starts a step by sampling from the client's records and the included canaries.
 
         See `GaussianSumMechanism.sample`.
         """
         if records != len(self._records):
             raise PrivacyError(
-                f"the method sampled from only {records} of the audited client's "
-                f"{len(self._records)} records. Sample from all of them"
+                f"the method sampled from {records} records, but the audited client has "
+                f"{len(self._records)}. Sample from all records"
             ).with_code("audit.sample")
         positions = super().sample(records)
         self._canary_of_sampled = self._records[positions]
@@ -270,7 +270,7 @@ class AuditedSums(GaussianSumMechanism):
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
-        """Adds sampled records' vectors to the sums, with random vectors for the canaries.
+        """Adds sampled vectors to the sums, with random vectors in place of canaries.
 
         See `GaussianSumMechanism.add`. If the run protects users, each user has one record in an
         audit, so that clipping users is the same as clipping records.
@@ -279,7 +279,7 @@ class AuditedSums(GaussianSumMechanism):
         super().add(rows, groups_N, sample)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds sampled records' products to the sum, with random vectors for the canaries.
+        """Adds sampled products to the sum, with random vectors in place of canaries.
 
         See `GaussianSumMechanism.add_products`. Records that are not canaries are added as
         products. They are expanded to full vectors only for the auditor. The vectors of canaries
@@ -293,7 +293,7 @@ class AuditedSums(GaussianSumMechanism):
             super().add(rows[is_canary], groups[is_canary], _select(sample, is_canary))
 
     def _look(self, rows_ND: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds canaries among the next sampled records, and replaces their vectors.
+        """Replaces the vectors of canaries in the next chunk of sampled records.
 
         The clipped vectors of all other records are added to the sum that the auditor knows.
 
@@ -325,7 +325,7 @@ class AuditedSums(GaussianSumMechanism):
         if self._position != len(self._canary_of_sampled):
             raise PrivacyError(
                 f"the method added only {self._position} of {len(self._canary_of_sampled)} "
-                "sampled records to its sum. Add all of them"
+                "sampled records to its sum. Add all sampled records"
             ).with_code("audit.added")
         released = super().release()
         directions = self._directions

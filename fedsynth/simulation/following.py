@@ -1,4 +1,4 @@
-"""The part of a simulated run at a rank other than 0, which only computes clients' steps."""
+"""Computes clients' steps of a simulated run at a rank other than 0."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Following(ActiveRun):
     def _part_of_rank(
         self, train: ImageData, records: Sequence[Tensor]
     ) -> tuple[ImageData, list[Tensor]]:
-        """Returns the records of this rank's clients, and their positions for each client."""
+        """Returns the records of this rank's clients, and each client's indices into them."""
         sizes = dict(enumerate(map(len, records)))
         assigned = ranks.owners(self.method, sizes, self.context, self._links.size)
         parts = []

@@ -1,4 +1,4 @@
-"""Continues a sequence of a data owner's runs with the records of the next period."""
+"""Prepares a data owner's next run, which adds the records of a new period."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     period, periods = max((pair for pair in pairs if pair), default=(1, 1))
     if period >= periods:
         reason = (
-            f"is {periods}, so no period follows {share}, which is from period {period}. Start a "
-            "new sequence with new records and another ledger folder"
+            f"is {periods}, but {share} already contains period {period}. Start a new sequence "
+            "with new records and another ledger folder"
         )
         raise SettingError("method", "periods", reason)
     for section, values in sections.items():
@@ -75,8 +75,8 @@ def _complete(
     complete = [stored for stored in facts if stored is not None]
     if ledger is None or chain not in ledger.lines.chains or len(complete) < len(facts):
         raise LedgerError(
-            f"ledger folder {folder} does not contain the periods of the shared set. Name the folder "
-            "with which the set was made (privacy.ledger)"
+            f"the ledger folder {folder} does not belong to the shared set. Set privacy.ledger to "
+            "the folder that was used to create the set"
         ).with_code("sequence.share")
     return complete
 
@@ -104,6 +104,6 @@ def _ledger_folder(sections: Sections) -> Path:
         declaration = from_mapping(FolderSettings, folder_settings).declared()
         stated = None if declaration is None else declaration.ledger
     if stated is None:
-        reason = "is not set, but it stores the noise of earlier periods. Set privacy.ledger"
+        reason = "must be set, because the ledger folder stores earlier noise. Set privacy.ledger"
         raise PrivacySettingError("privacy", "ledger", reason)
     return Path(stated).expanduser()

@@ -128,7 +128,7 @@ class Simulation(ActiveRun):
             self._restore(resumed, checkpoint)
 
     def _state_period(self) -> None:
-        """Passes the public settings of a period to the clients' release sequences."""
+        """Passes the public settings of the current period to each client."""
         sections = self.settings.to_mapping()
         del sections["data"]
         for client in self.backend.clients:
@@ -217,7 +217,7 @@ class Simulation(ActiveRun):
     def _original_plan(
         self, resumed: RunFolder | None, checkpoint: Checkpoint | None
     ) -> Callable[[Sequence[History]], PrivacyPlan] | None:
-        """Returns a function that computes the privacy plan with which a resumed run began.
+        """Returns a function that recomputes the privacy plan of a resumed run.
 
         The function takes the contents of the clients' ledgers. Returns None if the run is new or
         was interrupted before its plan was made.

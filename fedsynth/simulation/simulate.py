@@ -187,7 +187,7 @@ def _require_settings(settings: object) -> None:
 def check_periods(
     settings: RunSettings, continued: Path | str | None, resume: Path | str | None = None
 ) -> None:
-    """Checks that a run in a sequence of periods can continue the earlier ones.
+    """Checks that a run can continue the earlier periods of its sequence.
 
     Raises:
         SettingError: the run is not private, is resumed, or lacks the period before.
@@ -201,8 +201,9 @@ def check_periods(
         reason = "has no effect with several periods. Set it to None, and start the period again"
         raise SettingError(None, "resume", reason)
     if (period > 1) != (continued is not None):
-        reason = f"is not the shared set of the previous period, which period {period} needs"
-        raise SettingError(None, "continued", f"{reason}. Use the result of owner_settings")
+        expected = f"the shared set of period {period - 1}" if period > 1 else "None in period 1"
+        reason = f"must be {expected}. Use the result of owner_settings"
+        raise SettingError(None, "continued", reason)
 
 
 def among_clients(
@@ -384,7 +385,7 @@ def images_of_run(
     """
     method = settings.method
     if has_periods(method) and method.period > 1:
-        reason = "must be 1, because evidence needs the records of all periods. Remove --evidence"
+        reason = "must be 1, because --evidence needs the records of all periods. Remove --evidence"
         raise SettingError("method", "period", reason, value=method.period)
     observer = Observer()
     loaded = run_data.data_of_run(settings, None, None, observer.note, download=download)
@@ -414,8 +415,8 @@ def check_synthesis(settings: RunSettings, out: Path, *, unprotected: bool = Fal
     require_new(out)
     if settings.privacy is None and not unprotected:
         reason = (
-            "is not set, but images without differential privacy may reveal real images. Set "
-            f"privacy.epsilon, or allow such images with --{UNPROTECTED} or {UNPROTECTED}=True"
+            "must be set, because otherwise synthetic images may reveal real images. Set "
+            f"privacy.epsilon, or pass --{UNPROTECTED} (in Python: {UNPROTECTED}=True)"
         )
         raise PrivacySettingError("privacy", "epsilon", reason)
     method = settings.method

@@ -1,7 +1,8 @@
-"""One trial of a private selection: a run and a score, both already charged by the selection.
+"""One trial of a private selection: a run, and a score of its model.
 
-The score is the number of held-out records that the run's model classifies correctly, with Gaussian
-noise of each client. It is released by `GaussianSumMechanism`, as all releases are.
+The selection has already charged the ledgers for both. The score is the number of held-out records
+that the run's model classifies correctly, with Gaussian noise of each client. It is released by
+`GaussianSumMechanism`, as all releases are.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ START_OVER_ROW = 4.0
 
 
 def score_row(noise_multiplier: float, unit: str = RECORD) -> Release:
-    """Returns the ledger row for a client's score, charged by the selection."""
+    """Returns the ledger row that describes the release of a client's score."""
     return Release(
         round=0,
         quantity="number of correct held-out records",

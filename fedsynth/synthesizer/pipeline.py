@@ -1,7 +1,9 @@
-"""Condensation of plain tensors without a federation. An objective draws a network for each step
-and returns the loss's gradient with respect to the synthetic records. `condense` loops over the
-steps and moves the records along the gradient. If the objective has a `fedsynth.privacy.DataOwner`,
-all steps are charged to the owner's ledger when the loop starts.
+"""Condenses plain tensors without a federation.
+
+An objective draws a network for each step and returns the loss's gradient with respect to the
+synthetic records. `condense` loops over the steps and moves the records along the gradient. If the
+objective has a `fedsynth.privacy.DataOwner`, all steps are charged to the owner's ledger when the
+loop starts.
 """
 
 from __future__ import annotations
@@ -132,9 +134,7 @@ def _step_features(
 
 
 def _pair(x: Tensor) -> Tensor:
-    """Returns group index 0 for each record. Group indices select augmentations, which are not used
-    here.
-    """
+    """Returns the same group index, 0, for all records, because no augmentation is used."""
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 
@@ -188,7 +188,7 @@ class FeatureMatching:
         return self.x[torch.stack(rows)]
 
     def begin(self) -> None:
-        """Does nothing, because no releases are charged."""
+        """Charges nothing, because this objective is not private."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
         features = _step_features(self.networks, self.seed, step, self.x.device)
@@ -229,7 +229,7 @@ class _PrivateMatching:
         self._mechanisms: list[GaussianSumMechanism] = []
 
     def start(self, per_class: int, seed: int) -> Tensor:
-        """Returns random records within the owner's bounds, which depend on no private data."""
+        """Draws random start records within the owner's bounds, without reading private data."""
         self._per_class = per_class
         records = self.owner.public_records(self.classes * per_class, seed)
         return records.view(self.classes, per_class, *self.owner.record_shape)
@@ -257,7 +257,7 @@ class _PrivateMatching:
         self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
     def _check(self, features: matching.NetworkFeatures) -> None:
-        """Tests the per-record vectors of a step before anything is charged."""
+        """Tests that each record's features do not depend on the other records of its batch."""
         self.owner.check_independent(
             lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
         )

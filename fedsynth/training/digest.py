@@ -1,4 +1,4 @@
-"""Computes names for clients' trained models, so that runs can reuse equal trainings."""
+"""Hashes the inputs of a client's training, so that runs can reuse trained models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DIGEST_IMAGES = 4096
 
 
 def covers(objective: Objective) -> bool:
-    """Returns True if `training_name` covers all of an objective's contributions."""
+    """Returns True if `training_name` can identify a training with this objective."""
     return objective.plain and type(objective.penalty) in (Pull, type(None))
 
 
@@ -28,7 +28,7 @@ def training_name(
     device: torch.device,
     precision: torch.dtype,
 ) -> str:
-    """Returns a hash that identifies a client's plain training.
+    """Returns a name that identifies the inputs of a client's training.
 
     The name contains a hash of the initial model, the data and their order, the optimiser, the
     penalty, the hardware and the software versions. Equal names mean equal results for fedsynth's

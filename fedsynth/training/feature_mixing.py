@@ -1,4 +1,4 @@
-"""Augmentations from the papers with which FedFA+ (TPAMI 2024) is compared.
+"""Augmentations that the FedFA+ paper (TPAMI 2024) uses as baselines.
 
 Each function augments a batch of images or feature maps [N, C, H, W]. `Mixing` draws their random
 numbers and applies them to a network. The constants are the papers'. MixUp, Manifold MixUp and MoEx
@@ -61,7 +61,7 @@ def moex(x_NCHW: Tensor, partner_N: Tensor) -> Tensor:
 
 
 def scnorm(x_NCHW: Tensor) -> Tensor:
-    """Reduces the style of each image to half by SCNorm (DAC-SC, Lee, Bae and Kim 2023).
+    """Averages each image and its instance norm (SCNorm; DAC-SC, Lee, Bae and Kim 2023).
 
     SCNorm keeps the phase of x's Fourier transform. It mixes the amplitudes of the instance norm
     IN(x) and x with the weights λ and 1 − λ. IN(x) has the phase of x and a mean of 0, so the

@@ -26,8 +26,7 @@ def spread(means_MC: Tensor) -> Tensor:
 
 
 def modulation(means_MC: Tensor) -> Tensor:
-    """Computes each channel's augmentation strength γ [C] from M clients' accumulated statistics
-    `means_MC` [M, C].
+    """Computes the augmentation strength γ [C] of each channel from M clients' statistics [M, C].
 
     γ is proportional to (1 + 1/Σ²)⁻¹, scaled to a mean of 1, where Σ² is a channel statistic's
     variance across clients. If all clients have equal statistics, γ is 1 for every channel.

@@ -1,5 +1,7 @@
-"""Long loops that report progress and resume from checkpoints. After a run is killed in a round,
-each long loop continues from its last saved step (docs/decisions/resuming.md).
+"""Runs long loops that report progress and resume from checkpoints.
+
+A run that was killed in the middle of a round continues from the loop's last saved step
+(docs/decisions/resuming.md).
 """
 
 from __future__ import annotations

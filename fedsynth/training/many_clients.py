@@ -67,7 +67,7 @@ class Learner:
 
 
 def trains_together(model: nn.Module) -> bool:
-    """Returns True if joint and separate training of a network's copies give the same result.
+    """Returns True if copies of a network can be trained together without changing the results.
 
     The network must consist of dense layers that neither mix examples nor draw random numbers. A
     layer class from outside torch must declare it by `dense = True`, because its `forward` method
@@ -195,7 +195,7 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 def _finish(
     queue: _Queue, flat: Tensor, state: tuple[Tensor, ...], images: sgd.LookUp, labels: sgd.LookUp
 ) -> None:
-    """Trains the only learner that has steps left, and writes the weights into the model."""
+    """Trains a learner for its remaining steps, and writes the weights into its model."""
     learner = queue.learner
     nn.utils.vector_to_parameters(flat.clone(), learner.model.parameters())
     remaining = queue.take(queue.steps)
@@ -216,7 +216,7 @@ def _finish(
 def _stacked_pulls(
     penalties: Sequence[sgd.Penalty | None], flat_KP: Tensor
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Joins all learners' penalties into matrices. Each penalty must be a `Pull` or None.
+    """Stacks the terms of the learners' penalties. Each penalty must be a `Pull` or None.
 
     Returns the weights [K, 1], the centers [K, P] and the linear parts [K, P]. Returns None if no
     learner has a penalty.

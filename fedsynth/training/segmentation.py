@@ -1,11 +1,11 @@
-"""Segmentation's loss and measure, for masks with a class for each pixel.
+"""The loss and the evaluation measure for segmentation.
 
-The loss is ½·(cross-entropy + 1 − Dice), and the measure is the Dice coefficient, as in the public
-codes of HarmoFL and FedFA. Both average over all classes, including the background. There are two
-differences. The codes compute the loss's Dice coefficient over all pixels of a batch. Here it is
-computed for each image, so that an example's loss depends only on the example. If a class is
-neither in the mask nor in the prediction, the measure is 1. The codes return 0, but are applied
-only to images with foreground.
+The labels are masks with a class for each pixel. The loss is ½·(cross-entropy + 1 − Dice), and the
+measure is the Dice coefficient, as in the public codes of HarmoFL and FedFA. Both average over all
+classes, including the background. There are two differences. The codes compute the loss's Dice
+coefficient over all pixels of a batch. Here it is computed for each image, so that an example's
+loss depends only on the example. If a class is neither in the mask nor in the prediction, the
+measure is 1. The codes return 0, but are applied only to images with foreground.
 """
 
 from __future__ import annotations

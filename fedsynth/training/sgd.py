@@ -1,7 +1,8 @@
-"""Trains networks by minibatch SGD on a data set in memory, at clients and servers.
+"""Trains networks by minibatch SGD on a data set in memory.
 
-`many_clients.py` trains many clients at once. On a GPU, a step is recorded once as a CUDA graph and
-then replayed, so that launching many small kernels from Python does not slow down training.
+Clients and servers use this module. `many_clients.py` trains many clients at once. On a GPU, a step
+is recorded once as a CUDA graph and then replayed, so that launching many small kernels from Python
+does not slow down training.
 
 An optimiser has two functions, as in optax. `init` creates the optimiser's state, and `update`
 changes the weights by a gradient. Both work in place, so that a step can be recorded as a CUDA
@@ -38,11 +39,10 @@ WARM_UP = 3
 def recorded(
     step: Callable[[Tensor], None], batch: int, state: Sequence[Tensor]
 ) -> Callable[[Tensor], None]:
-    """Records a training step as a CUDA graph, and returns a function of indices [batch] that
-    replays it.
+    """Records a training step as a CUDA graph, and returns a function that replays it.
 
-    If the step cannot be recorded, a warning is issued, and the returned function calls `step`
-    directly.
+    The returned function takes the batch's indices. If the step cannot be recorded, a warning is
+    issued, and the returned function calls `step` directly.
 
     Args:
         step: a function of indices into the dataset in memory. It must use tensors at fixed
@@ -121,7 +121,7 @@ class MomentumSgd:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Creates the optimiser's state, the velocity v, as a tuple with one zero tensor."""
+        """Creates the optimiser's state (v,), with a velocity v of zero."""
         return (torch.zeros_like(w),)
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
@@ -155,7 +155,7 @@ class Adam:
     weight_decay: float = 0.0
 
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
-        """Creates the optimiser's state: both means, and the number of steps."""
+        """Creates the optimiser's state: the first and second moment, and the step count."""
         return torch.zeros_like(w), torch.zeros_like(w), torch.zeros_like(w[..., :1])
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
@@ -221,7 +221,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Objective:
-    """A training's objective function, by default the mean cross-entropy.
+    """The objective function of a network's training, by default the mean cross-entropy.
 
     Args:
         loss: a function that replaces the cross-entropy. It takes the network in training, images
@@ -248,7 +248,7 @@ class Objective:
 
     @property
     def plain(self) -> bool:
-        """True if the loss is the cross-entropy with at most a `Pull` as the penalty.
+        """True for the cross-entropy, a penalty that is a `Pull` or None, and no `before_step`.
 
         Many networks with such an objective can be trained together (`many_clients.py`).
         """
@@ -271,18 +271,19 @@ def train_on(
     name: str = "train",
     precision: torch.dtype = torch.float32,
 ) -> None:
-    """Trains a network in place by minibatch SGD. Afterwards, the network is in training mode,
-    unless there are no examples.
+    """Trains a network in place by minibatch SGD.
 
-    On a GPU, steps with full batches are recorded as a CUDA graph where possible.
+    The network is left in training mode. Without examples, it is not changed. On a GPU, steps with
+    full batches are recorded as a CUDA graph where possible.
 
     Args:
         model: the network.
         images: a function that returns the normalised images [M, C, H, W] at the given indices [M],
             which are int64 and on the device of the labels.
-        labels_N: all examples' labels. settings: the settings of SGD. generator: a CPU generator
-            that shuffles each epoch's examples. objective: a function that replaces the
-            cross-entropy, a penalty, and their state.
+        labels_N: all examples' labels.
+        settings: the settings of SGD.
+        generator: a CPU generator that shuffles each epoch's examples.
+        objective: a function that replaces the cross-entropy, a penalty, and their state.
         report: called with the number of finished steps and the total number of steps.
         keeper: saves checkpoints between epochs. An interrupted training resumes from the last
             checkpoint with the same random draws.
@@ -417,7 +418,7 @@ def batches_of(examples: int, batch: int) -> int:
 
 
 def steps_of(settings: SgdSettings, examples: int) -> int:
-    """Returns a training's total number of steps, which is 0 without examples."""
+    """Returns the total number of training steps, or 0 if there are no examples."""
     if not examples:
         return 0
     if settings.steps is not None:

@@ -462,7 +462,7 @@ def test_folder_becomes_exported_set(tmp_path: Path, fedsynth: Call) -> None:
     planned = json.loads(fedsynth(f"{synthesize} --dry-run --json").stdout)
     assert not [path for path in (share, tmp_path / "runs") if path.exists()]
     open_run = fedsynth(f"synthesize --data {folder} --out {share} --dry-run")
-    open_run.assert_refused("privacy.epsilon is not set")
+    open_run.assert_refused("privacy.epsilon must be set")
     result = fedsynth(f"{synthesize} --responsible 'Klinikum Mitte'").ok
     assert "Klinikum Mitte" in (share / "privacy_report.md").read_text()
     ledger = json.loads((share / "privacy_report.json").read_text())["ledger"]

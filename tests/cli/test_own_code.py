@@ -219,7 +219,7 @@ def test_resume_needs_same_code(
     (code / name).write_text(content + "# changed\n")
     changed = fedsynth(f"train --resume {folder} {option}")
     assert changed.code == 2
-    assert re.search("the named file contains|does not match this run's settings", changed.stderr)
+    assert re.search("the loaded code is|does not match this run's settings", changed.stderr)
     (code / name).write_text(content)
     for other in OPTIONS:  # a file that the run did not use must not be ignored
         if other != kind:

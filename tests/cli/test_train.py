@@ -281,9 +281,7 @@ def test_plan_takes_the_shape_of_own_data(fedsynth: Call, tmp_path: Path) -> Non
     run = fedsynth(f"train {line} --model linear --output {tmp_path / 'out'}").ok
     report = json.loads((run.folder / "privacy_report.json").read_text())
     assert plan["noise_multiplier"] == report["noise_multiplier"]
-    fedsynth(f"privacy plan {line}").assert_refused(
-        "the total for all runs on the records, is spent"
-    )
+    fedsynth(f"privacy plan {line}").assert_refused("privacy.epsilon=3 is used up")
 
 
 def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Path) -> None:

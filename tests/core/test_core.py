@@ -153,7 +153,7 @@ MALFORMED = (
     (edited(type="Words"), "expected a ModelParameters message, got 'Words'"),
     (edited(values=W), r"missing the field ModelParameters\.weight"),
     *((edited(values={**W, "weight": value}), "finite number") for value in FINITE),
-    (edited(parts=" " * 2**23), "its header has 8"),
+    (edited(parts=" " * 2**23), "the header has 8"),
     (edited(values={**W, "weight": 3, "more": 1}), "contains the unknown entry 'more'"),
     (edited(values=[3]), "values is wrong"),
     (edited(values={"parameters": [], "weight": 3}), r"contains the unknown entry 'parameters\.w'"),
@@ -164,11 +164,14 @@ MALFORMED = (
     (edited(values={"parameters": "w"}), "finite number"),
     (edited(values={"weight": 3}), r"missing the field ModelParameters\.parameters"),
     (edited(fedsynth_message="1"), INVALID),
-    (edited(values={**W, "weight": None}), "weight has the wrong type NoneType"),
+    (edited(values={**W, "weight": None}), "weight must have the type float, got NoneType"),
     (edited(values={**W, "weight": {"weight": 1}}), "finite number"),
-    (edited(values={"weight": 3, "parameters": 1}), r"parameters has the wrong type int"),
-    (edited(values={**W, "weight": []}), "weight has the wrong type"),
-    (FORGED, r"ModelParameters\.weight has the wrong type Tensor"),
+    (
+        edited(values={"weight": 3, "parameters": 1}),
+        r"parameters must have the type Mapping, got int",
+    ),
+    (edited(values={**W, "weight": []}), "weight must have the type float"),
+    (FORGED, r"ModelParameters\.weight must have the type float, got Tensor"),
 )
 MALFORMED_STATES = (
     (AnchorState, edited(STATE, values=UNSEEN), r"missing the field AnchorState\.seen"),
@@ -176,7 +179,11 @@ MALFORMED_STATES = (
     (AnchorState, edited(STATE, values={**STATED, "has_anchor": 1}), ENTRY),
     (AnchorState, edited(STATE, values={**STATED, "more": None}), ENTRY),
     (Scored, edited(SCORED, values={**W, "score": "1", "count": 0}), "finite number"),
-    (Scored, edited(SCORED, values={**W, "score": None, "count": None}), "wrong type NoneType"),
+    (
+        Scored,
+        edited(SCORED, values={**W, "score": None, "count": None}),
+        "must have the type int, got NoneType",
+    ),
     (ServerState, STATE, "expected a ServerState message, got 'AnchorState'"),
 )
 

@@ -91,8 +91,8 @@ INVALID_ARRAYS: list[tuple[Any, Any, str]] = [
     (VALID, np.array([True, False, True]), "labels .* integers, got bool"),
     (VALID, LABELS[:, None], r"labels .* shape \[3\], got \[3, 1\]"),
     (VALID[:0], LABELS[:0], "contains no examples"),
-    (np.array([["a"]]), LABELS, "must be a NumPy array or a tensor of numbers"),
-    ([[1, 2], [3]], LABELS, "must be a NumPy array or a tensor of numbers"),
+    (np.array([["a"]]), LABELS, "a NumPy array or a tensor of numbers"),
+    ([[1, 2], [3]], LABELS, "a NumPy array or a tensor of numbers"),
     (VALID[:1], ["a"], r"labels of digits must be among 0, 1, .*, got 'a'"),
 ]
 INVALID_INDICES = [

@@ -263,7 +263,7 @@ def test_middle_or_chosen_frame_is_used(tmp_path: Path) -> None:
     cine = write_dicom(tmp_path / "cine.dcm", frames, NumberOfFrames=5)
     assert set(levels(cine).flat) == {2}
     assert set(levels(cine, slice=4).flat) == {4}
-    assert fault(cine, 5) == "slice 5 does not exist, only 0 to 4"
+    assert fault(cine, 5) == "the file contains only the slices 0 to 4, not slice 5"
     groups = []
     for number in range(5):  # an enhanced file: each frame has its own rescale
         group, rescale = Dataset(), Dataset()
@@ -284,7 +284,7 @@ def test_hostile_dicom_files_raise_one_line_errors(tmp_path: Path) -> None:
     broken.write_bytes(b"not at all")
     assert fault(broken) == "the DICOM file is damaged, or its format is not supported"
     huge = write_dicom(tmp_path / "huge.dcm", np.zeros((8, 8), np.uint8), Rows=60000, Columns=60000)
-    assert "more than 33,554,432 pixels" in fault(huge)
+    assert "1 to 33,554,432 pixels" in fault(huge)
     bomb = write_ct(tmp_path / "bomb.dcm", syntax=DeflatedExplicitVRLittleEndian)
     assert fault(bomb).startswith("the whole DICOM file is compressed")
     jpeg = tmp_path / "big.jpg"

@@ -60,7 +60,7 @@ def test_foreign_records_are_rejected() -> None:
 
     for record in ({}, {"weights": {"run": "a"}}, {"fedsynth": {"run": 3, "frames": "text"}}):
         content = RecordDict({name: ConfigRecord(values) for name, values in record.items()})
-        with pytest.raises(MessageError, match="the message"):
+        with pytest.raises(MessageError, match="the received message"):
             from_record(content)
 
 
@@ -397,5 +397,5 @@ def test_servers_cannot_choose_the_ledger_folder(option: str, tmp_path: Path) ->
     require_flwr()
     from fedsynth.deployment.flower.executor import node_of
 
-    with pytest.raises(MessageError, match="names no home"):
+    with pytest.raises(MessageError, match="but not home"):
         node_of({"partition-id": 0, option: str(tmp_path / option)}, str(tmp_path / "elsewhere"))

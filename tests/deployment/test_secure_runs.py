@@ -343,7 +343,7 @@ def test_uploads_are_sent_only_in_sums(setup: Setup) -> None:
     only one step is charged."""
     server = join_all(setup, sections("fedsum", privacy=PRIVATE))
     answer = server.ask(server.nodes[0], "step", server.message, sum=None)
-    assert "requires a secure sum" in answer.facts["text"]
+    assert "an upload without a secure sum" in answer.facts["text"]
     assert server.step(0, Sealed(of={})).kind == "error"
     sealed = server.shared()
     assert server.step(0, Sealed(of={})).kind == "error"

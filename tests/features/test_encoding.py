@@ -246,7 +246,7 @@ def test_runs_store_the_vectors_of_their_feature_map(tmp_path: Path) -> None:
         ({"encoder": "timm:hf-hub:someone/model"}, "no network's name after timm:"),
         (
             {"encoder": "pixels", "encoder_weights": "w.safetensors"},
-            "has no effect without an encoder",
+            "requires data.encoder=timm:NAME",
         ),
         ({"encoder": "pixel"}, "did you mean pixels"),
         ({"encoder": "net.py:f@0123456789ab"}, "which is not loaded or has changed"),

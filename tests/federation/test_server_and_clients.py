@@ -287,5 +287,5 @@ def test_mechanisms_are_bound_to_clients() -> None:
     with raises(UnplannedReleaseError, "release.foreign_mechanism"):
         group.select(0).class_sums(other, lambda x, pair: x.new_ones(len(x), 1))
     clients = [client_of(k, fs.FedAvg(), parts(2)[k]) for k in range(2)]
-    with pytest.raises(ValueError, match="use the data set of its group"):
+    with pytest.raises(ValueError, match="uses another data set than"):
         step_together(clients, MAIN, request(context()), context())

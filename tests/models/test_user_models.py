@@ -96,7 +96,7 @@ def test_invalid_models_raise_one_line_errors() -> None:
         (lambda shape, classes: nn.Flatten(), "no parameters to train"),
         (lambda shape, classes: flat(shape, 7), r"\[N, 10\].*\[2, 7\]"),
         (lambda: flat((1, 8, 8), 10), "positional arguments"),
-        (3, "must be a torch.nn.Module or return one"),
+        (3, "must be an nn.Module, or a function"),
         (subclass(embed=lambda self, x: self.body(x)[:, :5], forward=plain_forward), r"\[2, 5\]"),
     ):
         with pytest.raises(SettingError, match=message) as error:

@@ -135,7 +135,7 @@ def test_invalid_sweeps_are_rejected(make_sweep: SweepFactory) -> None:
         ("[grid]\nalpha = [[1]]\n", "numbers, strings or booleans"),
         ("[grid]\nalpah = [1]\n", "the run alpah=1 has invalid settings: .*alpah"),
         ('[grid]\n"modle.width" = [1]\n', "the section 'modle' is unknown"),
-        ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "no run uses the method"),
+        ("[grid]\nalpha = [1]\n[grid.fedprox]\nmu = [1]\n", "because the runs only use"),
         ('[grid]\nalpha = [1.0]\n"partition.alpha" = [2.0]\n', "are the same setting"),
         ("[grid]\nalpha = [1.0, 1.0]\n", "two runs of the grid have the same settings"),
         ("[grid]\nseed = [" + "0," * 101 + "]\nalpha = [" + "1.0," * 101 + "]\n", "more than"),

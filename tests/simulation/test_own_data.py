@@ -77,9 +77,7 @@ def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
     """Regression: a report states 'declared public' without the owner's declaration. A run folder
     has only the rows of an external ledger, and no fingerprints."""
     runs, ledgers = tmp_path / "runs", tmp_path / "ledgers"
-    with pytest.raises(
-        PrivacySettingError, match=r"ledger folder of data set 'scans', or set 'none"
-    ):
+    with raises(PrivacySettingError, "privacy.ledger"):
         run(tiny(privacy=private()), output=runs)
     assert not runs.exists()
     public = folder_of(run(tiny(privacy=private(ledger=NO_LEDGER)), output=runs))

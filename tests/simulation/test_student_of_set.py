@@ -90,7 +90,7 @@ def test_hostile_model_files_raise_one_line_errors(share: Path, tmp_path: Path) 
         ({"settings": '{"method": {"features": "nosuch"}}'}, "cannot be used"),
         ({"settings": "{"}, "cannot be used"),
         ({"spec": '{"name": [1]}'}, "cannot be used"),
-        ({"spec": huge, "settings": linear}, "are too large"),
+        ({"spec": huge, "settings": linear}, "exceed the limit"),
         ({"spec": json.dumps({**spec, "width": 20_000}), "settings": linear}, "parameters"),
         ({"logits": '"x"'}, "cannot be used"),
     ):

@@ -1,5 +1,6 @@
-"""Answers a SuperNode's messages in the data owner's process, and converts messages to and from
-Flower's format. Also defines the ClientApp.
+"""Answers a SuperNode's messages in the data owner's process.
+
+The module also converts messages to and from Flower's format, and defines the ClientApp.
 
 By itself, a SuperNode runs the app in each message. The app is the server's code, which could
 ignore the owner's ledger. Therefore `fedsynth client` starts the SuperNode with `--isolation
@@ -55,6 +56,7 @@ from flwr.supercore.run import RunNotRunningException
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
+from fedsynth.deployment.frames import SAME_VERSION
 from fedsynth.deployment.node import ClassFolders, DatasetPart, Node, Source
 from fedsynth.deployment.policy import ANY, Owner, Policy
 from fedsynth.errors import MessageError
@@ -66,12 +68,12 @@ KIND = "query"
 
 
 def to_record(run: str, frame: bytes) -> RecordDict:
-    """Converts a run's name and a frame to Flower's format. `from_record` is the inverse."""
+    """Packs a run's name and a message into a Flower record. `from_record` is the inverse."""
     return RecordDict({RECORD: ConfigRecord({"run": run, "frames": frame})})
 
 
 def from_record(content: RecordDict) -> tuple[str, bytes]:
-    """Extracts the run's name and the frame from a message in Flower's format.
+    """Reads the run's name and the message from a Flower record.
 
     Raises:
         MessageError: if the record is not a message of this package.
@@ -80,9 +82,14 @@ def from_record(content: RecordDict) -> tuple[str, bytes]:
         record: Any = content[RECORD]
         run, frame = record["run"], record["frames"]
     except (KeyError, TypeError) as error:
-        raise MessageError(f"the message is missing 'run' or 'frames': {error!r:.80}") from None
+        raise MessageError(
+            f"the received message is missing 'run' or 'frames' ({error!r:.80}). {SAME_VERSION}"
+        ) from None
     if not (isinstance(run, str) and isinstance(frame, bytes)):
-        raise MessageError("the message's 'run' is not text or its 'frames' are not bytes")
+        raise MessageError(
+            "the received message must contain text as 'run' and bytes as 'frames', got "
+            f"{type(run).__name__} and {type(frame).__name__}. {SAME_VERSION}"
+        )
     return run, frame
 
 
@@ -162,7 +169,7 @@ def _execute(address: str, token: str, answer: Answer) -> None:
 
 
 def _reply(message: Message, answer: Answer) -> Message:
-    """Answers a message. Returns an error if the message does not come from this package."""
+    """Answers a message of a fedsynth server. Other messages are answered with an error."""
     try:
         if message.has_error():
             raise MessageError("the server sent an error message. Read the server's log")
@@ -196,7 +203,9 @@ def node_of(config: Mapping[str, Any], homes: str = "") -> Node:
             would choose the owner's ledger.
     """
     if "home" not in config and {"data", "policy"} & set(config):
-        raise MessageError("--node-config does not set home. Add home, the ledgers' folder")
+        raise MessageError(
+            "--node-config sets data or policy, but not home. Add home='FOLDER' for the ledgers"
+        )
     number = int(config["partition-id"])
     home = Path(str(config.get("home", Path(homes or "homes") / f"client-{number:03d}")))
     source: Source = DatasetPart()

@@ -1,4 +1,6 @@
-"""A privacy guard for Flower jobs that do not use fedsynth, as a mod of their ClientApp.
+"""A mod for Flower's ClientApp that makes a job's answers differentially private.
+
+The job need not use fedsynth.
 
     app = ClientApp(mods=[guard_mod])    # first, so that it sees what the other mods return
 
@@ -49,7 +51,9 @@ FAILED = "the client sends no answer. The reason is in the client's log only"
 def guard_mod(
     message: Message, context: Context, call_next: Callable[[Message, Context], Message]
 ) -> Message:
-    """Makes a client's answer private before it is sent. Is used as a mod of a ClientApp.
+    """Makes a client's answer private before it is sent.
+
+    Pass this function to `ClientApp` as a mod.
 
     Args:
         message: the request.
@@ -78,7 +82,7 @@ def guard_mod(
 def _answer(
     call_next: Callable[[Message, Context], Message], message: Message, context: Context
 ) -> Message:
-    """Runs the job, and returns its answer.
+    """Runs the guarded Flower job, and returns its answer.
 
     Raises:
         MessageError: the job failed, whatever it raised.
@@ -90,12 +94,14 @@ def _answer(
         _LOGGER.exception("the job failed")
         failed = True
     if failed:
-        raise MessageError("the guarded job failed. Read the lines above").with_code("guard.job")
+        raise MessageError(
+            "the guarded Flower job failed. Read its error in the client's log"
+        ).with_code("guard.job")
     return answer
 
 
 def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
-    """Opens the guard in the folder set in a node's configuration.
+    """Creates a client's `UpdateGuard` from the node's configuration.
 
     Raises:
         MessageError: the configuration names no folder.
@@ -104,14 +110,15 @@ def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
     folder = config.get("guard") or os.environ.get("FEDSYNTH_GUARD")
     if not folder:
         raise MessageError(
-            "the node's configuration does not set guard. Add guard, the folder with guard.toml"
+            "the node's configuration does not set guard. Add guard='FOLDER', where FOLDER contains "
+            "guard.toml"
         ).with_code("guard.folder")
     name = config.get("client", f"client-{int(config.get('partition-id', 0)):03d}")
     return UpdateGuard(str(folder), str(name))
 
 
 def identity(message: Message) -> list[object]:
-    """Returns a request's identifying metadata (not its arrays), such as run and round."""
+    """Returns the metadata that identify a request, such as its run and round."""
     meta = message.metadata
     request: list[object] = [meta.run_id, meta.group_id, meta.message_type]
     for name, settings in message.content.config_records.items():
@@ -138,8 +145,8 @@ def protected(
     received, trained = _copies(received_content), _copies(answer)
     if trained and (len(received), len(trained)) != (1, 1):
         raise MessageError(
-            f"request and answer must contain one array record each, got {len(received)} and "
-            f"{len(trained)}. Change the job to send one model"
+            f"the request has {len(received)} array records and the answer has {len(trained)}, but "
+            "each must have exactly one. Change the job to send one model"
         ).with_code("guard.arrays")
     leaving = RecordDict()
     for name, kind in _records(received_content).items():
@@ -152,7 +159,7 @@ def protected(
 
 
 def _records(received_content: RecordDict) -> dict[str, type]:
-    """Returns the names and kinds of an answer's records, given the request."""
+    """Returns the names and types of the records in the answer to a request."""
     prefix = next(iter(received_content), "").partition(".")[0]
     if prefix in OLDER:
         answered = prefix.removesuffix("ins") + "res"

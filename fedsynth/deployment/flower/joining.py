@@ -1,5 +1,6 @@
-"""`fedsynth client`, which starts Flower's SuperNode and answers its messages in the owner's
-process.
+"""Connects a data owner's node to a Flower server, for `fedsynth client`.
+
+The command starts Flower's SuperNode and answers its messages in the owner's process.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class ServerConnection:
             raise SettingError(
                 None,
                 "--ca",
-                "is missing, but the server is remote or --key is set. Name the CA's "
-                "certificate file",
+                "is missing, but a remote server or --key requires TLS. Pass the file of the "
+                "server's CA certificate",
             )
         for path in (self.ca, self.key):
             if path is not None and not path.is_file():
@@ -146,7 +147,10 @@ def _answer_until_done(node: Node, connection: ServerConnection, once: bool, wai
                 deadline = time.monotonic() + wait
                 printed = ""
         if time.monotonic() >= deadline:
-            raise FlowerError(f"cannot connect to {connection.server} within {wait:g} s: {reason}")
+            raise FlowerError(
+                f"cannot connect to {connection.server} within {wait:g} s: {reason}. Correct "
+                "the cause and start the client again"
+            )
         if reason != printed:
             node.say(f"{reason}. The client tries to connect for {wait:g} s")
             printed = reason

@@ -129,7 +129,9 @@ def _wait_for_port(name: str, port: int, process: subprocess.Popen[str], log: Pa
         with suppress(OSError), socket.create_connection((LOCALHOST, port), timeout=1):
             return
         time.sleep(0.1)
-    raise FlowerError(f"the {name} does not listen on port {port} after {START_SECONDS:g} s")
+    raise FlowerError(
+        f"the {name} does not listen on port {port} after {START_SECONDS:g} s. See {log}"
+    )
 
 
 def free_port() -> int:
@@ -190,7 +192,7 @@ class Gate:
 
 
 def _is_known_node(scope: Scope) -> bool:
-    """Returns True if a request's headers carry a registered node's recent signature."""
+    """Returns True if a registered node has signed a request recently."""
     from base64 import b64decode
     from binascii import Error
 
@@ -212,7 +214,7 @@ def _is_known_node(scope: Scope) -> bool:
 
 
 def allowed(path: str, client: tuple[str, int] | None) -> bool:
-    """Returns True if a request may be answered, given its path and its sender's address.
+    """Returns True if a client with this address may send requests to a path.
 
     >>> allowed("/v1/fleet/pull-messages", ("192.0.2.7", 80))
     True
@@ -230,7 +232,7 @@ def allowed(path: str, client: tuple[str, int] | None) -> bool:
 
 
 def superlink() -> None:
-    """Runs `flower-superlink`, which only local processes can control."""
+    """Runs `flower-superlink`, and accepts control requests only from this machine."""
     from flwr.superlink import extensions
     from flwr.superlink.cli.flower_superlink import flower_superlink
     from starlette.middleware import Middleware

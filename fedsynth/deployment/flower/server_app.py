@@ -1,4 +1,4 @@
-"""The ServerApp, in which Flower runs the server of a federation.
+"""Runs a federation's server as a Flower ServerApp.
 
 The app sends the messages of all rounds over Flower's Grid. It is not a Flower Strategy. Strategies
 average arrays, whereas here the method computes the next state from its clients' uploads. Flower

@@ -1,9 +1,9 @@
-"""`fedsynth server`, which executes one run on a SuperLink of Flower that it starts and stops.
+"""Runs a federation's server on a Flower SuperLink, for `fedsynth server`.
 
-The module also writes a run's Flower app folder for `flwr run` and `fedsynth deploy init`. The code
-of the app is part of this package, and the folder only refers to it and contains the run's
-proposal. A data owner's node does not need the folder, because `fedsynth client` answers with the
-installed package.
+The command starts the SuperLink, executes one run and stops the SuperLink. The module also writes a
+run's Flower app folder for `flwr run` and `fedsynth deploy init`. The code of the app is part of
+this package, and the folder only refers to it and contains the run's proposal. A data owner's node
+does not need the folder, because `fedsynth client` answers with the installed package.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class SuperLinkSettings:
                     None,
                     "--keys",
                     (
-                        "is missing, but nodes on other machines connect. Create keys with "
-                        "fedsynth deploy keys"
+                        f"is missing, but host={self.host} lets nodes on other machines connect. "
+                        "Create keys with fedsynth deploy keys"
                     ),
                 )
             return
@@ -156,7 +156,7 @@ class SuperLinkSettings:
 
 @dataclass
 class SuperLink:
-    """A running SuperLink, on which `fedsynth server` starts a run.
+    """A running SuperLink that can execute a run.
 
     Args:
         settings: the settings of the SuperLink.
@@ -183,7 +183,10 @@ class SuperLink:
                 answer = json.loads(output[output.index("{") :])
                 self.clients[int(answer["node-id"])] = number
             except (ValueError, KeyError, TypeError):
-                raise FlowerError(f"Flower cannot register {key}: {output[-300:]}") from None
+                raise FlowerError(
+                    f"Flower cannot register the public key {key}. Create it with `fedsynth deploy "
+                    f"keys`. Flower's output: {output[-300:]}"
+                ) from None
 
     def run(
         self,
@@ -235,7 +238,7 @@ class SuperLink:
 
 @contextmanager
 def superlink(settings: SuperLinkSettings, logs: Path) -> Iterator[SuperLink]:
-    """Runs a SuperLink while the `with` block runs, with its nodes' keys already registered.
+    """Runs a SuperLink, with its nodes' keys registered, during a `with` block.
 
     Args:
         settings: the settings of the SuperLink.

@@ -1,5 +1,4 @@
-"""The client's side of a secure sum: masked vectors, shares of secrets, and the encoding of uploads
-as integer vectors.
+"""The client's side of a secure sum: encodes uploads, masks them and shares secrets.
 
 Server and client both derive the encoding and the parameters of a sum from the run's settings, and
 neither accepts them from the other.
@@ -149,7 +148,7 @@ class SumClient(Parcel):
         return client
 
     def _next(self, step: int) -> None:
-        """Checks that requests arrive once each and in the right order.
+        """Checks that requests arrive in the right order, and none arrives twice.
 
         A second answer to a request could reveal a mask that the first answer did not reveal.
         """
@@ -263,10 +262,15 @@ class SumClient(Parcel):
             key, about = self._channel(k, k, self.number)
             self.shares[k] = primitives.unseal(key, received.of[k], about)
             if len(self.shares[k]) != 2 * SHARE_BYTES:
-                raise SecureSumError(f"client {k}'s shares must have {2 * SHARE_BYTES} bytes")
+                raise SecureSumError(
+                    f"client {k}'s shares must have {2 * SHARE_BYTES} bytes, got "
+                    f"{len(self.shares[k])}"
+                )
 
     def mask(self, vector: IntVector) -> IntVector:
-        """Adds masks to the client's vector, which cancel only in the sum of all vectors.
+        """Adds pairwise masks and a self mask to the client's vector.
+
+        The pairwise masks cancel in the sum of all vectors. The server removes the self masks.
 
         Args:
             vector: uint64 [n], as `FixedPoint.encode` returns it.
@@ -289,7 +293,7 @@ class SumClient(Parcel):
         return masked
 
     def unmask(self, present: Present) -> Shares:
-        """Returns the secret shares from which the server removes the remaining masks.
+        """Returns the secret shares that the server needs to remove the remaining masks.
 
         The result has one share for each client. The share of a present client belongs to its self
         mask. The share of a failed client belongs to the key of its pairwise masks.
@@ -302,11 +306,13 @@ class SumClient(Parcel):
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.shares):
             raise SecureSumError(
-                f"the server lists {len(clients)} clients with masked vectors, but the sum needs "
-                f"{self.terms.threshold}, all with secret shares"
+                f"the server lists {len(clients)} clients with masked vectors, but the sum needs at "
+                f"least {self.terms.threshold} of the clients that sent secret shares"
             ).with_code("sums.survivors")
         if self.number not in clients:
-            raise SecureSumError(f"the server lists client {self.number} as absent")
+            raise SecureSumError(
+                f"the server asks client {self.number} for secret shares, but lists it as absent"
+            )
         shares = self.shares
         return Shares(
             seeds={k: share[SHARE_BYTES:] for k, share in shares.items() if k in clients},
@@ -382,7 +388,9 @@ class UploadLayout:
         return np.concatenate(vectors)
 
     def decode(self, encoded: IntVector, clients: int, device: torch.device) -> Message:
-        """Decodes the sum of the clients' vectors to a message whose fields are sums, float64.
+        """Decodes the sum of the clients' vectors.
+
+        Each field of the returned message is the sum of the clients' fields, float64.
 
         Args:
             encoded: the sum of the clients' vectors.
@@ -424,7 +432,7 @@ def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -
         rule = rules.get(name)
         if not isinstance(rule, Array) or None in rule.shape:
             raise SecureSumError(
-                f"the field {name} has no fixed size, so it cannot be in a secure sum. Set "
+                f"the upload field {name} has no fixed size, but a secure sum requires one. Set "
                 "method.aggregation=own"
             )
         largest = max(abs(rule.low), abs(rule.high))

@@ -1,5 +1,4 @@
-"""Building blocks of secure sums: fixed-point numbers, secret sharing, common keys of two clients,
-and messages.
+"""Building blocks of secure sums: fixed-point numbers, secret sharing, key agreement and messages.
 
 Two clients share secrets that the server does not know. From these secrets they derive masks, and
 keys that encrypt the messages that the server passes on between them.
@@ -50,7 +49,7 @@ BITS = 64
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """A fixed-point encoding of real numbers, on a grid on which sums cannot overflow.
+    """A fixed-point encoding of real numbers for sums without overflow.
 
     Args:
         grid: the grid (`fedsynth.privacy.randomness`). Values above its bound are an error and are
@@ -165,7 +164,7 @@ def public(key: bytes) -> bytes:
 
 
 def common(key: bytes, other: bytes, purpose: bytes, about: bytes) -> bytes:
-    """Computes two clients' common 32-byte secret for one purpose.
+    """Derives a 32-byte key that two clients share for one purpose.
 
     Args:
         key: the private key of this client.
@@ -228,10 +227,10 @@ def unseal(key: bytes, sealed: bytes, about: bytes) -> bytes:
 def signed_mask(
     key: bytes, other: bytes, sum_name: bytes, pair: tuple[int, int], length: int
 ) -> IntVector:
-    """Computes the mask added by the first client of `pair` to its vector, uint64 [length].
+    """Computes the pairwise mask that a client adds to its vector, uint64 [length].
 
-    The mask is negated if the first client has the larger index. The masks of the two clients
-    therefore cancel in the sum.
+    The first client of `pair` adds the mask. The mask is negated if the first client has the larger
+    index. The masks of the two clients therefore cancel in the sum.
 
     Args:
         key: the private key of one of the two clients.
@@ -292,7 +291,7 @@ class Keys(Parcel):
     signature: Annotated[bytes, Field(max_length=64)] = b""
 
     def signed(self, sum_name: bytes) -> bytes:
-        """Returns the bytes to be signed with the client's identity key."""
+        """Returns the bytes that the client signs with its identity key."""
         return b"fedsynth keys %s %d " % (sum_name, self.client) + (
             self.mask + self.channel + self.commitment
         )
@@ -334,7 +333,7 @@ class Present(Parcel):
 
 
 class Shares(Parcel):
-    """One client's secret shares, from which the server removes masks.
+    """One client's secret shares, which the server needs to remove masks.
 
     The message contains one share for each client: of the self mask or of the key, and never both.
 
@@ -356,4 +355,6 @@ def to_vector(sent: bytes) -> IntVector:
     try:
         return np.frombuffer(sent, "<u8").astype(np.uint64)
     except ValueError:
-        raise SecureSumError("the received masked vector ends too early") from None
+        raise SecureSumError(
+            f"the masked vector must have a multiple of 8 bytes, got {len(sent)}"
+        ) from None

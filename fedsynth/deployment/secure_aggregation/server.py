@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 class SumServer:
-    """The server's side of one secure sum, which collects messages and computes the sum.
+    """Collects the clients' messages in one secure sum, and computes the sum.
 
     The methods are called in the order `roster`, `relay`, `present`, `sum`. Clients may fail before
     each call. A client with an invalid message is excluded from the sum.
@@ -70,7 +70,7 @@ class SumServer:
     def _usable(
         self, received: Mapping[int, T], is_valid: Callable[[int, T], bool], name: str
     ) -> dict[int, T]:
-        """Returns the valid messages, and excludes the clients that sent others.
+        """Returns the valid messages, and excludes clients that sent invalid messages.
 
         The messages are in the order of the clients.
         """
@@ -163,7 +163,10 @@ class SumServer:
         return total
 
     def _secret(self, client: int, shares: Mapping[int, Mapping[int, bytes]]) -> bytes:
-        """Reconstructs a client's secret from other clients' shares, {holder: {client: share}}."""
+        """Reconstructs a client's secret from the shares of other clients.
+
+        `shares` maps each holder to the shares that it has sent, by client.
+        """
         of_client = {holder: of[client] for holder, of in shares.items() if client in of}
         return primitives.combine(of_client, self.terms.threshold)
 
@@ -179,7 +182,7 @@ Ask = Callable[[Mapping[int, Frame], int], Mapping[int, Frame]]
 
 @dataclass
 class SecureStep:
-    """The server's side of one exchange in which the uploads are added by a secure sum.
+    """Asks the clients for one step, and computes the secure sum of their uploads.
 
     Args:
         method: a method whose server sees only sums of uploads.

@@ -112,7 +112,7 @@ def robust_mean(
 
 
 def _cut(count: int, context: RoundContext) -> int:
-    """Returns how many sorted values, of `count`, the robust rule drops at each end.
+    """Returns how many of `count` sorted values the robust rule drops at each end.
 
     `trimmed` removes ⌈β·count⌉. All other rules keep only the one or two middle values.
     """
@@ -262,10 +262,10 @@ def update_cache(
     *,
     all_slots: bool = False,
 ) -> Averaging:
-    """Stores the latest models of all clients, and the average of these models (OCA), in a state.
+    """Returns a state with each client's latest model and the average of these models.
 
-    OCA weights each client by n_k, or equally with differential privacy, where n_k is private.
-    Which clients have taken part is public.
+    The average is called OCA. OCA weights each client by n_k, or equally with differential privacy,
+    where n_k is private. Which clients have taken part is public.
 
     Args:
         state: the state to which the cache is added.

@@ -1,11 +1,12 @@
-"""Class sums of vectors, and class counts. Each example yields one vector. Without differential
-privacy, the sums and counts are exact. With it, they are noisy, and the ledger records them. FedAF
-computes class-mean logits from them, and FedFM computes anchors.
+"""Class sums of vectors, and class counts.
 
-Private condensation uses class sums too. A mechanism consists of release plans and of
-a matching loss that reads the releases.
-`residual` and `gradient` release noisy class sums at each of T steps. `features` releases the noisy
-class sums under M networks and the class counts, once in a round
+Each example yields one vector. Without differential privacy, the sums and counts are exact. With
+it, they are noisy, and the ledger records them. FedAF computes class-mean logits from them, and
+FedFM computes anchors.
+
+Private condensation uses class sums too. A mechanism consists of release plans and of a matching
+loss that reads the releases. `residual` and `gradient` release noisy class sums at each of T steps.
+`features` releases the noisy class sums under M networks and the class counts, once in a round
 (`synthesizer.condensation.private_matchers`). `paper` is Algorithm 1 of FedDM as printed, which
 gives no guarantee, and works with the exact data.
 """
@@ -116,8 +117,9 @@ def sums_rules(
 
     Args:
         client: the index of the uploading client.
-        shape: the shape of the sums. plan: the name of the sums' plan. context: the context of the
-            round.
+        shape: the shape of the sums.
+        plan: the name of the sums' plan.
+        context: the context of the round.
         dtype: the dtype of the sums and of noisy counts.
     """
     bound = LARGEST * max(1.0, context.noise.get(plan, 0.0), context.noise.get(COUNTS, 0.0))
@@ -145,7 +147,7 @@ def class_counts(clients: Group) -> Tensor:
 
 
 def mechanisms_of(clients: Group, plan: str) -> Sequence[GaussianSumMechanism]:
-    """Returns one mechanism per private client, for the named plan. Other clients have none."""
+    """Returns each client's mechanism for a plan, or () without differential privacy."""
     if isinstance(clients, PrivateClientView):
         return clients.mechanisms(plan)
     return ()
@@ -222,7 +224,10 @@ def feature_sums(
 
 @dataclass(frozen=True)
 class ModelAndSums(ModelParameters):
-    """A trained model, and the class sums [C, D] of its features with the class counts [C]."""
+    """A client's upload with a trained model, class sums of features, and class counts.
+
+    The sums [C, D] are computed by the trained model. The counts have the shape [C].
+    """
 
     sums: Tensor = released()
     counts: Tensor = released()
@@ -257,9 +262,9 @@ def class_means(
     context: RoundContext,
     min_examples: float = 1.0,
 ) -> Sequence[tuple[Tensor, Tensor]]:
-    """Computes the class means [C, D] of each client, and a mask [C] of the classes that have one.
+    """Computes the class means [C, D] of each client, and a mask [C] of the valid means.
 
-    The means of all other classes are near zero and must not be used.
+    All other means are near zero and must not be used.
 
     Args:
         clients, vectors, width, plan: as in `sums_and_counts`. The group may have several clients.
@@ -284,11 +289,11 @@ IMAGES = "images"
 
 
 def feature_width(context: RoundContext, logits: bool) -> int:
-    """Returns the dimension of the matched features.
+    """Returns the dimension of the embedding, or of embedding and logits together.
 
     Args:
         context: the context of the round, whose network defines the embedding.
-        logits: whether the logits are matched in addition to the embedding.
+        logits: whether the logits are included.
     """
     classifier: Any = context.architecture.classifier
     width: int = classifier.in_features
@@ -296,11 +301,11 @@ def feature_width(context: RoundContext, logits: bool) -> int:
 
 
 def default_clip(width: int) -> float:
-    """Returns a public clipping bound for residuals. These are differences between the features of
-    real and of synthetic images.
+    """Returns a public clipping norm for residuals.
 
-    The bound is close to a residual's typical norm if features are instance-normalised. Their
-    spread per coordinate is about the same for all networks, so the norm grows as √width.
+    A residual is the difference between the features of real and synthetic images. The norm is
+    close to a residual's typical norm if features are instance-normalised. Their spread per
+    coordinate is about the same for all networks, so the norm grows as √width.
     """
     return 0.25 * math.sqrt(width)
 
@@ -308,9 +313,9 @@ def default_clip(width: int) -> float:
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the release plans of the mechanism `features`:
+    """Returns the release plans of the mechanism `features`.
 
-    M releases of class sums per round, and one of class counts.
+    In a round, there are M releases of class sums and one of the class counts.
 
     Args:
         privacy: the settings of differential privacy.
@@ -343,7 +348,7 @@ def private_matching(
     columns: int | None = None,
     min_examples: float,
 ) -> matching.MatchingObjective:
-    """Returns the matching loss that is computed from noisy sums, with differential privacy.
+    """Returns a loss between real and synthetic images that uses only noisy sums.
 
     Args:
         clients: the clients, charged for the images or for both `feature_plans`.

@@ -1,7 +1,8 @@
-"""Settings and hooks shared by methods with synthetic images. The clients condense their data into
-synthetic images of each class, or the server trains on such images. The algorithms' steps are in
-`feddm.py`, `fedaf.py`, `real.py` and `fedsum.py`, and call the functions of
-`fedsynth.synthesizer.condensation`.
+"""Base classes for methods with synthetic images.
+
+The clients condense their data into synthetic images of each class, or the server trains on such
+images. The algorithms' steps are in `feddm.py`, `fedaf.py`, `real.py` and `fedsum.py`, and call the
+functions of `fedsynth.synthesizer.condensation`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class TrainsOnUnion(Method):
 
 @dataclass(frozen=True)
 class TrainsInBall(TrainsOnUnion):
-    """Settings for a server that trains in a ball around the current weights w_r.
+    """Settings for a server that keeps the trained weights close to the current weights.
 
     The trained weights satisfy ‖w − w_r‖₂ ≤ ρ (FedDM, Eqs. 3 and 23).
 
@@ -168,9 +169,10 @@ class CondensingMethod(TrainsOnUnion):
         super().__post_init__()
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plan for a round's T noisy releases, which optimise the synthetic images.
+        """Returns the release plan for the synthetic images.
 
-        Each release moves the images by one step. Methods with further releases append their plans.
+        A round has T noisy releases, and each of them moves the images by one step. Methods with
+        further releases append their plans.
         """
         self.check_private(context)
         mechanism = privacy.mechanism or self.dp_mechanisms[0]
@@ -226,7 +228,7 @@ class CondensingMethod(TrainsOnUnion):
         check_embedding(self.name, model)
 
     def check_private(self, context: RoundContext) -> None:
-        """Refuses settings that no privacy mechanism can protect.
+        """Raises an error if the network or the loss cannot be used with differential privacy.
 
         Raises:
             ForbiddenLayerError: the network has batch norm.
@@ -250,7 +252,7 @@ class CondensingMethod(TrainsOnUnion):
     def matcher(
         self, clients: Group, pairs: ClientClassPairs, context: RoundContext
     ) -> MatchingObjective:
-        """Returns the loss by which synthetic images are matched to real data.
+        """Returns the loss between synthetic images and real data.
 
         With differential privacy, the loss clips, sums and adds noise. Otherwise, it compares a
         batch of each class's real images with all of its synthetic images.
@@ -278,9 +280,10 @@ class CondensingMethod(TrainsOnUnion):
         context: RoundContext,
         logit_weight: float = 1.0,
     ) -> NetworkFeatures:
-        """Returns a function that maps images to features u_w: embedding and weighted logits.
+        """Returns a function that computes the features of images.
 
-        Its method `use` sets the network w.
+        The features are a network's embedding and its weighted logits. The function's method `use`
+        sets the network.
 
         Args:
             clients: the group of clients.
@@ -372,11 +375,12 @@ def perturbed(
 def resampled(
     w_r: nn.Module, gamma: float, context: RoundContext, period: int | None = None
 ) -> Iterator[nn.Module]:
-    """Yields each step's network, with the weights γ·w_r + (1 − γ)·w̃ and a random w̃ (Eq. 17).
+    """Yields each step's network, a mixture of the global model and a random network.
 
-    `reset_parameters` of each layer initialises w̃. All clients use the same random draws, which
-    the paper does not require. With a `period`, the draws repeat after `period` networks. The same
-    network object is yielded each time, and w_r is copied.
+    The weights are γ·w_r + (1 − γ)·w̃, with random w̃ (Eq. 17). `reset_parameters` of each layer
+    initialises w̃. All clients use the same random draws, which the paper does not require. With a
+    `period`, the draws repeat after `period` networks. The same network object is yielded each
+    time, and w_r is copied.
     """
     network, weights = _flat_copy(w_r, context)
     center = weights.clone()
@@ -394,7 +398,10 @@ def resampled(
 
 
 def _flat_copy(w: nn.Module, context: RoundContext) -> tuple[nn.Module, Tensor]:
-    """Copies a network to the device. The copied weights are frozen views of one vector [P]."""
+    """Copies a network to the device. Returns the copy and its weights as one vector [P].
+
+    The copy's frozen parameters share the memory of the vector.
+    """
     network = copy.deepcopy(w).to(context.device).requires_grad_(False).eval()
     weights = _vector(network)
     nn.utils.vector_to_parameters(weights, network.parameters())

@@ -1,5 +1,7 @@
-"""The common part of DENSE, FedHydra and FedDF. The clients train as in FedAvg, and the server
-distils their models into one. Each method defines its distillation in `distil`.
+"""Base classes of DENSE, FedHydra and FedDF.
+
+The clients train as in FedAvg, and the server distils their models into one. Each method defines
+its distillation in `distil`.
 
 A run with one round is the one-shot setting, in which the clients may have different architectures
 (`ModelSettings.clients`). In further rounds, clients start from the distilled model, so all clients
@@ -84,7 +86,7 @@ class EnsembleDistillation(TrainsLocally):
     def distil(
         self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
-        """Trains the student in place from the clients' models.
+        """Trains the student in place by distilling the clients' models.
 
         Returns a state without the student's parameters, which `server_step` adds.
 
@@ -164,8 +166,9 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
         return dict(zip(names, (state.parameters, state.other), strict=True))
 
     def _note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
-        """Adds a note to the round if the batch-norm loss L_BN ignores some clients' models,
-        because they have no batch norm with running statistics.
+        """Adds a note to the round if the batch-norm loss ignores some clients' models.
+
+        These models have no batch norm with running statistics.
         """
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:

@@ -121,7 +121,7 @@ class LocalObjective(sgd.Objective):
 def _report_client(
     report: Callable[..., None], client: int, clients: int, stage: str, completed: int, total: int
 ) -> None:
-    """Reports the progress of one client as an equal share of the progress of the group."""
+    """Reports one client's progress as a part of its group's progress."""
     report(stage, client * total + completed, clients * total)
 
 
@@ -223,9 +223,8 @@ class TrainsLocally(Measurements):
             reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}. Set method.optimiser=sgd"
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
-            raise SettingError(
-                "method", "momentum", "is 1, but must be below 1 for Adam. Use Adam's usual β₁, 0.9"
-            )
+            reason = "must be below 1 for Adam, got 1. Set method.momentum=0.9"
+            raise SettingError("method", "momentum", reason)
 
     def task(
         self, client: int, message: Request, state: ClientState, context: RoundContext
@@ -236,14 +235,14 @@ class TrainsLocally(Measurements):
     def _objective(
         self, client: int, message: Request, state: ClientState, context: RoundContext
     ) -> LocalObjective:
-        """Returns the task of a client. The default loss for masks is the segmentation loss."""
+        """Returns the client's objective, with a segmentation loss as the default for masks."""
         objective = self.task(client, message, state, context)
         if context.spec.has_masks and objective.loss is None:
             return replace(objective, loss=network_losses)
         return objective
 
     def local_optimiser(self) -> sgd.Optimiser:
-        """Returns the optimiser for local training, also with differential privacy."""
+        """Returns the optimiser for local training, with and without differential privacy."""
         if self.optimiser == "adam":
             return sgd.Adam(self.lr, self.momentum, weight_decay=self.weight_decay)
         return sgd.MomentumSgd(self.lr, self.momentum, self.weight_decay)
@@ -335,7 +334,10 @@ class TrainsLocally(Measurements):
     def _plain_objectives(
         self, message: Request, clients: Group, states: ClientStates, context: RoundContext
     ) -> list[LocalObjective]:
-        """Returns the objectives of all clients, or an empty list if one of them is not plain."""
+        """Returns all objectives, or an empty list if the clients cannot be trained together.
+
+        They can if all objectives are plain (`sgd.Objective.plain`).
+        """
         objectives: list[LocalObjective] = []
         for client, state in zip(clients.ids, states, strict=True):
             objective = self._objective(client, message, state, context)
@@ -352,7 +354,10 @@ class TrainsLocally(Measurements):
         states: ClientStates,
         context: RoundContext,
     ) -> Results:
-        """Trains all models of a client group at once. All objectives must be plain."""
+        """Trains the models of all clients in a group together.
+
+        All objectives must be plain (`sgd.Objective.plain`).
+        """
         straggler_epochs = self.straggler_epochs(context)
         learners = []
         for client, objective, state in zip(clients.split(), objectives, states, strict=True):
@@ -490,7 +495,7 @@ class TrainsLocally(Measurements):
         return (plan,)
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Adapts the plans to one client: to its number of steps and its model's dimension.
+        """Returns the plans with one client's number of steps and model dimension.
 
         A straggler takes fewer steps, and the clients may have different architectures.
         """
@@ -503,7 +508,10 @@ class TrainsLocally(Measurements):
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> sgd.SgdSettings:
-        """Returns SGD settings for `epochs` passes, or for the same steps at all clients."""
+        """Returns the SGD settings for `epochs` passes over the data.
+
+        With `local_steps` or `equal_steps`, all clients take the same number of steps instead.
+        """
         steps = self.local_steps or None
         if self.equal_steps:
             sizes = context.sizes or (context.nominal_size,)
@@ -512,8 +520,10 @@ class TrainsLocally(Measurements):
         return sgd.SgdSettings(epochs, self.batch, self.local_optimiser(), steps=steps)
 
     def most_steps(self, client: int, context: RoundContext) -> int:
-        """Returns an upper bound on the number of steps of a client. It is computed from public
-        sizes or from the client's declared size."""
+        """Returns an upper bound on a client's number of steps.
+
+        The bound depends only on public sizes or on the size that the client has declared.
+        """
         if context.privacy is not None:
             return self.release_plans(context.privacy, context)[0].steps
         examples = int(most_examples(client, context))

@@ -1,6 +1,7 @@
-"""The common part of FedDF and FedBE, whose servers distil an ensemble on unlabelled public images.
-These are the training images of a named dataset, resized to the image shape of the run. Their
-labels are not used.
+"""The base class of FedDF and FedBE, whose servers distil an ensemble on public images.
+
+The public images are the training images of a named dataset, resized to the run's image shape.
+Their labels are not used.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
     def images_of(self, context: RoundContext) -> ImageData:
         """Returns the public images."""
         if context.proxy is None:
-            reason = f"is None, but {self.name} distils on public images. Pass the images"
+            reason = f"is None, but {self.name} distils on public images. Pass them as proxy"
             raise SettingError(None, "RoundContext.proxy", reason)
         return context.proxy
 

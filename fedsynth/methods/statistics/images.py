@@ -45,7 +45,7 @@ FEW_CANDIDATES = 2
 
 @dataclass(frozen=True)
 class ImagesState(ServerState):
-    """The server's state for FedStats' synthetic images: the images, and statistics for them.
+    """The part of FedStats' server state that concerns synthetic images.
 
     Args:
         class_means: the class means of z around their common mean, [C, d], from the released

@@ -51,7 +51,7 @@ EXACT = 1e-6
 
 
 def target_norm(classes: int) -> float:
-    """Returns b = ‖e_y − 1/C‖, the norm of a centred one-hot target, the same for every class y."""
+    """Returns the norm of a centred one-hot target, b = ‖e_y − 1/C‖ = √(1 − 1/C)."""
     return math.sqrt(1 - 1 / classes)
 
 
@@ -64,9 +64,10 @@ def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
 def moment_rows(
     z_Nd: Tensor, labels_N: Tensor, classes: int, *, has_second: bool
 ) -> Moments | Outer:
-    """Returns the vector of each example whose sum is released as the moments.
+    """Returns each example's vector for the release of moments.
 
-    Without second moments, it is e/b ⊗ z, of norm at most 1.
+    Clients release the sum of the vectors. Without second moments, a vector is e/b ⊗ z, of norm at
+    most 1.
     """
     targets = F.one_hot(labels_N, classes).to(z_Nd.dtype) - 1 / classes
     if has_second:
@@ -75,9 +76,7 @@ def moment_rows(
 
 
 def step_rows(z_Nd: Tensor, labels_N: Tensor, weight_Cd: Tensor, clip: float) -> Outer:
-    """Returns the vector of each example for a gradient step. It is clip(p − y) ⊗ z, the clipped
-    gradient of the cross-entropy.
-    """
+    """Returns the clipped gradient of each example's cross-entropy, clip(p − y) ⊗ z."""
     wrong = torch.softmax(row_product(z_Nd, weight_Cd), dim=1) - F.one_hot(labels_N, len(weight_Cd))
     return Outer(wrong, z_Nd, clip)
 
@@ -141,7 +140,9 @@ class Spectrum:
 
 
 def total_weight(steps: int, momentum: float) -> float:
-    """Sums the weights (1 − mᵗ)/(1 − m) that all gradients have in steps with momentum m.
+    """Returns the sum of the weights of all gradients in SGD with momentum m.
+
+    A gradient that enters t steps has the weight 1 + m + … + mᵗ⁻¹ = (1 − mᵗ)/(1 − m).
 
     >>> total_weight(2, 0.5)
     2.5
@@ -152,10 +153,10 @@ def total_weight(steps: int, momentum: float) -> float:
 def step_rate(
     noise: float, steps: int, logit_noise: float, max_rate: float, momentum: float
 ) -> float:
-    """Returns a step size η ≤ `max_rate`. With it, all steps together add noise of about
-    `logit_noise` to a logit.
+    """Returns a step size η that limits the noise of all steps together.
 
-    The steps are v ← m·v + g and W ← W − η·v.
+    The noise in a logit is at most about `logit_noise`, and η is at most `max_rate`. The steps are
+    v ← m·v + g and W ← W − η·v.
 
     Args:
         noise: ν/√T, the gradient's standard deviation per coordinate if the whole budget were spent
@@ -184,15 +185,16 @@ FLOOR = 0.02
 
 
 def covariance_rows(features_Nd: Tensor, features: FeatureMap) -> Grams:
-    """Returns the vector [p·svec(U Uᵀ); q·svec(Uᵀ U)] of each example, for the covariance release.
+    """Returns each example's vector for the release of covariances.
 
-    U are the matrices of u. Its norm is at most 1.
+    The vector is [p·svec(U Uᵀ); q·svec(Uᵀ U)], where U are the matrices of u. Its norm is at most
+    1.
     """
     return Grams(features_Nd / features.norm_bound, features.blocks, CELLS_PART)
 
 
 def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
-    """Returns the mean contribution's norm if channels and spatial cells are uncorrelated.
+    """Returns the norm of the mean vector of `covariance_rows` for uncorrelated features.
 
     The norm shows whether a flat spectrum is above the noise. All feature-map blocks are assumed to
     have equal norms.
@@ -209,8 +211,9 @@ def white_signal(blocks: Sequence[tuple[int, int]]) -> float:
 def released_roots(
     pool: Pool, centre_d: Tensor, centre_deviation: float, features: FeatureMap
 ) -> dict[str, Tensor]:
-    """Computes the whitening matrices from the released covariances. The keys are names in the
-    model state (`fedsynth.models.on_features.root_names`).
+    """Computes the whitening matrices from the released covariances.
+
+    The keys are names in the model state (`fedsynth.models.on_features.root_names`).
 
     Args:
         pool: the release, summed over the clients. If its public number of records differs from the
@@ -245,16 +248,17 @@ SHORTENED = 0.7
 
 
 def principal_rows(z_Nd: Tensor, directions_dk: Tensor) -> Grams:
-    """Returns the vector svec(y yᵀ) of each example, for second moments in a subspace.
+    """Returns each example's vector for the release of second moments in a subspace.
 
-    y = Dᵀz, clipped to norm 1. The release has one coordinate more, which is 0.
+    The vector is svec(y yᵀ), with y = Dᵀz clipped to norm 1. The release has one coordinate more,
+    which is 0.
     """
     y_Nk = row_product(z_Nd, directions_dk.T)
     return Grams(y_Nk, ((y_Nk.shape[1], 1),), 0.0)
 
 
 def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening, float]:
-    """Computes a linear map that shortens vectors along the directions with the most variance.
+    """Computes a linear map that scales down the directions with the most variance.
 
     A direction with the second moment λ > λ₀ is scaled by √(λ₀/λ), so that all of them have λ₀, a
     multiple `SHORTENED` of the noise.

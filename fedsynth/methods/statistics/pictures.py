@@ -77,8 +77,9 @@ FEWEST = 1e-3
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns the vector of each example for the small-picture release: √½·[svec(u uᵀ); e_y ⊗ u],
-    of norm at most 1.
+    """Returns each example's vector for the release of small pictures.
+
+    The vector is √½·[svec(u uᵀ); e_y ⊗ u], of norm at most 1.
     """
     return Moments(u_ND, F.one_hot(labels_N, classes).to(u_ND.dtype), 1.0)
 
@@ -90,7 +91,7 @@ def pixel_width(dimension: int, classes: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """The moments of small pictures v that are scaled to unit norm.
+    """The class means and the common covariance of small pictures, scaled to unit norm.
 
     Attributes:
         means: the mean of each class, [C, D − 1], without u's constant.
@@ -142,7 +143,7 @@ class PixelMoments:
         return enlarged(pictures.flatten(0, 1), shape).view(classes, count, *shape)
 
     def smoothed(self, shape: Shape) -> PixelMoments:
-        """Blurs means and roots over neighbouring cells.
+        """Returns a copy whose means and roots are blurred over neighbouring cells.
 
         A root regains the norm that the blur took from it, up to a factor `REGAINED`.
         """
@@ -153,7 +154,10 @@ class PixelMoments:
         return PixelMoments(means, blurred * lost.clamp_max(REGAINED))
 
     def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
-        """Mixes images of symmetric classes with their mirror images, in random shares."""
+        """Makes images of symmetric classes more symmetric.
+
+        Each image is mixed with its mirror image, in a random proportion.
+        """
         channels, height, width = images_CICHW.shape[2:]
         mean = self.means.view(len(self.means), *cells_of((channels, height, width)))
         flat = mean.flatten(1)
@@ -176,7 +180,10 @@ def _blur(shape: Shape, deviation: float) -> Tensor:
 
 
 def enlarged(pictures: Tensor, shape: Shape) -> Tensor:
-    """Enlarges small pictures [N, D − 1] of any brightness to images [N, C, H, W] in [0, 1]."""
+    """Enlarges small pictures [N, D − 1] to images [N, C, H, W] of normalised brightness.
+
+    The pixels are in [0, 1].
+    """
     small = pictures.float().reshape(-1, *cells_of(shape))
     large = F.interpolate(small, size=shape[1:], mode="bicubic", align_corners=False)
     white = large.flatten(1).quantile(WHITE, dim=1).clamp_min(1e-6).view(-1, 1, 1, 1)
@@ -218,8 +225,10 @@ def _similar_style(
     shape: Shape,
     generator: torch.Generator,
 ) -> Style:
-    """Returns the style whose rendered images are most similar to the released class means, by the
-    mean cosine similarity of class means of z."""
+    """Returns the rendering style that is most similar to the released class means.
+
+    The similarity is the mean cosine similarity between class means of z.
+    """
     similarity, device = {}, statistics.weight.device
     for name, style in STYLES.items():
         images_CICHW = style(moments, COMPARED, shape, generator)
@@ -236,9 +245,10 @@ def principal_directions(
     shape: Shape,
     generator: torch.Generator,
 ) -> Tensor:
-    """Returns the orthonormal directions [d, count] in which z of rendered images is largest.
+    """Computes the principal directions of rendered images' embeddings z, [d, count].
 
-    Both styles are rendered, because the statistics by which one is chosen are not released yet.
+    The directions are orthonormal, and z is not centred. Both styles are rendered, because the
+    statistics by which one is chosen are not released yet.
 
     Args:
         moments: the released moments of small pictures.

@@ -99,10 +99,10 @@ AUGMENTATIONS = ("none", "siamese")
 def augmentations(
     kind: str, label_S: Tensor, context: RoundContext, *, flip: bool, period: int | None = None
 ) -> Iterator[Augmentation | None]:
-    """Yields a random augmentation for each condensation step, with one transformation per class.
+    """Yields a random image augmentation for each condensation step.
 
-    It applies to real and synthetic images alike. All clients share it, because it is drawn from
-    the round's public seed.
+    The transformation is drawn separately for each class, and applies to real and synthetic images
+    alike. All clients share it, because it is drawn from the round's public seed.
 
     Args:
         kind: one of `AUGMENTATIONS`. "none" yields None in every step.

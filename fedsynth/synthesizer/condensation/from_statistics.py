@@ -34,7 +34,7 @@ AT_ONCE = 48
 
 @dataclass(frozen=True, eq=False)
 class ReleasedStatistics:
-    """Released and other public values from which images are made.
+    """Public values for synthesising images: an embedding, a classifier and class means.
 
     Attributes:
         embed: a differentiable function, pixels in [0, 1] [N, C, H, W] -> z [N, d].
@@ -48,8 +48,9 @@ class ReleasedStatistics:
     class_means: Tensor
 
     def distance(self, z_CId: Tensor) -> Tensor:
-        """Returns the squared distance between z's class means and the released ones, relative to
-        the squared norm of `class_means`.
+        """Returns the squared distance between the class means of z and the released class means.
+
+        It is relative to the squared norm of `class_means`.
 
         Args:
             z_CId: z of I images per class, [classes, I, d].
@@ -77,8 +78,9 @@ class ImageSteps:
 
 
 def shrunk(class_means_Cd: Tensor, noise_std: float) -> Tensor:
-    """Shrinks noisy class means towards 0 by the positive-part James-Stein estimate (1 −
-    d·σ²/‖t_c‖²)₊ t_c.
+    """Shrinks noisy class means towards 0 with the positive-part James-Stein estimator.
+
+    The estimate is max(0, 1 − d·σ²/‖t_c‖²)·t_c, where t_c is a class mean of d coordinates.
 
     Args:
         class_means_Cd: released class means minus their common mean.
@@ -162,7 +164,7 @@ def images_from_statistics(
 
 
 def _pull(target: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: ImageSteps) -> Tensor:
-    """Returns the derivative of the loss with respect to z, [N, d]."""
+    """Computes the loss's gradient with respect to the embeddings z, [N, d]."""
     z = z_Nd.detach().requires_grad_(True)
     with torch.enable_grad():
         loss = target.distance(z.view(len(target.weight), -1, z.shape[1]))
@@ -174,7 +176,7 @@ def _pull(target: ReleasedStatistics, z_Nd: Tensor, labels: Tensor, settings: Im
 def _gradient(
     statistics: ReleasedStatistics, pixels: Tensor, pulled_Nd: Tensor, settings: ImageSteps
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the loss with respect to the pixels, and the features z.
+    """Computes the loss's gradient with respect to the pixels. Also returns the embeddings z.
 
     Only `AT_ONCE` images' graph is in memory at a time. The derivative with respect to z comes from
     the previous step, so each step computes features only once.

@@ -38,7 +38,7 @@ REDUCTIONS = ("mean", "sum")
 def average_over_holders(
     values_KCC: Sequence[Tensor], present_KC: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Averages the row of each class over the clients that have the class (Eqs. 8 and 12).
+    """Averages one row per class over the clients that have the class (Eqs. 8 and 12).
 
     Returns the averages [C, C], and a mask [C] of the classes with examples at any client. All
     other rows are zero and must not be used.
@@ -107,8 +107,9 @@ def logits_gradient(
     distance: Callable[[Tensor], Tensor],
     weight: float,
 ) -> Tensor:
-    """Returns the logit loss's gradient with respect to the synthetic images, weight·∇_S
-    distance(u), [S, ipc, C, H, W].
+    """Computes the logit loss's gradient with respect to synthetic images, [S, ipc, C, H, W].
+
+    The loss is weight·distance(u) for the mean logits u.
 
     Args:
         features, synthetic_SICHW: see `matching_gradient`. The logits' weight b must be 1.
@@ -132,7 +133,7 @@ def unit_directions(count: int, dimension: int, generator: torch.Generator) -> I
 
 
 def mean_logits(logits_NC: Tensor, labels_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the mean logits of each class [C, C], and a mask [C] of the classes that occur."""
+    """Returns each class's mean logits [C, C], and a mask [C] of the classes with examples."""
     members = F.one_hot(labels_N, logits_NC.shape[1]).to(logits_NC.dtype)
     count = members.sum(dim=0)
     return (members.T @ logits_NC) / count.clamp_min(1)[:, None], count > 0
@@ -146,8 +147,7 @@ def soft_labels(mean_logits_CC: Tensor, temperature: float) -> Tensor:
 def knowledge_matching(
     mean_CC: Tensor, soft_CC: Tensor, usable_C: Tensor, temperature: float, reduction: str = "mean"
 ) -> Tensor:
-    """Returns the knowledge-matching loss between soft labels R and T, the softmax of mean
-    logits (Eq. 15).
+    """Computes the knowledge-matching loss between two sets of soft labels (Eq. 15).
 
     The loss is L_LGKM = ½(KL(R‖T) + KL(T‖R)), over the usable classes' rows.
 

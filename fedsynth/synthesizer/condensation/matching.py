@@ -42,7 +42,9 @@ ACTIVATIONS = 8  # full-size activations in memory at a pass's widest layer
 
 @dataclass(eq=False)
 class NetworkFeatures:
-    """The features u_w(x) = [h_w(x); b·z_w(x)] that a network computes from images.
+    """A network's image features for condensation.
+
+    The features are u_w(x) = [h_w(x); b·z_w(x)]: the embedding and the scaled logits.
 
     The embedding and the logits come from one forward pass, after siamese augmentation if it is
     used. One object serves all condensation steps, and `use` sets a step's network.
@@ -209,8 +211,7 @@ def pull_back(
     synthetic_SICHW: Tensor,
     cotangents: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Computes the gradient of the loss with respect to the synthetic images, [S, ipc, C, H, W],
-    from the gradient with respect to mean features.
+    """Backpropagates gradients of mean features to the synthetic images, [S, ipc, C, H, W].
 
     Here v_c is the gradient with respect to the pair's mean features, and J_c the Jacobian of
     mean_{S_c} u. A pair's images affect only its own mean. A pass can therefore contain few pairs,
@@ -248,9 +249,7 @@ def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
 
 
 def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, ...]:
-    """Splits the (client, class) pairs into groups for one pass each, and returns each group's pair
-    indices.
-    """
+    """Returns the indices of the (client, class) pairs in each pass."""
     pairs, ipc = synthetic_SICHW.shape[:2]
     at_once = pairs
     if not features.mixes:
@@ -259,8 +258,9 @@ def passes(features: NetworkFeatures, synthetic_SICHW: Tensor) -> tuple[Tensor, 
 
 
 def pairs_at_once(features: NetworkFeatures, x_NCHW: Tensor, ipc: int) -> int:
-    """Returns the number of (client, class) pairs in one pass, with `ipc` images each. It does not
-    depend on the total number of pairs.
+    """Returns how many (client, class) pairs of `ipc` images fit in one pass.
+
+    It does not depend on the total number of pairs.
     """
     return max(1, features.images_at_once(x_NCHW) // ipc)
 
@@ -338,8 +338,9 @@ class ExactMatcher(MatchingObjective):
     columns: int | None = None
 
     def real_means(self, step: int, features: NetworkFeatures) -> Tensor:
-        """Returns the mean features of each (client, class) pair's real images in the step's batch,
-        [S, D], without an autograd graph.
+        """Computes each (client, class) pair's mean features of a step's real images, [S, D].
+
+        No autograd graph is built.
         """
         sums = torch.zeros(())
         for rows, pairs, u in self._pieces(step, features):

@@ -1,7 +1,8 @@
-"""Mechanisms that compute condensation gradients from noisy sums, which are charged to ledgers. One
-further mechanism, `paper`, gives no guarantee. `residual` and `gradient` release sums at every
-step. `features` releases the following sums once for each of M networks, with the synthetic images
-at the time of the release:
+"""Mechanisms that compute condensation gradients from noisy sums.
+
+Each release is charged to the ledgers. One further mechanism, `paper`, gives no guarantee.
+`residual` and `gradient` release sums at every step. `features` releases the following sums once
+for each of M networks, with the synthetic images at the time of the release:
 
     R_{m,c} = Σ_{x ∈ c} clip_𝒞(u_m(x) − s_{m,c}) + N(0, σ²𝒞²I),      s_{m,c} = mean_{S_c} u_m
 
@@ -122,13 +123,13 @@ def per_example_gradients(
     pair_N: Tensor,
     cotangents: Cotangents | None = None,
 ) -> Tensor:
-    """Returns each real example's gradient g̃(x) of FedDM's Eq. 15, [N, ipc·C·H·W].
+    """Computes each real example's gradient with respect to synthetic images, [N, ipc·C·H·W].
 
-    It is taken with respect to the synthetic images of the example's own (client, class) pair. Each
-    pair's images have one forward pass. The backward passes then handle a fixed number of the
-    pair's examples at a time, with zeros in the last group. A pair's number of examples must not
-    select a kernel (`fedsynth.privacy.passes`). Reduced precision in the backward pass changes the
-    rows but not their bound, because rows are clipped when they are summed.
+    This is g̃(x) of FedDM's Eq. 15, for the synthetic images of the example's own (client, class)
+    pair. Each pair's images have one forward pass. The backward passes then handle a fixed number
+    of the pair's examples at a time, with zeros in the last group. A pair's number of examples must
+    not select a kernel (`fedsynth.privacy.passes`). Reduced precision in the backward pass changes
+    the rows but not their bound, because rows are clipped when they are summed.
 
     Args:
         features: computes u.
@@ -157,8 +158,9 @@ def per_example_gradients(
 
 
 def mean_cotangents(made_MD: Tensor, real_RD: Tensor) -> Tensor:
-    """Returns the derivative of the squared distance ‖mean_m u_m − r‖² with respect to each u_m,
-    [R, M, D].
+    """Computes the mean-matching loss's gradient for each synthetic feature, [R, M, D].
+
+    The loss is ‖mean_m u_m − r‖², and the gradient is taken with respect to each u_m.
 
     Args:
         made_MD: the features u_m of a class's synthetic images.
@@ -185,7 +187,7 @@ def vectors_at_once(
 
 
 def ones(x_NCHW: Tensor, pair_N: Tensor) -> Tensor:
-    """Returns ones [N, 1]. Their class sums are the class counts."""
+    """Returns the number 1 for each image, [N, 1]. Summed by class, these give class counts."""
     return x_NCHW.new_ones(len(x_NCHW), 1)
 
 

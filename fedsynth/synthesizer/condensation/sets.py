@@ -1,5 +1,7 @@
-"""Parts of condensation methods: real minibatches, start images, uploads of synthetic images with
-checks, and the server's training on these.
+"""Components that several condensation methods share.
+
+These are real minibatches, start images, checked uploads of synthetic images, and the server's
+training on the uploads.
 """
 
 from __future__ import annotations
@@ -188,10 +190,9 @@ def averaged_start(
 def split_uploads(
     images_SICHW: Tensor, pairs: ClientClassPairs, clients: int, uploaded_S: Tensor | None = None
 ) -> list[SyntheticSet]:
-    """Splits the synthetic images of a group into one upload per client. Only the (client, class)
-    pairs in `uploaded_S` are uploaded.
+    """Splits the clients' synthetic images into one upload per client.
 
-    With None, uploads contain all pairs.
+    If the mask `uploaded_S` is set, uploads contain only the pairs in it.
     """
     uploads = []
     ipc = images_SICHW.shape[1]
@@ -309,7 +310,7 @@ class BatchIndices:
 
 
 def _draw(pool: int, batch: int, steps: int, small: str, generator: torch.Generator) -> Tensor:
-    """Draws a class's examples for each step, as indices into its list, [steps, min(batch, pool)].
+    """Draws the indices of a class's examples for each step, [steps, min(batch, pool)].
 
     With "resample", the shape is [steps, batch] even if the class has fewer examples.
     """

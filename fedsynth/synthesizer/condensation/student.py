@@ -1,5 +1,6 @@
-"""Trains a network on a synthetic set only. The set and the teacher are released or public, so all
-results are post-processing.
+"""Trains a student network on a synthetic set only.
+
+The set and the teacher are released or public, so all results are post-processing.
 
 With few images, a student sees little variety. A teacher can label any image, so it labels shifted,
 rotated and deformed copies, and mixtures of pairs (after Asano & Saeed 2023, arXiv 2112.00725).
@@ -162,8 +163,9 @@ def softened(shares_NC: Tensor, temperature: float) -> Tensor:
 def augmented(
     images_NCHW: Tensor, shares_NC: Tensor, settings: StudentSettings, teacher: nn.Module | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the images with their augmented copies, [(1 + views)·N, C, H, W], and a label row for
-    each.
+    """Appends `views` augmented copies of each image. Returns all images and their labels.
+
+    The images are [(1 + views)·N, C, H, W], and the labels [(1 + views)·N, classes].
     """
     draws = torch_generator(settings.seed, "student's copies", device=images_NCHW.device)
     images, rows = [images_NCHW], [shares_NC]
@@ -198,7 +200,7 @@ def soft_labels(teacher: nn.Module, images_NCHW: Tensor) -> Tensor:
 
 
 def mixed(values: Tensor, rows_2B: Tensor, share_B: Tensor | None) -> Tensor:
-    """Mixes row pairs of `values` in the given shares.
+    """Computes weighted averages of row pairs (mixup).
 
     Returns share·values[first] + (1 − share)·values[second]. Without shares, returns values[first].
 

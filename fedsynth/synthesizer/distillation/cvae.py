@@ -31,7 +31,10 @@ AT_ONCE = 512  # images that a decoder generates in a pass
 def _layers(
     kind: Callable[..., nn.Module], widths: list[int], norm: str, last: int | None = None
 ) -> list[nn.Module]:
-    """Returns stride-2 convolutions with norms and ReLUs, and one convolution to `last` channels."""
+    """Returns blocks of a stride-2 convolution, a norm and ReLU.
+
+    If `last` is set, a convolution to `last` channels follows.
+    """
     eps = 1e-5 if last is None else 1e-3  # the public code has 1e-3 in the decoder only
     layers: list[nn.Module] = []
     for width, out in pairwise(widths):
@@ -99,13 +102,13 @@ class Cvae(nn.Module):
     def elbo_losses(
         self, x_NCHW: Tensor, labels_N: Tensor, noise_NL: Tensor, beta: float
     ) -> Tensor:
-        """Computes the negative evidence lower bound of each image [N], with β times the KL term.
+        """Computes each image's negative evidence lower bound [N] with a weighted KL term.
 
         Args:
             x_NCHW: normalised images.
             labels_N: their labels.
             noise_NL: ε of the reparametrisation z = μ + σ·ε.
-            beta: β.
+            beta: the KL term's weight β.
         """
         mean, std = pixel_constants(self._spec, x_NCHW.device)
         pixels = x_NCHW * std + mean
@@ -130,7 +133,9 @@ def reconstruction_losses(logits_NCHW: Tensor, pixels_NCHW: Tensor) -> Tensor:
 def make_cvae(
     spec: DatasetSpec, seed: int, *numbers: int, latent: int, width: int, norm: str
 ) -> Cvae:
-    """Returns a `Cvae` whose weights depend only on `seed` and `numbers`.
+    """Creates a `Cvae` with reproducible initial weights.
+
+    The weights depend only on `seed` and `numbers`, such as a client's number.
 
     >>> from fedsynth.data.registry import dataset_spec
     >>> cvae = make_cvae(dataset_spec("mnist"), 0, latent=10, width=32, norm="batch")

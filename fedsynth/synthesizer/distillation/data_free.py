@@ -1,4 +1,4 @@
-"""Distillation of one teacher into a student without data.
+"""Data-free distillation of one teacher into a student.
 
 The distillation is FedKF's T2 at a single party (arXiv 2207.10447, Sec. IV-B to IV-E, Table IV). In
 each step, the generator takes a step down L_G (Eq. 5), computed with the frozen teacher. The
@@ -142,8 +142,8 @@ def features_and_logits(teacher: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     layers = [layer for layer in teacher.modules() if isinstance(layer, nn.Linear)]
     if not layers:
         raise ValueError(
-            "the teacher contains no linear layer, whose inputs would be the features. Define "
-            "`embed` and `classifier`"
+            "the teacher must have `embed` and `classifier`, or a linear layer. Define `embed` and "
+            "`classifier`"
         )
     inputs: list[Tensor] = []
     with layers[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0])):

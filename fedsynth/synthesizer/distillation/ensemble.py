@@ -1,8 +1,9 @@
-"""Distillation of several models into one without data, as on the servers of DENSE (Zhang et al.
-2022, Algorithm 1) and FedHydra (Algorithm 1, Eqs. 12 to 19). An epoch draws noise z and labels y
-once. The generator takes several steps down L_CE + λ1·L_BN + λ2·L_AD on them. Then the student
-learns the ensemble's predictions P on the generated images. Everything here is computed only from
-the models.
+"""Data-free distillation of several models into one student, as in DENSE and FedHydra.
+
+This is the server's part of DENSE (Zhang et al. 2022, Algorithm 1) and FedHydra (Algorithm 1, Eqs.
+12 to 19). An epoch draws noise z and labels y once. The generator takes several steps down L_CE +
+λ1·L_BN + λ2·L_AD on them. Then the student learns the ensemble's predictions P on the generated
+images. Everything here is computed only from the models.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OneShotSettings:
-    """The settings of distillation from an ensemble. The defaults are FedHydra's. Reasons are given
-    for values that the papers do not state.
+    """The settings of data-free distillation from an ensemble of models.
+
+    The defaults are FedHydra's. Reasons are given for values that the papers do not state.
 
     Args:
         server_epochs: the number of epochs T_g.
@@ -203,8 +205,9 @@ class OneShotDistillation:
             self.state |= {"generator": self._generator, "adam": self._adam}
 
     def train_generator(self, epoch: int) -> list[Batch]:
-        """Takes an epoch's T_G generator steps (FedHydra, Algorithm 1, lines 13 to 21), and returns
-        the student's batches.
+        """Trains the generator for one epoch, and returns the student's batches.
+
+        The generator takes T_G steps (FedHydra, Algorithm 1, lines 13 to 21).
         """
         settings = self.settings
         if settings.generator_reset and epoch:
@@ -231,7 +234,7 @@ class OneShotDistillation:
     def _generator_step(
         self, z: Tensor, y: Tensor, optimisers: Sequence[torch.optim.Optimizer]
     ) -> Batch:
-        """Takes one generator step on the loss L_Gen. Returns the images before the step."""
+        """Takes one generator step, and returns the batch that was generated before the step."""
         settings = self.settings
         with torch.enable_grad():
             x = self._generated(z)
@@ -273,12 +276,12 @@ class OneShotDistillation:
         self._average_student(epoch)
 
     def measure_student(self, epoch: int) -> None:
-        """Records the student's accuracy after an epoch, which synchronises with a GPU."""
+        """Records the student's accuracy after an epoch. Measuring it synchronises with the GPU."""
         self.accuracies[epoch] = self.measure(self.student)
 
     @torch.no_grad()
     def _average_student(self, epoch: int) -> None:
-        """Adds the student to the average of weights, in the last quarter of the epochs."""
+        """Updates the average of the student's weights, in the last quarter of the epochs."""
         epochs = self.settings.server_epochs
         count = epoch + 1 - (epochs - math.ceil(epochs / 4))
         if count < 1:
@@ -324,8 +327,6 @@ class OneShotDistillation:
 
 
 def _lower_loss(first: Batch, second: Batch) -> Batch:
-    """Returns the batch with the lower loss, or the first batch for equal losses. The losses are
-    compared on the device.
-    """
+    """Returns the batch with the lower loss, or the first batch if the losses are equal."""
     lower = second.loss < first.loss
     return Batch(*(torch.where(lower, b, a) for a, b in zip(first, second, strict=True)))

@@ -128,9 +128,10 @@ def make_generator(
     width: int = 64,
     running: bool = True,
 ) -> Generator:
-    """Returns a `Generator` whose weights depend only on `seed` and `numbers`.
+    """Creates a `Generator` with reproducible initial weights.
 
-    The global random generator's state does not change.
+    The weights depend only on `seed` and `numbers`, such as a round and an epoch. The global random
+    generator's state does not change.
 
     >>> make_generator((1, 28, 28), seed=0)(torch.randn(2, 100)).shape
     torch.Size([2, 1, 28, 28])

@@ -1,5 +1,7 @@
-"""Losses for distillation without data, from FedKF (arXiv 2207.10447, Eqs. 2 to 6), DENSE and
-FedHydra (Eqs. 14 to 19), and FedGen's diversity term.
+"""Losses for data-free distillation.
+
+The losses are from FedKF (arXiv 2207.10447, Eqs. 2 to 6), DENSE and FedHydra (Eqs. 14 to 19), and
+FedGen (diversity).
 """
 
 from __future__ import annotations

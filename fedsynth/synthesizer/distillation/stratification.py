@@ -39,7 +39,7 @@ def pair_losses(
     width: int = 64,
     loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
 ) -> Tensor:
-    """Trains a generator for each (model, class) pair, and returns every step's losses [T_G, C, m].
+    """Trains a generator for each (model, class) pair, and returns its losses: [T_G, C, m].
 
     L_{k,j} is model k's loss on its generator's images for class j (Algorithm 2, lines 4 to 15).
 
@@ -108,7 +108,7 @@ def _pixels(generator: Generator, stacked: dict[str, Tensor], z: Tensor) -> Tens
 
 
 def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
-    """Returns the matrix U [C, m], which states how well each of the m models can teach each class.
+    """Scores how well each of the m models can teach each of the C classes: the matrix U [C, m].
 
     An entry is (max_t − min_t)/min_t over a (class, client) pair's losses (Eqs. 2 and 3).
 
@@ -125,7 +125,7 @@ def guidance(losses_TCM: Tensor, floor: float = 1e-8) -> Tensor:
 
 
 def share_of_clients(u_CM: Tensor) -> Tensor:
-    """Scales each row of U to the sum 1 and returns the result, Ū_r (Eqs. 4 and 5).
+    """Divides each row of U [C, m] by its sum, which gives Ū_r (Eqs. 4 and 5).
 
     A row of zeros becomes uniform.
     """
@@ -136,8 +136,10 @@ def share_of_clients(u_CM: Tensor) -> Tensor:
 
 
 def stratified_weights(u_CM: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
-    """Returns the client weights for each class, Ū_r, and the class weights for each client, Ū_c,
-    both [C, m].
+    """Computes FedHydra's two matrices of aggregation weights from U.
+
+    The first, Ū_r, weights the clients for each class. The second, Ū_c, weights the classes for
+    each client. Both are [C, m].
 
     The paper states: "We first normalize each row of U … Then, we normalize each column of U" (Sec.
     3.2). In fedsynth, both are in place, so columns are normalised after rows. A class that no
@@ -183,7 +185,7 @@ def stratified_aggregation(
 def stratified_probabilities(
     logits_MNC: Tensor, labels_N: Tensor, by_class_CM: Tensor, by_client_CM: Tensor
 ) -> Tensor:
-    """Combines probabilities instead of logits, and returns the ensemble's log P, [N, C].
+    """Combines the models' probabilities instead of their logits. Returns the logarithm, [N, C].
 
     P is the stratified aggregation of softmax F_k(x). The softmax of log P is P divided by its sum.
     A weight then scales how much a client's vote for a class counts. With logits, a weight scales
