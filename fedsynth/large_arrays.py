@@ -80,9 +80,9 @@ def new_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
     """Creates a tensor of zeros. On the CPU, its values are stored as by `new_array`."""
-    if torch.device(device).type != "cpu":
-        return torch.zeros(*shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type != "cpu" or size < MAPPED_BYTES:
+        return torch.zeros(*shape, dtype=dtype, device=device)
     return torch.from_numpy(new_array((size,))).view(dtype).view(*shape)
 
 

@@ -462,11 +462,14 @@ def _parquet_schema(path: Path) -> Any:
         return _optional("pyarrow.parquet", "tables").read_schema(file)
 
 
-def _parquet_batches(paths: list[Path], names: list[str]) -> Iterator[Any]:
-    """Reads columns from Parquet files, some rows at a time.
+def _parquet_batches(
+    paths: list[Path], names: list[str], rows: int = 2**16, *, are_kept: bool = False
+) -> Iterator[Any]:
+    """Reads columns from Parquet files, at most `rows` rows at a time.
 
     Repeated text is stored once, because a small file may repeat a large text many times. Declared
-    sizes are checked before memory is allocated, and real sizes while reading.
+    sizes are checked before memory is allocated, and real sizes while reading: of each batch, or of
+    all batches of a file if the batches are kept.
     """
     parquet = _optional("pyarrow.parquet", "tables")
     for path in paths:
@@ -479,14 +482,14 @@ def _parquet_batches(paths: list[Path], names: list[str]) -> Iterator[Any]:
             texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
             table = parquet.ParquetFile(file, read_dictionary=texts)
             size = 0
-            for batch in table.iter_batches(ROWS, columns=names, use_threads=False):
-                size += batch.nbytes
+            for batch in table.iter_batches(rows, columns=names, use_threads=False):
+                size = batch.nbytes + (size if are_kept else 0)
                 _check_expanded(size, path)
                 yield batch
 
 
 def _read_parquet(paths: list[Path], names: list[str]) -> Any:
-    batches = list(_parquet_batches(paths, names))
+    batches = list(_parquet_batches(paths, names, are_kept=True))
     if not batches:
         raise ValueError(_NO_RECORDS)
     return _optional("pyarrow", "tables").Table.from_batches(batches)
@@ -654,7 +657,7 @@ def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
 
 
 def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
-    read, batches = partial(_read_parquet, paths), partial(_parquet_batches, paths)
+    read, batches = partial(_read_parquet, paths), partial(_parquet_batches, paths, rows=ROWS)
     parts = [_table_part(place, _parquet_schema(path), read, batches, decoding) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if part.stated != parts[0].stated:
