@@ -419,9 +419,10 @@ class _Passes:
             self._compare(unchanged, MIXES, records=records, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
-        """Returns records of which some are extreme and the others occur twice.
+        """Returns records and labels in which some records are extreme.
 
-        The values of the others are rounded, so that columns have ties, like columns of site numbers.
+        The others occur twice, and their values are rounded, so that columns have ties, like columns
+        of site numbers.
         """
         low, high = self._inputs.bounds
         bounded = math.isfinite(high - low)
