@@ -4,11 +4,11 @@ The noise is correlated by a square-root Toeplitz factorisation. Records arrive 
 and after each period t a client releases the sum R_t of all clipped vectors so far. In matrix form,
 R = A·S with S the sums of the single periods and A the lower triangular matrix of ones. A = B·C,
 where B and C are lower triangular Toeplitz matrices with the coefficients c₀ = 1,
-c_k = c_{k−1}(2k − 1)/(2k) (Fichtenberger, Henzinger and Upadhyay 2023). The client releases B·(C·S
-+ Z) = R + B·Z with independent Gaussian rows Z_t. A record of period s adds its vector times column
-s of C to C·S. The longest column is the first, with norm ‖c‖ = √(Σ_{k<n} c_k²). With a standard
-deviation of σ𝒞‖c‖, all n releases together therefore cost as much as one Gaussian mechanism with
-the noise multiplier σ (docs/privacy-proofs.md, Corollary 3b).
+c_k = c_{k−1}(2k − 1)/(2k) (Fichtenberger, Henzinger and Upadhyay 2023). The client releases
+B·(C·S + Z) = R + B·Z with independent Gaussian rows Z_t. A record of period s adds its vector times
+column s of C to C·S. The longest column is the first, with norm ‖c‖ = √(Σ_{k<n} c_k²). With a
+standard deviation of σ𝒞‖c‖, all n releases together therefore cost as much as one Gaussian
+mechanism with the noise multiplier σ (docs/privacy-proofs.md, Corollary 3b).
 
 Only the increment S_t + Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s of R_t is computed from records, so
 the owner needs the earlier noise but no earlier record or exact sum. A ledger row of period t states
