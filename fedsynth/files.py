@@ -347,8 +347,8 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
 def write_output(path: Path, content: bytes) -> None:
     """Writes a file to a path from the user. The path may be a link, a pipe or a device.
 
-    A regular file is replaced atomically, as by `write_whole`. Links are followed. Pipes and devices
-    are written directly, because they cannot be replaced.
+    A regular file is replaced atomically, as by `write_whole`. Links are followed. Pipes and
+    devices are written directly, because they cannot be replaced.
 
     Raises:
         OSError: the file cannot be written or is write-protected. The old file still exists.

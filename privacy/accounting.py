@@ -86,8 +86,8 @@ class Merged:
     def interval(self) -> float | None:
         """The discretisation interval of the privacy loss distribution (PLD).
 
-        It is None if no PLD is computed. The accountant then uses `without_sampling`, which is exact
-        if no release is subsampled, and otherwise a very loose upper bound.
+        It is None if no PLD is computed. The accountant then uses `without_sampling`, which is
+        exact if no release is subsampled, and otherwise a very loose upper bound.
 
         The interval is small compared with the standard deviation of one step's privacy loss, about
         q·√(e^{1/σ²} − 1). It is large enough that one step has at most 6e4 grid points and

@@ -421,8 +421,8 @@ class _Passes:
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
         """Returns records and labels in which some records are extreme.
 
-        The others occur twice, and their values are rounded, so that columns have ties, like columns
-        of site numbers.
+        The others occur twice, and their values are rounded, so that columns have ties, like
+        columns of site numbers.
         """
         low, high = self._inputs.bounds
         bounded = math.isfinite(high - low)
