@@ -63,7 +63,10 @@ def _root(
     if context.invoked_subcommand is None:
         print(context.get_help())
     elif rank.num_ranks() > 1 and context.invoked_subcommand != "train":
-        reason = f"{context.invoked_subcommand} runs in one process. Start it without torchrun"
+        reason = (
+            f"{context.invoked_subcommand} was started with torchrun, but uses only one process. "
+            "Start it without torchrun"
+        )
         raise application.OptionError(reason)
 
 

@@ -95,7 +95,7 @@ def server(
     output: options.Output = Path("runs"),
     resume: options.Resume = None,
 ) -> None:
-    """Run one run's server, to which data owners' nodes connect through Flower.
+    """Start the server for one run. Data owners' nodes connect to it through Flower.
 
     The server writes a run folder.
     """
@@ -163,9 +163,10 @@ def client(
     from fedsynth.deployment.secure_aggregation.client import read_identities
 
     if (data is None) != trial:
-        raise OptionError("--data and --trial are both set, or both missing. Set one of them")
+        state = "missing" if data is None else "set"
+        raise OptionError(f"--data and --trial are both {state}. Set exactly one of them")
     if data is not None and is_record_file(data):
-        raise OptionError(f"--data={data} is not a folder of images. Convert arrays to images")
+        raise OptionError(f"--data={data} is not a folder of images. Convert the data to images")
     if ca is None and not insecure:
         raise OptionError("--ca is required. For a trial on one machine, use --insecure instead")
     if (identity is None) != (identities is None):
@@ -193,7 +194,7 @@ def _owner(policy: Path | None, approve: list[str] | None) -> Owner:
 
 
 def _proposal(chosen: options.Sections, config: Path | None, spec: Path | None) -> Proposal:
-    """Builds the proposed run from the options, --set and --config.
+    """Creates the proposal for a run from the options, --set and --config.
 
     It prints a note if the run has no differential privacy.
     """

@@ -132,7 +132,7 @@ def from_table(name: str, config: Path | None, chosen: Sections, note: Note) -> 
 
 
 def from_preset(sections: Sections) -> str:
-    """Returns a line that names the settings with special defaults for the data set.
+    """Returns a line that names the settings taken from the data set's preset.
 
     Returns an empty string if there are no such settings.
     """
@@ -372,9 +372,7 @@ def takes_settings(
 
 
 def setting_parameter(place: str) -> inspect.Parameter:
-    """Returns a Python parameter for a setting such as "privacy.clip", with Typer's annotation for
-    the option.
-    """
+    """Creates the function parameter and the Typer option for a setting such as "privacy.clip"."""
     section, _, key = place.partition(".")
     kind, text = _fields(section)[key]
     usual = f"--{'dp-' if section == 'privacy' else ''}{key}".replace("_", "-")

@@ -83,7 +83,7 @@ def verify(
         Path | None, options.path_option("Also check the signature, with this key in PEM format.")
     ] = None,
 ) -> None:
-    """Check that a run's privacy report follows from its settings and ledgers.
+    """Check a run's privacy report against the run's settings and ledgers.
 
     The command builds the report again, and prints each difference to the stored report,
     summary.json and metrics.jsonl. If there is a difference, the exit code is 1. The command does
@@ -196,9 +196,10 @@ def audit(
 
     unusable = (run, config, guesses) if function is not None else (page,)
     if any(option is not None for option in unusable):
-        raise OptionError(
-            "--run, --config or --guesses is set with --function, or --page without it. Remove it"
-        )
+        fault = "--page is set without --function. Remove --page"
+        if function is not None:
+            fault = "--run, --config or --guesses is set with --function. Remove it"
+        raise OptionError(fault)
     if function is not None:
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
         return
@@ -249,8 +250,8 @@ def _audit_function(
     claim = chosen.pop("privacy")
     if set(claim) - set(names) or any(chosen.values()):
         raise OptionError(
-            "a setting other than --dp-sigma, --dp-epsilon, --dp-delta and --dp-clip is set "
-            "with --function. Remove it"
+            "--function is combined with settings that it does not use. Remove all except "
+            "--dp-sigma, --dp-epsilon, --dp-delta and --dp-clip"
         )
     definition, _ = load_own(None, "function", function)
     dimension, canaries, confidence = numbers
@@ -325,7 +326,7 @@ def _settings_to_audit(
     sections = options.read_config(run / CONFIG)
     settings = resolve(sections)
     if resolve(options.merged(sections, chosen)) != settings:
-        raise OptionError(f"the options contradict the settings of {run}. Remove them or --run")
+        raise OptionError(f"the options contradict the settings of {run}. Remove the options")
     return settings, f"settings of {run}"
 
 
@@ -413,7 +414,7 @@ def _warn(plans: list[PrivacyPlan]) -> None:
 
 
 def print_dry_run(settings: RunSettings, as_json: bool) -> None:
-    """Prints a run's privacy cost from the declaration and the ledgers, without reading data.
+    """Prints the privacy cost that a run would have, without reading its data.
 
     Raises:
         FedsynthError: the run would be refused before it reads data.
@@ -468,7 +469,7 @@ def carry_over(
     folder: Annotated[Path, options.path_argument("The ledger folder.", metavar="FOLDER")],
     client: Annotated[str, typer.Argument(help="The name of the client.")],
 ) -> None:
-    """Allow a client to change its records without a new ledger.
+    """Allow a client to use changed records with its existing ledger.
 
     Otherwise, a ledger refuses runs on records other than those in earlier runs. After this
     command, the privacy budget that is already spent counts for all records of the client,

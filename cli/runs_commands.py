@@ -273,7 +273,9 @@ def reproduce(
             say(f"{preset}: {entry.method} on {entry.dataset} cannot be run: {reason}")
     jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
-        raise OptionError(f"none of {preset}'s selected cells can run. Select others from --list")
+        raise OptionError(
+            f"none of the selected cells of {preset} can run. Select other cells from --list"
+        )
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget
     runner = Runner(output, deadline, report=say, watch=make_observer, download=download)
@@ -332,7 +334,7 @@ def _print_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def _list_tables() -> None:
-    """Prints all tables, and the published experiments that fedsynth does not cover."""
+    """Prints all tables, and lists the published results that are not part of fedsynth."""
     from fedsynth.experiments.presets import not_covered, preset, preset_names
 
     rows = [["preset", "runnable", "cells", "what it shows"]]

@@ -126,7 +126,9 @@ def distill(
 
     sections = options.set_options(settings or [])
     if len(sections) > 1:
-        raise OptionError(f"--set must be a setting of the method, got sections {list(sections)}")
+        raise OptionError(
+            f"--set contains the sections {list(sections)}. Set only the method's settings"
+        )
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
     with show_steps() as report:

@@ -1,4 +1,4 @@
-"""Lets a package export names without importing their modules until first use.
+"""Lazy imports: a package imports a module only when one of the module's names is first used.
 
 The exported names are listed as imports that type checkers follow (`from module import Name as
 Name`). These imports are not executed: their file is read as text when the package is imported.
@@ -35,7 +35,7 @@ def lazy_exports(package: str, file: str, more: Mapping[str, str] | None = None)
 
 
 def exported_names(file: Path) -> dict[str, str]:
-    """Returns a Python file's re-exported names, each with its defining module.
+    """Maps each name that a Python file exports to the module that defines the name.
 
     The order is that of the file. Only imports written `from module import Name as Name` are read,
     because type checkers regard them as exports.

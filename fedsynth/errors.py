@@ -76,7 +76,7 @@ class FedsynthError(Exception):
         cls.code = code or cls.code
 
     def with_code(self, code: str) -> Self:
-        """Returns this error with a code in place of its class's code."""
+        """Replaces the code of this error, and returns the error."""
         self.code = code
         return self
 
@@ -130,7 +130,7 @@ class SettingError(FedsynthError, code="setting"):
         self.code = setting_name(section, key)
 
     def of(self, section: str | None, key: str) -> SettingError:
-        """Returns a copy of this error for another setting.
+        """Returns a copy of this error that names another setting.
 
         Use it for a value copied from another setting, so that the message names the setting that
         the user wrote.
@@ -157,9 +157,7 @@ class DataFilesCorruptError(DataError, code="data.damaged"):
 
 
 class PartitionError(FedsynthError, code="partition.impossible"):
-    """Raised if the examples cannot be partitioned as requested, for example among more clients
-    than examples.
-    """
+    """Raised if the requested partition is impossible, such as 5 examples among 10 clients."""
 
 
 class DivergedError(FedsynthError, code="training.diverged"):
@@ -187,7 +185,7 @@ class CheckpointError(FedsynthError, code="checkpoint.unusable"):
 
 
 class MessageError(FedsynthError, code="message.invalid"):
-    """Raised if a message cannot be sent, or if a received message is not the expected one."""
+    """Raised if a message cannot be sent, or if a received message is invalid or unexpected."""
 
 
 class UploadRejectedError(FedsynthError, code="upload"):

@@ -69,7 +69,7 @@ if sys.platform != "win32":
 
 
 def this_process() -> tuple[int, int]:
-    """Returns an identifier of the current process.
+    """Returns an identifier of the current process: its PID and a fork counter.
 
     The identifier differs between any two processes, including a process and its forks.
     """
@@ -345,10 +345,10 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
 
 
 def write_output(path: Path, content: bytes) -> None:
-    """Creates or replaces a file that the user has named.
+    """Writes a file to a path from the user. The path may be a link, a pipe or a device.
 
-    It is replaced atomically as by `write_whole`. Links are followed. Pipes and devices are written
-    directly, because they cannot be replaced.
+    A regular file is replaced atomically, as by `write_whole`. Links are followed. Pipes and
+    devices are written directly, because they cannot be replaced.
 
     Raises:
         OSError: the file cannot be written or is write-protected. The old file still exists.
@@ -362,7 +362,7 @@ def write_output(path: Path, content: bytes) -> None:
 
 
 def delete_partial(folder: Path) -> None:
-    """Deletes files left in a folder and its subfolders by interrupted `write_whole` calls.
+    """Deletes temporary files that interrupted `write_whole` calls left in a folder or subfolder.
 
     No other process may be writing into the folder.
     """
@@ -444,7 +444,9 @@ def sync_folder(path: Path) -> None:
 
 
 def _try_lock(file: FileIO, *, shared: bool = False) -> None:
-    """Locks an open file until it is closed, without waiting. On Windows, every lock is exclusive.
+    """Locks an open file, or raises an error immediately if another lock prevents it.
+
+    The file stays locked until it is closed. On Windows, every lock is exclusive.
 
     Raises:
         BlockingIOError: another open file holds a lock on the same file.

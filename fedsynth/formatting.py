@@ -58,9 +58,9 @@ def format_odds(epsilon: float) -> str:
 
 
 def format_percent(share: float) -> str:
-    """Formats a share in percent with two decimals, rounded up.
+    """Formats a fraction as a percentage with two decimals, rounded up.
 
-    A share below 1 is never printed as 100.
+    A fraction below 1 is never printed as 100.
     """
     percent = 100 * share
     rounded = math.ceil(percent * 100 * (1 - 1e-12)) / 100
@@ -68,7 +68,7 @@ def format_percent(share: float) -> str:
 
 
 def format_rounds(rounds: Sequence[int]) -> str:
-    """Formats round numbers as ranges.
+    """Formats a list of rounds as ranges, such as '0–2, 5'.
 
     Repeated rounds are listed again at the end.
 
@@ -91,7 +91,7 @@ def format_rounds(rounds: Sequence[int]) -> str:
 
 
 def band(epsilon: float) -> str:
-    """Returns the common word for how strong a guarantee with the given ε is.
+    """Rates a guarantee with the given ε in words, such as 'strong'.
 
     >>> band(0.5), band(8.0), band(30.0)
     ('strong', 'reasonable', 'weak, or none')

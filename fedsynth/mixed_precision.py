@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 def mixed(device: torch.device, precision: torch.dtype) -> AbstractContextManager[object]:
-    """Returns a context manager for computing networks in the given precision, without effect for
-    float32.
+    """Returns a context manager that runs networks in the given precision (autocast).
 
-    Weights are converted at each use. autocast's cache is off, because it would keep converted
-    weights until the outermost context ends, and an optimiser step makes them outdated.
+    It does nothing for float32. Weights are converted at each use. autocast's cache is off, because
+    it would keep converted weights until the outermost context ends, and an optimiser step makes
+    them outdated.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> x = torch.rand(1, 2)

@@ -52,7 +52,7 @@ SOURCES: dict[str, OwnCode] = {}
 
 
 def names_a_file(setting: str) -> bool:
-    """Returns True if a setting's value has the form `FILE.py:NAME`, the name of custom code.
+    """Returns True if a setting's value names custom code in the form `FILE.py:NAME`.
 
     >>> names_a_file("net.py:Net"), names_a_file("convnet")
     (True, False)
@@ -62,7 +62,7 @@ def names_a_file(setting: str) -> bool:
 
 
 def is_label(name: str) -> bool:
-    """Returns True for a custom code's label in config.toml, `FILE.py:NAME@HASH`.
+    """Returns True if a name has the form `FILE.py:NAME@HASH`.
 
     >>> is_label("net.py:Net@0123456789ab"), is_label("net.py:Net"), is_label("convnet")
     (True, False, False)
@@ -114,7 +114,7 @@ def unloaded_file(section: str, key: str, setting: str) -> SettingError:
 
 
 def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
-    """Executes a custom file, and returns the named object and its label.
+    """Executes a user's Python file, and returns the named object and its label.
 
     Args:
         section, key: the setting that names the file.
@@ -138,7 +138,7 @@ def load_own(section: str | None, key: str, setting: str) -> tuple[Any, str]:
     definition = getattr(module, name, None)
     if definition is None:
         raise SettingError(
-            section, key, f"names {name!r}, which {path} does not define. Correct it"
+            section, key, f"names {name!r}, which {path} does not define. Correct the name"
         )
     SOURCES[code.label] = code
     return definition, code.label
@@ -163,7 +163,7 @@ def _executed(section: str | None, key: str, path: Path, code: OwnCode) -> Any:
         exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[title]
-        reason = f"names {path}, whose execution raised {type(error).__name__}: {one_line(error)}"
+        reason = f"names {path}, which failed with {type(error).__name__}: {one_line(error)}"
         raise SettingError(section, key, reason) from error
     finally:
         sys.path.remove(str(path.parent))

@@ -12,7 +12,7 @@ REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def num_ranks() -> int:
-    """Returns the number of ranks, which is 1 in a process that torchrun has not started.
+    """Returns the number of ranks (torchrun's world size), or 1 without torchrun.
 
     Variables that are not integers come from another program, and count as missing.
     """
@@ -23,17 +23,17 @@ def num_ranks() -> int:
 
 
 def this_rank() -> int:
-    """Returns the number of this process among the ranks. Rank 0 is the server."""
+    """Returns the rank of this process, or 0 without torchrun. Rank 0 is the server."""
     return int(os.environ["RANK"]) if num_ranks() > 1 else 0
 
 
 def local_rank() -> int:
-    """Returns the number of this process among the ranks of its machine."""
+    """Returns the rank of this process on its machine, or 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def speaks(code: str) -> bool:
-    """Returns True if this process, and no other rank, should print an error with this code.
+    """Returns True if this process should print an error with the given code.
 
     Rank 0 prints the errors of all ranks. If rank 0 is lost, rank 1 says so. What happens before
     the ranks are connected is printed once on each machine.

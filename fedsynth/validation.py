@@ -71,7 +71,7 @@ class Faults:
 
 
 def section_of(settings: Any) -> str | None:
-    """Returns a settings object's or class's config-file section.
+    """Returns the config-file section of a settings object or class.
 
     Returns None if config files do not contain its settings.
     """

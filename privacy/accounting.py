@@ -51,7 +51,7 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """A summary of several releases, from which the accountant computes ε.
+    """Merged releases, the input of the accountant.
 
     All releases without subsampling are merged into one Gaussian mechanism with parameter μ.
     Subsampled releases with the same σ and q are merged into one entry (σ, q, steps). Selections
@@ -79,18 +79,18 @@ class Merged:
 
     @property
     def smallest_delta(self) -> float:
-        """The smallest δ for which ε is computed with an FFT, at least ten times `slack`."""
+        """The smallest δ for which ε is computed with an FFT. It is at least ten times `slack`."""
         return max(SMALLEST_DELTA, 10 * self.slack)
 
     @property
     def interval(self) -> float | None:
-        """The grid step of the privacy loss distribution (PLD), or None if no PLD is computed.
+        """The discretisation interval of the privacy loss distribution (PLD).
 
-        If it is None, the accountant uses `without_sampling`. That is exact if no release is
-        subsampled, and otherwise a very loose upper bound.
+        It is None if no PLD is computed. The accountant then uses `without_sampling`, which is
+        exact if no release is subsampled, and otherwise a very loose upper bound.
 
-        The step is small compared with the standard deviation of one step's privacy loss, which is
-        about q·√(e^{1/σ²} − 1). It is large enough that one step has at most 6e4 grid points and
+        The interval is small compared with the standard deviation of one step's privacy loss, about
+        q·√(e^{1/σ²} − 1). It is large enough that one step has at most 6e4 grid points and
         the composition 1.5e6, which takes well under a second. A coarser grid only increases ε.
         """
         if (
@@ -123,7 +123,7 @@ class Merged:
 
     @property
     def without_sampling(self) -> float:
-        """The μ (of Gaussian DP) that the same releases have without subsampling.
+        """The Gaussian DP parameter μ that the releases would have without subsampling.
 
         It gives an upper bound on δ(ε), because subsampling never increases δ(ε). It is infinite if
         there are selections.
@@ -136,7 +136,7 @@ class Merged:
 
 @dataclass(frozen=True)
 class Totals:
-    """Numbers of steps by noise multiplier σ and sampling rate q, from which ε is computed.
+    """The number of steps for each pair of noise multiplier σ and sampling rate q.
 
     Attributes:
         steps: the number of steps for each (σ, q), as (σ, q, number), ascending. σ = 0 means
@@ -288,7 +288,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def delta_of(merged: Merged, epsilon: float) -> float:
-    """Returns a δ, rounded up, for which the merged releases are (ε, δ)-DP."""
+    """Computes an upper bound on δ at the given ε for the merged releases."""
     if merged.selections:
         from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
@@ -300,7 +300,7 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 
 @lru_cache(maxsize=256)  # at most 1 kB each
 def rdp_curve(merged: Merged) -> npt.NDArray[np.float64]:
-    """Returns the Rényi DP of the merged releases at dp-accounting's orders, DEFAULT_RDP_ORDERS.
+    """Computes the Rényi DP of the merged releases at dp-accounting's default orders.
 
     A trial's candidate is drawn independently of the data, so the RDP of a trial is at most the
     largest of all candidates.
@@ -325,7 +325,7 @@ def _largest_delta(trials: Sequence[Merged], epsilon: float) -> float:
 
 @lru_cache(maxsize=4096)
 def epsilon_of(merged: Merged, delta: float) -> float:
-    """Returns an ε, rounded up, for which the merged releases are (ε, δ)-DP.
+    """Computes an upper bound on ε at the given δ for the merged releases.
 
     Raises:
         PrivacySettingError: δ is too small for the accuracy of the FFT.
@@ -361,7 +361,7 @@ def epsilon_of(merged: Merged, delta: float) -> float:
 def epsilon(
     releases: Sequence[Release] | Totals, delta: float, adjacency: str = ADD_REMOVE
 ) -> float:
-    """Returns the total ε, at δ = `delta`, of all `releases` from one data set.
+    """Computes the total ε of all releases from one data set, at the given δ.
 
     Later releases may depend on earlier ones (adaptive composition). ε is 0 if there are no
     releases. It is infinite if a release has no noise or no guarantee.
@@ -410,7 +410,7 @@ def epsilon_rdp(
 
 
 def _rdp_accountant(merged: Merged, orders: Sequence[float]) -> Any:
-    """Returns dp-accounting's Rényi accountant with the merged releases, without selections."""
+    """Composes the merged releases, except selections, in dp-accounting's Rényi accountant."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
@@ -432,7 +432,7 @@ def _rdp_accountant(merged: Merged, orders: Sequence[float]) -> Any:
 def epsilon_by_round(
     releases: Sequence[Release], delta: float, adjacency: str = ADD_REMOVE
 ) -> dict[int, float]:
-    """Returns a mapping from each round with a release to the total ε after that round.
+    """Computes the total ε after each round that has a release.
 
     The rounds are in ascending order.
     """

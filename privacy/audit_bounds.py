@@ -89,7 +89,7 @@ def epsilon_lower_bound(
 
 
 def largest(refuted: Callable[[float], bool], end: float) -> float:
-    """Searches for the largest parameter that is refuted, with an error of at most 1e-4.
+    """Finds the largest parameter for which `refuted` is True, with an error of at most 1e-4.
 
     Args:
         refuted: a function that is True up to this parameter, and False above it.

@@ -186,7 +186,7 @@ class StepInputs:
         return values.clamp(*self.bounds).to(self.device)
 
     def extremes(self) -> list[Tensor]:
-        """Returns extreme records that may occur in a step."""
+        """Returns records with extreme values, such as the bounds and NaN."""
         low, high = map(float, self.bounds)
         bounded = math.isfinite(high - low)
         values = [low, high, 0.0] if bounded else [0.0, 1e6, -1e6, 1e-6]
@@ -235,7 +235,7 @@ def dependence_on_batch(
     passes: bool = True,
     holders: Sequence[object] = (),
 ) -> Dependence:
-    """Tests whether each record's value under a function depends only on that record.
+    """Tests whether a function computes each record's value from that record only.
 
     Args:
         function: the user's function.
@@ -288,7 +288,7 @@ def dependence_in_step(
     fault: str = KEEPS_STATE,
     thorough: bool,
 ) -> Dependence:
-    """Tests whether each record's value in a step depends only on that record.
+    """Tests whether a private step computes each record's value from that record only.
 
     State is not compared, because a step may reach what the trial itself changes.
 
@@ -308,9 +308,9 @@ def dependence_in_step(
 
 
 class _Passes:
-    """Compares passes with as many records as a step. Some records are replaced, others unchanged.
+    """A test whether replacing some records of a batch changes the other records' values.
 
-    The values of all unchanged records are compared, and the state that the function can reach.
+    The batch is as large as in a step. The state that the function can reach is compared, too.
     """
 
     def __init__(
@@ -335,7 +335,7 @@ class _Passes:
         return self._first
 
     def _values(self, x: Tensor, y: Tensor) -> Tensor:
-        """Computes one value per record as in a private step, where non-finite values become 0."""
+        """Computes one value per record. As in a private step, non-finite values become 0."""
         self._generators.rewind()
         position = self._generators.position()
         watch = OperationWatch(self._fill)
@@ -365,7 +365,7 @@ class _Passes:
         return Dependence(self._fault, self._moved, frozenset(before_trial.opaque))
 
     def of_step(self, *, thorough: bool) -> Dependence:
-        """Compares passes with moved or replaced records, and watches the operations."""
+        """Tests whether moving or replacing records changes other records' values."""
         self._watches = thorough
         values = self._begin(*self._inputs.draw(0, self._inputs.length))
         even = self._positions % 2 == 0
@@ -389,20 +389,20 @@ class _Passes:
         return Dependence(self._fault, self._moved, values=values)
 
     def compared_with(self, values: Tensor, fault: str) -> Dependence:
-        """Compares the first records' values in two passes."""
+        """Computes the first records' values again, and compares them with the given `values`."""
         self._watches = True
         self._begin(*self._inputs.draw(0, self._inputs.length), values)
         self._compare(self._positions >= 0, fault)
         return Dependence(self._fault, self._moved)
 
     def _move(self) -> None:
-        """Moves all records to other positions in the pass."""
+        """Tests whether a record's value depends on its position in the batch."""
         shuffled = torch.from_numpy(np.random.default_rng(1).permutation(len(self._positions)))
         for order in (self._positions.roll(1), self._positions.roll(3), shuffled):
             self._compare(self._positions >= 0, POSITION, order=order)
 
     def _replace(self) -> None:
-        """Replaces labels, then records, and last most records by extreme ones or padding."""
+        """Tests whether a record's value depends on other records, their labels or padding."""
         even, few, first = self._positions % 2 == 0, self._positions % 8 == 0, self._positions == 0
         self._compare(even, MIXES, labels=self._y[:1])
         self._replace_halves()
@@ -419,10 +419,10 @@ class _Passes:
             self._compare(unchanged, MIXES, records=records, labels=labels)
 
     def _with_extremes(self) -> tuple[Tensor, Tensor]:
-        """Returns records that include extreme ones. Values of both kinds are compared.
+        """Returns records and labels in which some records are extreme.
 
-        The others occur twice, and their values are rounded, so that columns have ties, as numbers of
-        sites or devices have.
+        The others occur twice, and their values are rounded, so that columns have ties, like
+        columns of site numbers.
         """
         low, high = self._inputs.bounds
         bounded = math.isfinite(high - low)
@@ -445,7 +445,7 @@ class _Passes:
         labels: Tensor | None = None,
         order: Tensor | None = None,
     ) -> None:
-        """Replaces all records except some, and compares these records' values before and after."""
+        """Replaces or reorders records, and checks that `unchanged` records keep their values."""
         if self._fault or not bool(unchanged.any()):
             return
         x, y = self._x, self._y
@@ -476,13 +476,13 @@ class _Passes:
 
 
 def _select_rows(condition_N: Tensor, rows: Tensor, replacements: Tensor) -> Tensor:
-    """Returns the rows that meet a condition, and replacements for the other rows."""
+    """Replaces the rows for which a condition is False (`torch.where` for whole rows)."""
     condition = condition_N.to(rows.device).view(-1, *[1] * (rows.dim() - 1))
     return torch.where(condition, rows, replacements)
 
 
 class _FewRecords:
-    """Watches a function's operations on a few records."""
+    """A test of a function's result and of each torch operation in it, on a few records."""
 
     def __init__(
         self, function: RecordFunction, generators: GlobalGenerators, inputs: StepInputs

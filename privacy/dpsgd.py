@@ -249,7 +249,7 @@ def dp_sgd(
 def pass_of(
     model: nn.Module, expected_batch_size: float, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns the length of a DP-SGD pass, and the number of records in it (see `pass_size`)."""
+    """Returns the length of a DP-SGD batch, padding included, and its number of records."""
     start = PASS_UPDATE + PASS_START / max(1, sum(map(Tensor.numel, model.parameters())))
     return pass_size(expected_batch_size, start, rows_at_once(model), isolated=isolated)
 
@@ -331,10 +331,9 @@ def check_example_gradients(
         raise
     except Exception as error:  # raised by Opacus or by the model
         raise ForbiddenLayerError(
-            f"computing per-example gradients for inputs of shape {list(x_NCHW.shape)} failed "
-            f"with {short_repr(error)}. If loss(model, x, y) works for this shape, replace layers "
-            "that Opacus does not support, for example with "
-            "fedsynth.privacy.dpsgd.group_norm_twin"
+            f"per-example gradients for inputs of shape {list(x_NCHW.shape)} failed with "
+            f"{short_repr(error)}. Check that the model accepts this shape, and that Opacus "
+            "supports all of its layers"
         ).with_code("model.gradients_fail") from error
     _check_equal(model, rows, expected)
 
@@ -353,9 +352,8 @@ def _check_equal(model: nn.Module, rows_NP: Tensor, expected_NP: Tensor) -> None
         if not torch.allclose(actual, exact, rtol=0.0, atol=atol, equal_nan=True):
             raise ForbiddenLayerError(
                 f"the per-example gradients of parameter {name!r} do not match autograd's. Remove "
-                "code that mixes the batch's examples, uses the parameter outside its layer, "
-                "passes the layer several inputs or changes them in place, and options that "
-                "Opacus ignores, such as padding_idx"
+                "operations that mix examples, in-place operations, uses of the parameter outside "
+                "its layer, layers with several inputs, and options like padding_idx"
             ).with_code("model.mixes_examples")
 
 
@@ -367,7 +365,7 @@ def _largest(values: Tensor) -> float:
 def _gradients_and_expected(
     model: nn.Module, x_NCHW: Tensor, labels_N: Tensor, loss: ExampleLoss
 ) -> tuple[Tensor, Tensor]:
-    """Computes per-example gradients in two ways: as in DP-SGD, and with one backward pass each.
+    """Computes per-example gradients as in DP-SGD, and again with one backward pass per example.
 
     Both results are float64 [N, P].
     """
@@ -441,7 +439,7 @@ def gradient_dependence(
 
 @torch.enable_grad()
 def _first_change(model: nn.Module, loss: ExampleLoss, inputs: StepInputs) -> str:
-    """Names state that a model keeps from the first batch, or returns an empty string.
+    """Returns the name of model state that depends on the first batch, or an empty string.
 
     A trial of one copy cannot find what the model would keep of its first batch only.
     """
@@ -498,7 +496,7 @@ class ExampleGradients:
             if p not in vectors:
                 raise ForbiddenLayerError(
                     f"parameter {name!r} has no per-example gradients. Use the parameter only in "
-                    "the layer that owns it, which must return one tensor"
+                    "its own layer, and return one tensor from this layer"
                 ).with_code("model.parameter")
         blocks = [vectors[p] for p in self._model.parameters()]
         self.blocks = tuple((*(v.shape[-1] for v in b), *b[0].shape[1:-1]) for b in blocks)
@@ -538,8 +536,8 @@ class ExampleGradients:
                 return
             if [len(t) for t in (*inputs, output)] != 2 * [len(x_NCHW)]:
                 raise ForbiddenLayerError(
-                    f"layer {name!r} is not called with one tensor, or does not return one, with "
-                    "a row for each example. Change its call"
+                    f"an input or output of layer {name!r} does not have one row per example, or "
+                    "the layer has several inputs. Pass one tensor with a row per example"
                 ).with_code("model.calls")
             calls.append(name)
             uses.append((layer, inputs[0].detach(), get_gradient_edge(output)))
@@ -556,9 +554,10 @@ class ExampleGradients:
 def _stacked(
     uses: Sequence[tuple[nn.Module, Tensor, Tensor]],
 ) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
-    """Joins all calls of a linear layer, such as an LSTM cell, into one use [N, calls, ...].
+    """Stacks a linear layer's calls along a new dimension, [N, calls, ...].
 
-    The sum of the calls' outer products is then one matrix product for each example.
+    The layers of an LSTM cell, for example, are called once per time step. The sum of the calls'
+    outer products is then one matrix product for each example.
     """
     calls: dict[nn.Module, list[tuple[nn.Module, Tensor, Tensor]]] = {}
     for use in uses:
@@ -606,9 +605,10 @@ def _has_few_positions(layer: nn.Conv2d, backprops: Tensor) -> bool:
 def _convolution_factors(
     layer: nn.Conv2d, inputs: Tensor, backprops: Tensor
 ) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Computes a convolution's gradients as sums of products over the T positions of the output.
+    """Factorises a convolution's per-example gradients.
 
-    A position multiplies the gradient of its output [P] with its patch of the input [Q].
+    The gradient of the weights is a sum over the T positions of the output. Each term is the outer
+    product of the output's gradient [P] and the input's patch [Q].
     """
     padding = 0 if isinstance(layer.padding, str) else layer.padding
     kernel, stride = layer.kernel_size, layer.stride

@@ -36,7 +36,7 @@ DESIGNS = ("together", "opposed")
 
 @dataclass(frozen=True)
 class Design:
-    """The result of one audit design.
+    """The scores and the lower bounds on ε from one of the audit's `DESIGNS`.
 
     Attributes:
         name: one of `DESIGNS`.
@@ -157,7 +157,7 @@ def audit(
 
 
 def _claimed_mu(sigma: float | None, epsilon: float | None, delta: float) -> float:
-    """Returns the μ of a claimed guarantee."""
+    """Converts a claimed noise multiplier σ or a claimed ε to μ of Gaussian DP."""
     one_claim = (sigma is None) != (epsilon is None)
     require(one_claim, "sigma", "or epsilon must be set, but not both", (sigma, epsilon))
     for name, value in (("sigma", sigma), ("epsilon", epsilon)):
@@ -182,7 +182,10 @@ class _Calls:
     coins: np.random.Generator
 
     def together(self, canaries: int) -> Trial:
-        """Audits several canaries per call. Returns coins, scores and the number of calls."""
+        """Scores canaries, several per call of the function.
+
+        Returns whether each canary was included, the scores, and the number of calls.
+        """
         included = self.coins.random(canaries) < 0.5
         scores = []
         for start in range(0, canaries, self.dimension):
@@ -194,7 +197,7 @@ class _Calls:
         return included, np.concatenate(scores), len(scores)
 
     def opposed(self, canaries: int) -> Trial:
-        """Audits one canary per call. Returns the coins, the scores and the number of calls."""
+        """Scores canaries, one per call of the function. For the result, see `together`."""
         included = self.coins.random(canaries) < 0.5
         (direction,) = self._directions(1)
         background = np.tile(10 * self.clip * direction, (BACKGROUND, 1))

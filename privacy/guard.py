@@ -233,7 +233,7 @@ class UpdateGuard:
 
     @property
     def nominal(self) -> dict[str, int | float]:
-        """The declared nominal values, which every answer contains instead of the job's metrics."""
+        """The declared public numbers that each answer contains instead of the job's metrics."""
         return dict(self.settings.nominal)
 
     def _released(self, name: str, received: Tensor) -> bool:
@@ -251,9 +251,9 @@ class UpdateGuard:
                 or (trained.is_floating_point() and not sent.is_floating_point())
             ):
                 raise PrivacyError(
-                    f"the answer of client {self.client!r}'s job must contain the received "
-                    f"arrays, but array {short_repr(name)} is missing or has another shape or "
-                    "type. Change the server to send the whole initial model"
+                    f"array {short_repr(name)} in the answer of client {self.client!r}'s job does "
+                    "not match a received array in name, shape and type. Send the whole initial "
+                    "model from the server"
                 ).with_code("guard.arrays")
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
@@ -287,13 +287,13 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.as_tensor(value).detach()
     except (TypeError, ValueError, RuntimeError):
         raise PrivacyError(
-            f"array {short_repr(name)} is not a numeric array, but {type(value).__name__}. "
-            "Remove it from the job's model"
+            f"array {short_repr(name)} cannot be converted to numbers (type "
+            f"{type(value).__name__}). Remove it from the job's model"
         ).with_code("guard.arrays") from None
 
 
 def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
-    """Returns a request's hash, which is public like the request."""
+    """Computes the hash of a request and its arrays, which are all public."""
     hashed = hashlib.sha256(repr(request).encode())
     for name, tensor in received.items():
         hashed.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
@@ -305,7 +305,7 @@ def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:
 
 
 def guard_facts(folder: Path, rows: Iterable[Sequence[Release]]) -> ReportFacts:
-    """Returns the part of a guard's report that cannot be computed from the ledgers.
+    """Returns the facts in a guard's report that the ledgers do not contain.
 
     Args:
         folder: the guard's folder.
@@ -361,7 +361,7 @@ def guard_report(folder: Path) -> dict[str, Any]:
 
 
 def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -> Verification:
-    """Checks that a guard's report follows from its settings and ledgers.
+    """Recomputes a guard's report from its settings and ledgers, and lists all differences.
 
     Args:
         folder: the guard's folder.

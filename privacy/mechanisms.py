@@ -168,7 +168,7 @@ CPU_COLUMNS, GPU_COLUMNS = 2**17, 2**26
 
 
 def squared_norms(rows_ND: Tensor) -> Tensor:
-    """Computes the squared L2 norm of each row in float64, [N].
+    """Computes the squared L2 norm [N] of each row in float64.
 
     It is not finite if a coordinate is not.
     """
@@ -177,7 +177,7 @@ def squared_norms(rows_ND: Tensor) -> Tensor:
 
 
 def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
-    """Computes the factor for each row that reduces a norm above `clip` to `clip`.
+    """Computes the factor that scales each row to an L2 norm of at most `clip`.
 
     Args:
         squares_N: the squared norms of the rows. If one is NaN or infinite, its factor is zero.
@@ -188,7 +188,7 @@ def clip_factors(squares_N: Tensor, clip: float) -> Tensor:
 
 
 def add_weighted(sums_GD: Tensor, weights_NG: Tensor, rows_ND: Tensor) -> None:
-    """Adds the G weighted sums of the rows to `sums_GD` (float64) in place.
+    """Adds `weights_NG.T @ rows_ND` to `sums_GD` (float64) in place.
 
     A row whose weights are all zero contributes nothing, even if it is not finite.
     """
@@ -255,7 +255,7 @@ def on_grid(sums: Tensor, noise: Tensor, grid: Grid) -> Tensor:
 
 
 class UserSums:
-    """Sums one contribution per user: the mean of the user's rows, clipped.
+    """A sum with one contribution per user, the clipped mean of the user's rows.
 
     A user's rows are averaged in each group. The averages of all groups together are then clipped.
     Rows may arrive in several calls, and the rows of one user may be split between two calls.
@@ -307,7 +307,7 @@ class UserSums:
             self._open = (int(numbers[-1]), table[-1].clone())
 
     def close(self, sums: Tensor) -> None:
-        """Adds the last user's contribution, which `add` has kept back, to `sums` in place."""
+        """Adds the pending contribution of the last user to `sums` in place."""
         if self._open is not None:
             sums += clip_rows(self._open[1].flatten()[None], self._clip).view_as(sums)
         self._open = None
@@ -387,14 +387,15 @@ class GaussianSumMechanism:
 
     @property
     def sensitivity(self) -> float:
-        """The charged clip 𝒞, which bounds the L2 norm of every unit's contribution."""
+        """The clipping norm 𝒞, a bound on the L2 norm of each unit's contribution."""
         return self._release.sensitivity
 
     @property
     def noise_std(self) -> float:
-        """The public standard deviation σ𝒞/√H of the client's noise.
+        """The standard deviation of the client's noise.
 
-        Each coordinate of a release gets independent noise of this standard deviation.
+        It is σ𝒞/√H if H clients share the noise, and it is public. Each coordinate of a release
+        gets independent noise of this standard deviation.
         """
         return self._release.noise_multiplier * self.sensitivity / math.sqrt(self.shares)
 
@@ -410,8 +411,8 @@ class GaussianSumMechanism:
         self._refuse_forks()
         if not self._step.acquire(blocking=False):  # the step of a dead thread would never end
             raise PrivacyError(
-                "the mechanism's previous step is still open. Call release() in its thread "
-                "before sample(), or charge a mechanism for each thread"
+                "the mechanism's previous step is still open. Call release() in the same thread "
+                "before the next sample()"
             ).with_code("mechanism.open_step")
         if self.steps_left < 1:
             self._step.release()
@@ -446,7 +447,7 @@ class GaussianSumMechanism:
             self._users.add(rows_ND.detach(), groups_N, sample.users, sample.shares, self._sums)
 
     def add_products(self, products: Products, sample: Sample | None = None) -> None:
-        """Adds the sampled records' product vectors, given as factors, to the sum.
+        """Adds the vectors of the sampled records to the sum, from their short factors.
 
         The mechanism must have exactly one group.
 
@@ -458,19 +459,18 @@ class GaussianSumMechanism:
 
         Raises:
             PrivacyError: the vectors have the wrong dimension, the mechanism has more than one
-                group,
-                the bound exceeds the charged sensitivity, or no step is open.
+                group, the bound exceeds the charged sensitivity, or no step is open.
         """
         open_sums = self._open_sums(sample)
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
-                f"the products have {products.width} coordinates, but the mechanism was charged "
-                f"for {self._groups} groups of {self._width}"
+                f"`products` has 1 group of {products.width} coordinates, but the mechanism was "
+                f"charged for {self._groups} of {self._width}. Charge a matching mechanism"
             ).with_code("mechanism.products")
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
-                f"the vectors' norms are up to {products.bound:g}, but the mechanism was charged "
-                f"for a sensitivity of {self.sensitivity:g}. Clip the vectors to it"
+                f"products.bound is {products.bound:g}, but the mechanism was charged for a "
+                f"sensitivity of {self.sensitivity:g}. Clip the vectors to the sensitivity"
             ).with_code("mechanism.sensitivity")
         self._sums = open_sums.to(products.device, non_blocking=True)
         products.add_to(self._sums[0], None if sample is None else sample.shares)

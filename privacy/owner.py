@@ -177,8 +177,7 @@ class DataOwner:
         Raises:
             BudgetExceededError: almost nothing of `total_epsilon` is left.
             PrivacySettingError: the plan shares its noise with other clients, or its exchange is
-                not
-                "main".
+                not "main".
         """
         complete = plan.shares == 1 and plan.addends is None and plan.exchange == MAIN
         rule = f"must have shares=1, addends=None and exchange={MAIN!r}"
@@ -188,8 +187,8 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"data owner {self.name!r} has spent ε = {spent:.4g} of {target:g} (at δ = "
-                f"{self.delta:g}), which leaves too little. Set a larger total",
+                f"data owner {self.name!r} has no budget left: ε = {spent:.4g} of {target:g} is "
+                f"spent (at δ = {self.delta:g}). Raise the total ε",
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
@@ -232,7 +231,8 @@ class DataOwner:
         (only,) = mechanisms
         if only not in self._charged:
             raise UnplannedReleaseError(
-                f"data owner {self.name!r} has not charged the mechanism. Create it with charge()"
+                f"the mechanism was not charged by data owner {self.name!r}. Create the mechanism "
+                "with DataOwner.charge()"
             ).with_code("release.uncharged")
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
@@ -351,7 +351,7 @@ class DataOwner:
         return self.nominal_size * moved > ROUNDING_OF_SUM
 
     def public_records(self, count: int, seed: int = 0) -> Tensor:
-        """Draws public random records [count, ...], for trials and as start images.
+        """Draws random records [count, ...] that do not depend on private data.
 
         They are uniform within the bounds, or standard normal if a bound is infinite.
         """
@@ -467,7 +467,7 @@ class DataOwner:
         write_output(path, renderers[path.suffix](report).encode())
 
     def _not_compared(self) -> list[str]:
-        """Returns a line for the report about state that the trials could not compare."""
+        """Returns notes for the report about objects whose state could not be compared."""
         if not self._opaque:
             return []
         return [f"objects whose state could not be compared: {', '.join(sorted(self._opaque))}"]

@@ -139,7 +139,7 @@ def power_of_two(bound: float) -> int:
 
 
 def pass_length(expected: float | None, start_over_row: float, limit: int) -> int:
-    """Chooses the constant number of records in a pass (a batch) from public numbers only.
+    """Chooses the batch length (the number of records in a pass) from public numbers only.
 
     The result is a power of two.
 
@@ -163,7 +163,7 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
 def pass_size(
     expected: float | None, start_over_row: float, limit: int, *, isolated: bool = False
 ) -> tuple[int, int]:
-    """Returns the length of a pass, and the number of records in it. The rest is padding.
+    """Returns the length of a pass (a padded batch), and the number of records in it.
 
     Args:
         expected, start_over_row, limit: see `pass_length`.
@@ -176,7 +176,7 @@ def pass_size(
 
 
 def padded(rows: Tensor, length: int, fill: int = 0) -> Tensor:
-    """Pads `rows` [n, …] at the end with the value `fill`, to [length, …]."""
+    """Pads `rows` [n, …] with `fill` to the shape [length, …]."""
     if len(rows) == length:
         return rows
     full = rows.new_full((length, *rows.shape[1:]), fill)
@@ -282,7 +282,7 @@ Prepare = Callable[[list[Sample]], Callable[[Parts], Sequence[Values]]]
 
 
 def passes_of(samples: Sequence[Sample], count: int) -> Iterator[Parts]:
-    """Splits samples, one after the other, into passes of `count` records.
+    """Divides the records of all samples, in order, into passes of `count` records.
 
     >>> [len(parts) for parts in passes_of([Sample(torch.arange(3)), Sample(torch.arange(2))], 4)]
     [2, 1]
@@ -337,7 +337,7 @@ def class_values(
     length: int,
     note: Note,
 ) -> Prepare:
-    """Computes one value per record, which `noisy_sums` sums by owner and class.
+    """Returns a function that `noisy_sums` calls to compute one value per record.
 
     Args:
         inputs: returns the records of a pass, padded to `length`, and the labels [n] on the CPU.

@@ -1,13 +1,14 @@
-"""Running sums over periods, whose noise is correlated by a square-root Toeplitz factorisation.
+"""Running sums over several periods, released with correlated noise.
 
-Records arrive in up to n periods, and after each period t a client releases the sum R_t of all
-clipped vectors so far. In matrix form, R = A·S with S the sums of the single periods and A the
-lower triangular matrix of ones. A = B·C, where B and C are lower triangular Toeplitz matrices with
-the coefficients c₀ = 1, c_k = c_{k−1}(2k − 1)/(2k) (Fichtenberger, Henzinger and Upadhyay 2023). The
-client releases B·(C·S + Z) = R + B·Z with independent Gaussian rows Z_t. A record of period s adds
-its vector times column s of C to C·S. The longest column is the first, with norm ‖c‖ = √(Σ_{k<n}
-c_k²). With a standard deviation of σ𝒞‖c‖, all n releases together therefore cost as much as one
-Gaussian mechanism with the noise multiplier σ (docs/privacy-proofs.md, Corollary 3b).
+The noise is correlated by a square-root Toeplitz factorisation. Records arrive in up to n periods,
+and after each period t a client releases the sum R_t of all clipped vectors so far. In matrix form,
+R = A·S with S the sums of the single periods and A the lower triangular matrix of ones. A = B·C,
+where B and C are lower triangular Toeplitz matrices with the coefficients c₀ = 1,
+c_k = c_{k−1}(2k − 1)/(2k) (Fichtenberger, Henzinger and Upadhyay 2023). The client releases
+B·(C·S + Z) = R + B·Z with independent Gaussian rows Z_t. A record of period s adds its vector times
+column s of C to C·S. The longest column is the first, with norm ‖c‖ = √(Σ_{k<n} c_k²). With a
+standard deviation of σ𝒞‖c‖, all n releases together therefore cost as much as one Gaussian
+mechanism with the noise multiplier σ (docs/privacy-proofs.md, Corollary 3b).
 
 Only the increment S_t + Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s of R_t is computed from records, so
 the owner needs the earlier noise but no earlier record or exact sum. A ledger row of period t states
@@ -66,12 +67,12 @@ def column_norm(periods: int) -> float:
 
 
 def charged_factor(period: int, periods: int) -> float:
-    """Returns ‖c‖/c_{t−1}: the noise multiplier that the ledger records for period t, over σ."""
+    """Returns ‖c‖/c_{t−1}, the ratio of period t's charged noise multiplier to σ."""
     return column_norm(periods) / coefficients(period)[-1]
 
 
 def sum_factor(period: int) -> float:
-    """Returns the noise of the running sum R_t, divided by the noise in period t's ledger row.
+    """Returns the ratio of the running sum's noise to the noise charged for period t.
 
     R_t has noise of standard deviation σ𝒞‖c‖·√(Σ_{k<t} c_k²).
     """
@@ -161,7 +162,7 @@ class ReleaseSequence:
 
     @property
     def has_releases(self) -> bool:
-        """True if a release in the current period is stored, and so may have been sent."""
+        """True if a release of the current period is stored. It may have been sent already."""
         return any(self.folder.glob(f"{self.period:03d}-*"))
 
     def is_charged(self, rows: Sequence[Release]) -> bool:
@@ -198,7 +199,7 @@ class ReleaseSequence:
         write_whole(path, _json(facts).encode(), secret=True)
 
     def stored(self, period: int, quantity: str) -> dict[str, Tensor] | None:
-        """Returns a release's noise tensor and increment tensor, or None if it was not made.
+        """Returns the stored noise and increment of a release, or None if there is no file.
 
         Raises:
             LedgerError: the file is damaged.
@@ -243,7 +244,7 @@ class ReleaseSequence:
             if facts is None or _json(replace(facts, finished=False)) != self._begun:
                 raise LedgerError(
                     f"another process has begun period {self.period} with other records or "
-                    "settings. Wait for it, then repeat the period with the same ones"
+                    "settings. Repeat the period with the records and settings of that process"
                 ).with_code("sequence.begun")
             create_once(self._path(self.period, quantity), save(tensors))
         stored = self.stored(self.period, quantity) or tensors
@@ -322,7 +323,7 @@ class RunningSumMechanism(GaussianSumMechanism):
         return self._sequence.earlier_releases(self._release.quantity)
 
     def release(self) -> Released:
-        """Ends the step and returns the running sum [groups, D], float32.
+        """Ends the step and returns the running sum [groups, D] in float32.
 
         The noise and the increment are on the disk before this method returns.
         """

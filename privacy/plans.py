@@ -92,7 +92,7 @@ class ReleasePlan:
         require(divides, "groups", f"must divide dimension={self.dimension}", self.groups)
 
     def signal_to_noise(self, sigma: float, records: float, clients: int, rounds: int = 1) -> float:
-        """Returns the signal-to-noise ratio of the sum of a release over all clients.
+        """Computes the signal-to-noise ratio of a release, summed over all clients.
 
         The ratio holds for the public reference case of `signal`. It is signal·n·𝒞 /
         (σ·𝒞·√(K/H)·√D). It divides the sum's norm by the root mean square of its noise's norm.
@@ -191,7 +191,7 @@ class UnaccountedNoise:
 
 
 class ReleaseBudget(Generic[S]):
-    """One client's charged mechanisms for one exchange in a round.
+    """The charged mechanisms that one step of a client may use.
 
     A step of the method takes each mechanism once, by the name of its plan.
 
@@ -216,8 +216,8 @@ class ReleaseBudget(Generic[S]):
         """
         if name not in self._plans:
             raise UnplannedReleaseError(
-                f"release {name!r} is not planned for the {self._exchange} exchange, which plans "
-                f"{', '.join(self._plans) or 'none'}. Add it to Method.release_plans"
+                f"release {name!r} is not planned for the {self._exchange} exchange (planned: "
+                f"{', '.join(self._plans) or 'none'}). Add it to Method.release_plans"
             ).with_code("release.unplanned_name")
         return self._plans[name]
 
@@ -236,7 +236,7 @@ class ReleaseBudget(Generic[S]):
         return len(self._unused) == len(self._plans)
 
     def check(self, name: str) -> None:
-        """Raises an error if `take` would fail, without taking the mechanism.
+        """Checks that `take` would return a mechanism, without taking it.
 
         Raises:
             UnplannedReleaseError: this exchange has no such plan, or its mechanism was taken

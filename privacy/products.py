@@ -50,7 +50,7 @@ from fedsynth.privacy.mechanisms import (
 
 
 class Products(ABC):
-    """Base class for the long vectors of N examples, which are stored as short factors.
+    """Base class for long per-example vectors, stored as short factors.
 
     A subclass is a dataclass. Its tensor fields are the factors, each with N rows. Its first field
     must be a tensor.
@@ -86,7 +86,7 @@ class Products(ABC):
 
     @abstractmethod
     def rows(self) -> Tensor:
-        """Computes each example's long vector, [N, width], float64, for tests and audits."""
+        """Computes each example's vector [N, width] in float64, for tests and audits."""
 
     @abstractmethod
     def sums(self, shares_N: Tensor | None = None) -> Tensor:
@@ -97,7 +97,7 @@ class Products(ABC):
         """
 
     def add_to(self, total_D: Tensor, shares_N: Tensor | None = None) -> None:
-        """Adds the sum of the examples' vectors to `total_D` (float64) in place, as `sums`."""
+        """Adds `sums(shares_N)` to `total_D` (float64) in place."""
         total_D += self.sums(shares_N)
 
 
@@ -158,17 +158,17 @@ class Outer(Products):
 
 @dataclass(frozen=True, eq=False)
 class LayerGradients(Products):
-    """One gradient per example. It consists of blocks and is clipped to norm `bound` in total.
+    """Per-example gradients in factored form, clipped to the L2 norm `bound`.
 
-    A block is a vector, or the sum of T outer products l_t ⊗ r_t of two vectors, flattened in
-    row-major order.
+    A gradient consists of blocks. A block is a vector, or the sum of T outer products l_t ⊗ r_t of
+    two vectors, flattened in row-major order.
 
     Args:
         values: [N, S], the vectors of all blocks one after the other, those of products as all l_t,
             then all r_t.
         blocks: for each block the lengths of its vectors: (D,), or (P, Q) for a product, or
             (P, Q, T) for a sum of products.
-        bound: a.
+        bound: a, the bound on the L2 norm of a gradient.
     """
 
     values: Tensor
@@ -183,7 +183,7 @@ class LayerGradients(Products):
         return [math.prod(block[:2]) for block in self.blocks]
 
     def _vectors(self) -> list[tuple[Tensor, ...]]:
-        """Returns the vectors of each block: [N, D], or [N, T, P] and [N, T, Q]."""
+        """Returns each block's vectors [N, D], or its factors [N, T, P] and [N, T, Q]."""
         terms = [math.prod(block[2:]) for block in self.blocks]
         lengths = [n * T for block, T in zip(self.blocks, terms, strict=True) for n in block[:2]]
         vectors = iter(self.values.split(lengths, dim=1))
@@ -194,7 +194,7 @@ class LayerGradients(Products):
         ]
 
     def _factors(self, blocks: Sequence[tuple[Tensor, ...]]) -> Tensor:
-        """Computes the factors [N] that clip the blocks' gradients."""
+        """Computes each example's clipping factor [N]."""
         squares = self.values.new_zeros(len(self), dtype=torch.float64)
         for first, *second in blocks:
             squares += product_squares(first, second[0]) if second else squared_norms(first)
@@ -231,9 +231,10 @@ class LayerGradients(Products):
 
 
 def product_squares(columns_NTP: Tensor, rows_NTQ: Tensor) -> Tensor:
-    """Computes the squared norm of each Σ_t l_t ⊗ r_t, [N], from float64 vectors.
+    """Computes the squared L2 norm [N] of each sum of outer products Σ_t l_t ⊗ r_t.
 
-    The result is not below the exact value, except for relative rounding (see the module's text).
+    The inputs must be float64. The result is not below the exact value, except for relative
+    rounding (see the module's text).
     """
     (terms, P), Q = columns_NTP.shape[1:], rows_NTQ.shape[2]
     if terms == 1:
@@ -246,9 +247,10 @@ def product_squares(columns_NTP: Tensor, rows_NTQ: Tensor) -> Tensor:
 
 
 def outer_products(columns: Tensor, rows: Tensor | None = None) -> Tensor:
-    """Returns l ⊗ r of each example in row-major order, [N, PQ], or l if there is no r.
+    """Computes each example's outer product l ⊗ r, flattened in row-major order to [N, PQ].
 
-    Sums of T products have factors [N, T, P] and [N, T, Q], single products [N, P] and [N, Q].
+    Returns l if there is no r. Sums of T products have factors [N, T, P] and [N, T, Q], single
+    products [N, P] and [N, Q].
     """
     if rows is None:
         return columns
@@ -259,7 +261,7 @@ def outer_products(columns: Tensor, rows: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Moments(Products):
-    """For each example, the products of its features with each other and with its targets.
+    """The products of each example's features with one another and with the targets.
 
     The vector of an example is √½·[svec(z zᵀ); e/b ⊗ z]. The sum over examples contains the second
     moments of the features z and their products with the targets e.
@@ -344,7 +346,7 @@ class Grams(Products):
 
 
 def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
-    """Returns the dimension of one example's vector in `Grams`, given the blocks.
+    """Computes the dimension of a vector in `Grams` from the blocks' shapes.
 
     >>> grams_width(((3, 2),))
     9
@@ -353,7 +355,7 @@ def grams_width(blocks: tuple[tuple[int, int], ...]) -> int:
 
 
 def matrices_of(rows_Nd: Tensor, blocks: tuple[tuple[int, int], ...]) -> list[Tensor]:
-    """Splits each row into the matrices that were flattened and concatenated to the row.
+    """Splits each row into its blocks, and reshapes each block to a matrix.
 
     Returns one tensor [N, channels, cells] for each block.
     """
@@ -365,12 +367,12 @@ def _weighted(rows: Tensor, shares_N: Tensor | None) -> Tensor:
     if shares_N is None:
         return rows
     if len(shares_N) and not bool(((shares_N >= 0) & (shares_N <= 1)).all()):  # on the CPU
-        raise PrivacyError("a user's records have weights outside of [0, 1]. Rescale them")
+        raise PrivacyError("the weights of a user's records are outside of [0, 1]. Rescale them")
     return rows * shares_N.to(rows)[:, None]
 
 
 def svec(matrix: Tensor) -> Tensor:
-    """Converts symmetric matrices [..., d, d] to vectors [..., d(d+1)/2] of the same norm.
+    """Converts symmetric matrices [..., d, d] to vectors [..., d(d+1)/2] with equal L2 norms.
 
     A vector holds the upper triangle of its matrix, with the off-diagonal entries multiplied by √2.
 

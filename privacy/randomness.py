@@ -57,7 +57,7 @@ def _fresh_generator() -> np.random.Generator:
 
 
 class SecretGenerator:
-    """Draws a client's Gaussian noise and Poisson samples with a secret key.
+    """A random generator with a secret key, for a client's Gaussian noise and Poisson samples.
 
     The draws cannot be predicted or recomputed without the key.
 
@@ -190,7 +190,7 @@ def finest(bound: float, clients: int) -> Grid:
 
 
 def grid_of(clip: float, noise_std: float, shares: int, addends: Addends) -> Grid:
-    """Returns the coarsest grid on which rounding reveals practically nothing about the vectors.
+    """Returns the coarsest grid that is fine enough for secure aggregation of noisy vectors.
 
     Each client adds noise to its vector and rounds the result to the grid. Then secure aggregation
     sums the vectors. The text of this module states which grids are fine enough.

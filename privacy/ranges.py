@@ -8,7 +8,7 @@ from fedsynth.errors import PrivacySettingError, short_repr
 
 
 def is_real(value: object) -> bool:
-    """Returns True for a finite float, or an int that is finite as a float, but not for a bool."""
+    """Returns True for finite floats and integers, and False for bools and all other values."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:

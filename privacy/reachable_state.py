@@ -1,4 +1,4 @@
-"""Records all state reachable from a function, for a comparison between two points in time.
+"""Snapshots of all state reachable from a function, to find what a call has changed.
 
 Code that keeps state between calls can carry one record's values to others, or into a model that is
 returned. The records that a function has seen may be in a buffer, an attribute, a closure, a global
@@ -72,7 +72,7 @@ class ReachableState:
         return state
 
     def change_since(self, snapshot: ReachableState, *, only_tensors: bool = False) -> str:
-        """Returns the last part of a changed value's path, or an empty string without changes.
+        """Returns the name of a value that has changed since a snapshot, or an empty string.
 
         Args:
             snapshot: the earlier state.
@@ -172,7 +172,7 @@ class ReachableState:
 
 
 def _digest(value: Any) -> object:
-    """Returns a comparable form of a value that contains no other values, otherwise None."""
+    """Returns a comparable digest of a value, or None if the value can contain other values."""
     if isinstance(value, _ATOMS):
         return repr(value)
     if isinstance(value, Tensor):
@@ -210,7 +210,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _used(path: str, value: object, names: set[str]) -> Iterator[tuple[str, object]]:
-    """Yields a value used by code or, for a user's module, the attributes named in the code."""
+    """Yields a value that code uses. For a user's module, yields the attributes that code names."""
     if not isinstance(value, types.ModuleType):
         yield path, value
     elif not _is_library(value.__name__):

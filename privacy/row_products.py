@@ -1,4 +1,4 @@
-"""Matrix products in which each result row's bits depend only on the same input row.
+"""Matrix products in which each result row is bitwise independent of the other rows.
 
 Usually this does not hold. A kernel library may sum a row in an order that depends on the row's
 memory alignment. If the width is not a multiple of the register width, each row of a batch has a
@@ -22,7 +22,7 @@ LANES = 16  # the number of float32 values in the widest registers of a CPU (512
 
 
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor, bias_C: Tensor | None = None) -> Tensor:
-    """Returns rows · weightᵀ + bias, [N, C]. The bits of a row depend only on the same input row.
+    """Computes rows · weightᵀ + bias, [N, C]. Each row is bitwise independent of the others.
 
     >>> import torch
     >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()

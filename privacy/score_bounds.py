@@ -98,7 +98,7 @@ def count_bounds(
 
 
 def steinke_bound(epsilon: float) -> Bound:
-    """Returns the name of the bound in `epsilon_lower_bound`."""
+    """Creates the `Bound` for an ε from `epsilon_lower_bound` (Steinke et al.)."""
     return Bound("Steinke et al.", "nothing but (ε, δ)-DP", epsilon)
 
 
@@ -123,10 +123,11 @@ def f_dp_refutes(mu: float, correct: int, guesses: int, canaries: int, significa
 
 
 def error_tail(mu: float, wrong: int, guesses: int, canaries: int) -> float:
-    """Bounds the probability of at most `wrong` wrong guesses under μ-GDP with independent scores.
+    """Bounds the probability of at most `wrong` errors among an auditor's guesses under μ-GDP.
 
-    The formula is in the docstring of this module. For μ-GDP, |L| is above μ·x with the probability
-    Φ(μ/2 − x) + Φ(−μ/2 − x), of which Φ(−μ/2 − x) is wrong.
+    The scores are assumed to be independent. The formula is in the docstring of this module. For
+    μ-GDP, |L| is above μ·x with the probability Φ(μ/2 − x) + Φ(−μ/2 − x), of which Φ(−μ/2 − x) is
+    wrong.
     """
     from scipy.special import ndtr
     from scipy.stats import beta, binom
@@ -147,7 +148,9 @@ def error_tail(mu: float, wrong: int, guesses: int, canaries: int) -> float:
 def shift_lower_bounds(
     present: Scores, absent: Scores, ratios: Scores, significance: float
 ) -> Scores:
-    """Computes lower bounds on two Gaussian means' difference, in deviations of `absent`.
+    """Computes lower bounds on the mean difference of two Gaussians.
+
+    The difference is in units of the standard deviation of `absent`.
 
     If the variance of `present` is ρ times that of `absent`, then both together estimate the
     variance, and the difference of the means divided by its estimated error has a noncentral t
@@ -208,7 +211,10 @@ def gaussian_pair(present: Scores, absent: Scores, delta: float, confidence: flo
 
 
 def pair_epsilon(shift: float, ratio: float, delta: float) -> float:
-    """Computes the ε at δ between N(shift, ratio) and N(0, 1), for both orders, rounded down."""
+    """Computes a lower bound on the ε, at δ, between N(shift, ratio) and N(0, 1).
+
+    It is the larger ε of the two directions, rounded down.
+    """
     root = math.sqrt(ratio)
 
     def exceeds(ε: float) -> bool:
@@ -219,9 +225,10 @@ def pair_epsilon(shift: float, ratio: float, delta: float) -> float:
 
 
 def hockey_stick(shift: float, ratio: float, epsilon: float) -> float:
-    """Computes the hockey-stick divergence ∫ max(p − e^ε·q, 0) of p = N(shift, ratio), q = N(0, 1).
+    """Computes the hockey-stick divergence of p = N(shift, ratio) from q = N(0, 1).
 
-    The integrand is positive where the quadratic polynomial a·x² + b·x + c = log(p/q) − ε is.
+    The divergence is ∫ max(p − e^ε·q, 0). The integrand is positive where the quadratic polynomial
+    a·x² + b·x + c = log(p/q) − ε is.
     """
     a = (1 - 1 / ratio) / 2
     b = shift / ratio
@@ -257,7 +264,7 @@ def step_bound(
     delta: float,
     confidence: float,
 ) -> float:
-    """Computes a lower bound on ε from scores that belong to single steps with sampling.
+    """Computes a lower bound on ε from canary scores at single steps with subsampling.
 
     The auditor knows which canaries a step sampled. The bound refutes the noise and the clip, but
     not the sampling, which it composes as it was charged.

@@ -101,7 +101,7 @@ class Selection:
         return _mean(self.eta, self.gamma)
 
     def number_of_trials(self, uniform: float) -> int:
-        """Computes the number of trials K from a random number that is uniform in [0, 1).
+        """Computes the number of trials K from a uniform random number.
 
         If `uniform` is secret and uniform in [0, 1), K has the law. With a Poisson law K may be 0.
 

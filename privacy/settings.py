@@ -57,7 +57,7 @@ def ledger_setting(value: Path | str) -> Path | str:
 
 
 def make_floats(settings: Any) -> None:
-    """Converts a dataclass's float fields to floats, so that equal settings are recorded alike."""
+    """Converts a dataclass's float fields to float, so that 1 and 1.0 are stored alike."""
     for item in fields(settings):
         value = getattr(settings, item.name)
         is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -174,8 +174,8 @@ class PrivacySettings:
         _require(is_unit, "unit", f"must be one of {RECORD}, {USER}", self.unit)
         if self.unit == USER and self.nominal_size is None:
             reason = (
-                "needs privacy.nominal_size (a client's approximate number of users), or "
-                "`users` in the data's declaration. Set one of them"
+                "is set, but the number of users is not declared. Set privacy.nominal_size to a "
+                "client's approximate number of users"
             )
             raise PrivacySettingError("privacy", "unit", reason, value=USER)
         valid = self.user_records is None or self.unit == USER
@@ -189,7 +189,10 @@ class PrivacySettings:
                 "mechanism"
             )
         elif self.epsilon is not None:
-            reason = "has no guarantee, so ε has no meaning. Set only privacy.noise_multiplier"
+            reason = (
+                "has no privacy guarantee, so it cannot be used with privacy.epsilon. Set "
+                "privacy.noise_multiplier instead"
+            )
         if reason:
             raise PrivacySettingError("privacy", "mechanism", reason, value=mechanism)
 

@@ -90,7 +90,9 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
     summary = "clients send synthetic images that match their data around the global model"
     reference = "Xiong et al. 2023, FedDM, arXiv 2207.09653"
     dp_mechanisms: ClassVar[tuple[str, ...]] = ("residual", "gradient", "features", "paper")
-    presets: ClassVar[Presets] = {"digits": {"iterations": 10, "image_lr": 5.0}}
+    presets: ClassVar[Presets] = {
+        "digits": {"iterations": 10, "image_lr": 5.0, "server_epochs": 40}
+    }
 
     perturbation: str = one_of("sphere", "ball")
     augment: str = one_of(*augmentation.AUGMENTATIONS)

@@ -118,7 +118,7 @@ class FedHarmo(TrainsLocally, ExtendsNetwork):
     """
 
     name = "fedharmo"
-    summary = "images with common amplitude spectra, and local training to flat optima"
+    summary = "images with common amplitude spectra, and local training towards flat minima"
     reference = "Jiang, Wang and Dou 2022, HarmoFL, arXiv 2112.10775"
     refusal = "the clients release average amplitudes of their images, which no mechanism protects"
     dp_mechanisms = ()

@@ -61,8 +61,9 @@ TALLY = "tally"
 class TwoModels(ModelParameters):
     """FedKF's request to the clients: the model to start from, and the teacher model.
 
-    The first (ACA) averages the active clients' models, and the teacher (OCA) all clients' latest
-    models. In FedKF⁻, ACA is also the teacher, and the field `teacher` is empty.
+    The first (ACA) averages the active clients' models. The teacher (OCA) averages the latest model
+    of each client that has trained so far. In FedKF⁻, ACA is also the teacher, and the field
+    `teacher` is empty.
     """
 
     teacher: Tensors = public("sent to clients, never uploaded")

@@ -60,7 +60,7 @@ def default_names(clients: int) -> tuple[str, ...]:
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
-    """Checks the clients' declared names, which also name the ledger files.
+    """Checks the declared names of clients. Each ledger file has the name of its client.
 
     Returns:
         The names as a tuple.
@@ -145,7 +145,7 @@ class LedgerFolder:
         records_by_client: Mapping[str, Records],
         sequence: ReleaseSequence | None,
     ) -> Iterator[None]:
-        """Checks the records a second time, before the first charge of a ledger.
+        """Checks the client's records again, immediately before the first charge of its ledger.
 
         Another run may have opened the ledger for other records in the meantime. When the runs
         opened it, neither could notice the other, because nothing had been charged yet.
@@ -208,9 +208,8 @@ class LedgerFolder:
     def _refuse_unknown(self, name: str, ledger: Ledger) -> None:
         if ledger.bound and not ledger.lines.records:
             raise LedgerError(
-                f"ledger {self._file(name)} was copied from a run folder, without a list of "
-                f"records. To assign the records of client {name!r} to it, run "
-                f"{self._command(name)}"
+                f"ledger {self._file(name)} has no record list, because it was copied from a run "
+                f"folder. To use the ledger for client {name!r}, run {self._command(name)}"
             ).with_code("ledger.rows")
 
     def _command(self, name: str) -> str:
@@ -243,15 +242,15 @@ class LedgerFolder:
         self._refuse_moved(name, new, index, records_by_client)
         for record in new.keys() & index.orphans.keys():
             raise LedgerError(
-                f"folder {self.path} is missing the ledger for the records of client {name!r}. "
+                f"folder {self.path} does not contain the ledger of client {name!r}'s records. "
                 f"{_restore_hint(index.orphans[record])}"
             ).with_code("ledger.missing")
         if bound:
             gone = (previous - present).total()
             raise LedgerError(
                 f"the records of client {name!r} do not match ledger {self._file(name)}: "
-                f"{new.total()} are new and {gone} are missing. Use the ledger's records, rename "
-                f"the client or, if the data set has changed, run {self._command(name)}"
+                f"{new.total()} are new and {gone} are missing. Restore the earlier records or, "
+                f"if the data set has changed, run {self._command(name)}"
             ).with_code("ledger.new_records")
 
     def _refuse_moved(
@@ -279,15 +278,14 @@ class LedgerFolder:
             if moved[other]:
                 raise LedgerError(
                     f"{moved[other]} records of client {name!r} are already in ledger "
-                    f"{self._file(other)}. Remove the records, or divide the data as in the "
-                    "earlier run: by site (train) or as one owner (synthesize). In Python, pass "
-                    "the ledgers' names to simulate(names=...)"
+                    f"{self._file(other)}. Remove the records, or divide the data among the "
+                    "same clients as in the earlier run"
                 ).with_code("ledger.moved_records")
 
     def _check_period(
         self, name: str, index: _RecordIndex, present: Records, sequence: ReleaseSequence
     ) -> None:
-        """Checks that a period follows the earlier ones, without any of their records.
+        """Checks that all earlier periods are finished and share no record with this period.
 
         Raises:
             LedgerError: the period was released before, an earlier period is missing, or a record
@@ -299,14 +297,14 @@ class LedgerFolder:
         sequence.rows = len(rows) if stored is None else stored.rows
         if stored is not None and stored.finished:
             raise LedgerError(
-                f"period {number} of client {name!r} is complete. Continue its shared set, or "
-                "export its run folder again with fedsynth export"
+                f"period {number} of client {name!r} is already complete. Start the next period, "
+                "or export the period's run folder with fedsynth export"
             ).with_code("sequence.finished")
         is_current = ledger is not None and index.is_current(name, present)
         if sequence.has_releases and (stored is None or not is_current):
             raise LedgerError(
-                f"period {number} of client {name!r} began with other records, and has made a "
-                "release. Repeat the period with the same records"
+                f"period {number} of client {name!r} has already made a release from other "
+                "records. Repeat the period with its first records"
             ).with_code("sequence.records")
         for period in range(1, number):
             earlier_facts = sequence.stored_facts(period)
@@ -362,7 +360,7 @@ class LedgerFolder:
         if self.path.name == "ledger" and (self.path.parent / "config.toml").exists():
             raise LedgerError(
                 f"folder {self.path} is part of a run folder, so it cannot keep ledgers for "
-                "later runs. Copy the ledgers to a separate folder, and name it"
+                "later runs. Copy the ledgers to a separate folder, and use that folder"
             ).with_code("ledger.run_folder")
         try:
             if not path.exists():
@@ -474,7 +472,7 @@ def _period(sequence: ReleaseSequence | None) -> int:
 
 
 def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
-    """Returns the record-hash files that belong to no ledger in the folder."""
+    """Returns the files of record hashes whose ledger is missing in the folder."""
     expected = {KEY}
     for ledger in ledgers.values():
         expected.update(ledger.lines.records)

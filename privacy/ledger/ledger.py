@@ -54,7 +54,7 @@ RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files
 
 @dataclass(frozen=True)
 class Lines:
-    """The content of a ledger file up to the position reached by reading.
+    """The parsed content of a ledger file, up to the last line that was read.
 
     Attributes:
         client: the client's name. Empty before the header is read.
@@ -169,9 +169,11 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     owner: Any = header.get("client")
     valid = isinstance(dataset, str) and isinstance(owner, str)
     if header.get("fedsynth_ledger") != LEDGER_SCHEMA or not valid:
-        raise LedgerError(f"{path} does not begin with a ledger's header (schema {LEDGER_SCHEMA})")
+        reason = f"ledger {path} does not begin with a header of schema {LEDGER_SCHEMA}"
+        raise LedgerError(f"{reason}. Restore the ledger from a backup")
     if client is not None and owner != client:
-        raise LedgerError(f"{path} is the ledger of {short_repr(owner)}, not {short_repr(client)}")
+        names = f"{short_repr(owner)}, not of {short_repr(client)}"
+        raise LedgerError(f"{path} is the ledger of {names}. Use the client's own ledger")
     records = (str(header["records"]),) if "records" in header else ()
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
@@ -209,7 +211,9 @@ def _release(entry: dict[str, Any], number: int, path: Path | None) -> Release:
     try:
         return Release.from_json(entry)
     except PrivacySettingError as error:
-        raise LedgerError(f"line {number} of ledger {path} is no valid release: {error}") from error
+        raise LedgerError(
+            f"line {number} of ledger {path} is not a valid release: {error}"
+        ) from error
 
 
 def _allow(_rows: Sequence[Release], _planned: Sequence[Release]) -> None:
@@ -289,7 +293,7 @@ class Ledger:
 
     @property
     def bound(self) -> bool:
-        """True if the client must use exactly the records that were charged before.
+        """True if the client must use the same records as for its earlier releases.
 
         This is the case once a release was charged, unless the owner has declared that the records
         may change.

@@ -1,4 +1,4 @@
-"""A client's ledger in a private selection's trial."""
+"""The ledger of a client in one trial of a private selection."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedsynth.privacy.releases import Release
 
 
 class TrialLedger(Ledger):
-    """A ledger that refuses a trial's releases unless the selection's row covers them.
+    """A ledger that allows only the releases for which the trial's selection was charged.
 
     The row was charged before the first trial. The releases of a trial are therefore not written,
     but each must be among the releases of the trial's candidate. A losing trial leaves no trace.
@@ -50,11 +50,11 @@ class TrialLedger(Ledger):
         released = self._released + totals([release])
         if not self._covered.covers(released):
             raise LedgerError(
-                f"a trial's release of {release.quantity} is not covered by the selection's "
-                f"charge to client {self.client!r}. Start the selection again"
+                f"a trial releases {release.quantity}, for which the selection did not charge "
+                f"client {self.client!r}. Start the selection again"
             ).with_code("ledger.uncovered")
         self._released = released
 
     def note_files(self, sha256: str) -> None:
-        """Stores the hash of the files. The client's ledger gets this note if the trial wins."""
+        """Stores the hash of the run's files, for the client's ledger if the trial wins."""
         self.files = sha256

@@ -209,8 +209,9 @@ def by_kind(rows: Rows, delta: float, adjacency: str) -> list[figures.ReleaseKin
 
 
 def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[float, bool]:
-    """Computes the ε of a group of units together. A group is several examples or users of one
-    client, or several clients.
+    """Computes the ε of a group of privacy units.
+
+    A group is several examples or users of one client, or several clients.
 
     Without subsampling, `size` units change each sum by at most size·clip, so ε is exactly that of
     the noise multiplier σ/size. Clients change one sum each, which gives σ/√size. With subsampling,
@@ -246,11 +247,10 @@ def group_epsilon(rows: Rows, delta: float, size: int, adjacency: str) -> tuple[
 
 
 def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
-    """Combines equal ledger rows from all clients and rounds, for a shorter report.
+    """Merges ledger rows that differ only in the client or the round, for the report.
 
-    Rows that differ only in the round and the client become one entry, which lists its rounds and
-    clients. A round is listed twice if it was charged twice, because it was repeated or the run was
-    resumed. ε can be computed again from the entries.
+    Each merged entry lists its rounds and clients. A round is listed twice if it was charged twice,
+    because it was repeated or the run was resumed. ε can be computed again from the entries.
     """
     entries: dict[tuple[Release, tuple[int, ...]], list[str]] = defaultdict(list)
     for client, rows in ledgers.items():
@@ -270,7 +270,7 @@ def folded_ledger(ledgers: Mapping[str, Rows]) -> list[figures.LedgerEntry]:
 def accountant(
     ledgers: Mapping[str, Rows], worst: str | None, delta: float, adjacency: str
 ) -> figures.Accountant:
-    """Describes the accountant, and adds the worst client's ε computed with Rényi DP.
+    """Describes how ε was computed. Adds the worst client's Rényi DP ε as a check.
 
     Args:
         ledgers: the ledger rows of each client.

@@ -27,7 +27,7 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the part as a JSON-serialisable dict."""
+        """Returns the object as a JSON-serialisable dict."""
         return self.model_dump()
 
 
@@ -248,7 +248,7 @@ class Event(Part):
 
 
 class RunFacts(Part):
-    """Entries that describe the run of a report. Entries that were not stated are None.
+    """Entries that describe a run. Entries without a value are None.
 
     Attributes:
         id: the name of the run folder when the run began.
@@ -378,7 +378,7 @@ class RunStart(Part):
 
     @classmethod
     def today(cls, folder: str | None) -> RunStart:
-        """Creates the entry for a run that starts today in this folder."""
+        """Creates the entry for a run that starts today in the given folder."""
         return cls(id=folder, date=datetime.date.today().isoformat())
 
 

@@ -63,7 +63,7 @@ STYLE: str = _TEMPLATES.get_template("style.css.j2").render()
 
 
 def report_sentences(report: Mapping[str, Any]) -> Any:
-    """Returns the template macros for a report's sentences.
+    """Returns the Jinja macros that write the sentences of a report.
 
     Each macro is a function that returns plain text.
     """

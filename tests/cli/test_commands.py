@@ -232,7 +232,7 @@ def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
         assert text in table
     refused = fedsynth("reproduce fedkf:table4")
     assert refused.code == 2
-    assert "none of fedkf:table4's selected cells can run" in refused.stderr
+    assert "none of the selected cells of fedkf:table4 can run" in refused.stderr
 
 
 def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:

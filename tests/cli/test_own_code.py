@@ -232,7 +232,7 @@ def test_resume_needs_same_code(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("1 / 0", "whose execution raised ZeroDivisionError: division by zero"),
+        ("1 / 0", "which failed with ZeroDivisionError: division by zero"),
         ("cols = 3", "names 'rows', which"),
         (FEATURES.replace("x.mean(dim=(1, 3))", "x.mean(dim=(1, 3)).bernoulli()"), "draws random"),
     ],

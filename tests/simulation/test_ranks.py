@@ -251,7 +251,7 @@ def test_other_commands_run_in_one_process(monkeypatch: pytest.MonkeyPatch, caps
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit):
         app(["runs"])
-    assert "runs runs in one process" in capsys.readouterr().err
+    assert "runs was started with torchrun" in capsys.readouterr().err
 
 
 class Loopback:
