@@ -80,8 +80,8 @@ def written(kind: str, count: int, folder: Path) -> Path:
         for row, picture in enumerate(pictures(count))
     )
     with datasets.arrow_writer.ParquetWriter(path=str(folder / "x.parquet"), features=columns) as w:
-        for row in rows:
-            w.write(row)
+        for example in rows:
+            w.write(example)
         w.finalize()
     return folder / "x.parquet"
 

@@ -556,8 +556,8 @@ def _table_part(
     }
     read_numbers = cache(partial(read, numbers))
     readers |= {name: partial(_column, read_numbers, name) for name in numbers}
-    for name in images if batches else ():
-        readers[name] = partial(_decoded, partial(batches, [name]), decoding)
+    if batches is not None:
+        readers |= {name: partial(_decoded, partial(batches, [name]), decoding) for name in images}
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
         name for name in numbers if not (_has_meaning(name) or name in stated or name in index)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,29 +79,31 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("write", [_folder, _npy, _by_columns, _npz, _values, _parquet])
 def test_mapped_records_and_vectors_are_those_in_memory(
-    write: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = write(tmp_path / "scans")  # type: ignore[operator]
+    place = write(tmp_path / "scans")
     settings = {"bounds": "0,300"} if write is _values else {}
-    mapped = []
-    create = np.memmap.__new__
+    created: list[Any] = []
+    create = tempfile.TemporaryFile
 
-    def counting(*args: object, **options: object) -> np.memmap:
-        mapped.append(create(*args, **options))  # type: ignore[arg-type]
-        return mapped[-1]
+    def counting() -> Any:
+        created.append(create())
+        return created[-1]
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "TemporaryFile", counting)
     results = []
     for limit in (2**29, 1):
         monkeypatch.setattr(large_arrays, "MAPPED_BYTES", limit)
-        monkeypatch.setattr(np.memmap, "__new__", counting)
         train = load_records(place, **settings).train
         features = feature_map("pixels", train.spec.image_shape)
         vectors = encode(train.subset([1, 3, 4]), features, torch.device("cpu")).images
         results.append((train.images, train.labels, train.record_bytes, vectors))
-        assert bool(mapped) == (limit == 1)
+        assert bool(created) == (limit == 1)
     for in_memory, in_file in zip(*results, strict=True):
         assert in_memory is in_file is None or torch.equal(in_memory, in_file)
-    assert {array.filename for array in mapped} == {None}  # no file has a name
+    assert not list((tmp_path / "temporary").iterdir())  # no file has a name
 
 
 def test_arrays_of_the_caller_are_copied(small: None) -> None:
