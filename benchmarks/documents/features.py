@@ -6,7 +6,7 @@ import statistics
 from itertools import product
 
 from library.pages import markdown, pivot, sentence, table
-from library.rows import STATISTICS_SEEDS, Row, by_seed, lines, spread, spread_of
+from library.rows import STATISTICS_SEEDS, Row, by_seed, case, lines, spread, spread_of
 
 DATASETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist"}
 PLACES = list(product(DATASETS, ("0.5", "0.01")))
@@ -33,6 +33,24 @@ def _constants() -> str:
 )
 def _random_process() -> list[float]:
     return sorted(100 * float(row["accuracy"]) for row in lines("random_process_prior"))
+
+
+@table("large-data")
+def _large_data() -> str:
+    files = ("npy", "parquet", "png", "npy, scattering")
+    columns = {
+        "images, MB": ("mib", 2**20 / 1e6),
+        "vectors, MB": ("vectors_mib", 2**20 / 1e6),
+        "anonymous memory, MB": ("anonymous_peak_mib", 2**20 / 1e6),
+        "reading, CPU seconds": ("read_seconds", 1),
+        "encoding": ("encode_seconds", 1),
+    }
+
+    def cell(name: str, column: tuple[str, float]) -> str:
+        key, unit = column
+        return f"{case('large_data', name)[key] * unit:,.0f}"
+
+    return pivot("files", {name: name for name in files}, columns, cell)
 
 
 @table("private-baselines")

@@ -463,9 +463,9 @@ def _parquet_schema(path: Path) -> Any:
 
 
 def _parquet_batches(
-    paths: list[Path], names: list[str], rows: int = 2**16, *, are_kept: bool = False
+    paths: list[Path], names: list[str], *, are_kept: bool = False
 ) -> Iterator[Any]:
-    """Reads columns from Parquet files, at most `rows` rows at a time.
+    """Reads columns from Parquet files, at most one row group at a time.
 
     Repeated text is stored once, because a small file may repeat a large text many times. Declared
     sizes are checked before memory is allocated, and real sizes while reading: of each batch, or of
@@ -480,12 +480,15 @@ def _parquet_batches(
             _check_expanded(4 * metadata.num_rows * metadata.num_columns, path)
             leaves = map(metadata.schema.column, range(metadata.num_columns))
             texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
-            table = parquet.ParquetFile(file, read_dictionary=texts)
             size = 0
-            for batch in table.iter_batches(rows, columns=names, use_threads=False):
-                size = batch.nbytes + (size if are_kept else 0)
-                _check_expanded(size, path)
-                yield batch
+            for group in range(metadata.num_row_groups):
+                # a reader keeps the texts of all groups that it has read
+                table = parquet.ParquetFile(file, metadata=metadata, read_dictionary=texts)
+                batches = table.iter_batches(ROWS, [group], columns=names, use_threads=False)
+                for batch in batches:
+                    size = batch.nbytes + (size if are_kept else 0)
+                    _check_expanded(size, path)
+                    yield batch
 
 
 def _read_parquet(paths: list[Path], names: list[str]) -> Any:
@@ -657,7 +660,7 @@ def _hub_parts(folder: Path, decoding: Decoding) -> dict[str, Part]:
 
 
 def _parquet_part(paths: list[Path], place: str, decoding: Decoding) -> Part:
-    read, batches = partial(_read_parquet, paths), partial(_parquet_batches, paths, rows=ROWS)
+    read, batches = partial(_read_parquet, paths), partial(_parquet_batches, paths)
     parts = [_table_part(place, _parquet_schema(path), read, batches, decoding) for path in paths]
     for path, part in zip(paths, parts, strict=True):
         if part.stated != parts[0].stated:
