@@ -11,14 +11,17 @@ from fedsynth.data.shared_set import check_hashes
 from fedsynth.errors import DataFilesMissingError, LedgerError, PrivacySettingError, SettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import PRIVATE, LedgerFolder
-from fedsynth.privacy.periods import PeriodFacts, ReleaseSequence, period_of
+from fedsynth.privacy.periods import (
+    FREE_SECTIONS,
+    FREE_SETTINGS,
+    PeriodFacts,
+    ReleaseSequence,
+    period_of,
+)
 from fedsynth.privacy.report.file import read_report
 from fedsynth.validation import from_mapping
 
 Sections = Mapping[str, Mapping[str, Any]]
-# The settings that a period may change. All others are those of period 1.
-FREE_SECTIONS = ("data", "report")
-FREE_SETTINGS = ("ledger", "nominal_size", "max_records", "device", "memory_gb", "threads")
 
 
 def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, Any]]:

@@ -154,6 +154,22 @@ def test_records_and_shares_are_checked(owner: Owner, tmp_path: Path) -> None:
         owner.run("3", "3", "2")
 
 
+def test_a_period_with_other_settings_is_refused_before_a_charge(owner: Owner) -> None:
+    """Rows of a smaller σ would state less than the new records' cost."""
+    owner.run("1", "1")
+    charged, before = owner.rows, owner.root / "1"
+    data = {"folder": str(owner.root / "2.npz")}
+    settings = fs.owner_settings({"data": data}, before)
+    assert settings.privacy is not None
+    less_noise = replace(settings.privacy, noise_multiplier=0.3, epsilon=None)
+    fewer = replace(settings.method, periods=2)
+    for changed in ({"privacy": less_noise}, {"method": fewer}):
+        with raises(LedgerError, "sequence.changed"):
+            fs.simulate(replace(settings, **changed), continued=before, quiet=True)
+    assert owner.rows == charged
+    owner.run("2", "2", "1")
+
+
 class KilledError(Exception):
     pass
 
