@@ -40,6 +40,8 @@ from fedsynth.privacy.releases import Release
 # The settings that a period may change. All others are those of period 1.
 FREE_SECTIONS = ("data", "report")
 FREE_SETTINGS = ("ledger", "nominal_size", "max_records", "device", "memory_gb", "threads")
+# The settings of the section "data" that a period may not change.
+ENCODING = ("encoder", "encoder_weights", "public_images")
 # The settings that `fedsynth synthesize --continue` computes for each period.
 _COMPUTED = ("noise_multiplier", "epsilon", "period", "earlier_records")
 # The folder of all sequences within the private part of a ledger folder. Names that begin with a
@@ -280,7 +282,7 @@ def _changed(first: PeriodFacts, facts: PeriodFacts) -> str:
     current = json.loads(_json(facts))["settings"]
     for section, values in first.settings.items():
         for key, value in values.items():
-            free = section in FREE_SECTIONS or key in (*FREE_SETTINGS, *_COMPUTED)
+            free = section == "report" or key in (*FREE_SETTINGS, *_COMPUTED)
             if not free and current.get(section, {}).get(key) != value:
                 return f"{section}.{key}"
     return ""

@@ -86,6 +86,7 @@ def _complete(
 
 def _merged(sections: Sections, facts: list[PeriodFacts], period: int) -> dict[str, dict[str, Any]]:
     merged = {name: dict(values) for name, values in facts[0].settings.items()}
+    merged["data"] = {key: value for key, value in merged.get("data", {}).items() if value}
     for key in ("nominal_size", "max_records"):
         merged["privacy"].pop(key, None)
     for name, values in sections.items():
