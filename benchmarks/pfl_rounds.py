@@ -79,7 +79,7 @@ def measure(case: tuple[Work, int], options: argparse.Namespace) -> dict[str, An
 
     times: list[float] = []
 
-    class Clock(TrainingProcessCallback):
+    class Clock(TrainingProcessCallback):  # type: ignore[misc]
         def after_central_iteration(self, *arguments: Any, **named: Any) -> tuple[bool, Any]:
             times.append(time.perf_counter())
             return False, Metrics()
