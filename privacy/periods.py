@@ -38,6 +38,13 @@ from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Re
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
 
+# The settings that a period may change. All others are those of period 1.
+FREE_SECTIONS = ("data", "report")
+FREE_SETTINGS = ("ledger", "nominal_size", "max_records", "device", "memory_gb", "threads")
+# The settings of the section "data" that a period may not change.
+ENCODING = ("encoder", "encoder_weights", "public_images")
+# The settings that `fedsynth synthesize --continue` computes for each period.
+_COMPUTED = ("noise_multiplier", "epsilon", "period", "earlier_records")
 # The folder of all sequences within the private part of a ledger folder. Names that begin with a
 # dot are not lists of records.
 SEQUENCES = ".sequences"
@@ -173,9 +180,16 @@ class ReleaseSequence:
         """Stores the public settings of the current period before the first charge.
 
         Raises:
-            LedgerError: a release of this period was made with other settings or another σ.
+            LedgerError: a release of this period was made with other settings or another σ, or
+                period 1 had other settings or another σ.
         """
         facts = replace(self.facts, rows=self.rows, records=records)
+        first = self.stored_facts(1)
+        if self.period > 1 and first is not None and (changed := _changed(first, facts)):
+            raise LedgerError(
+                f"{changed} differs from period 1, but all periods have one σ and one sequence of "
+                "noise. Use the settings that owner_settings(…, continued=SHARE) returns"
+            ).with_code("sequence.changed")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         create_once(self.folder / "lock", b"")  # which only the current user can read
         with locked_file(self.folder / "lock"):
@@ -257,6 +271,22 @@ class ReleaseSequence:
 
 def _json(facts: PeriodFacts) -> str:
     return json.dumps(asdict(facts), default=str, sort_keys=True)
+
+
+def _changed(first: PeriodFacts, facts: PeriodFacts) -> str:
+    """Returns the name of a setting that differs from period 1, or an empty string.
+
+    A setting that period 1 did not have, in an earlier version of fedsynth, is not compared.
+    """
+    if facts.noise_multiplier != first.noise_multiplier:
+        return "privacy.noise_multiplier"
+    current = json.loads(_json(facts))["settings"]
+    for section, values in first.settings.items():
+        for key, value in values.items():
+            free = section == "report" or key in (*FREE_SETTINGS, *_COMPUTED)
+            if not free and current.get(section, {}).get(key) != value:
+                return f"{section}.{key}"
+    return ""
 
 
 def _damaged(path: Path, reason: object) -> LedgerError:

@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from library.pages import markdown, pivot, sentence, table
-from library.rows import Row, case, differences, each, percents
+from library.rows import Row, case, differences, each, lines, percents
 
 DOCUMENT = "docs/speed.md"
 ENGINES = {
@@ -36,6 +36,23 @@ def _complete(row: Row) -> bool:
     """Returns True for a timing of every engine, with the default allocator."""
     every = set(ENGINES.values()) == set(row["seconds per step"])
     return every and ALLOCATOR not in row["command"]
+
+
+@table("ranks")
+def _ranks() -> str:
+    """Seconds, times one thread's speed, and memory; exchanges have no second thread."""
+    rows = {row["case"]: row for row in lines("ranks")}
+    body = []
+    for title in dict.fromkeys(name.split(";")[0] for name in rows):
+        one, two = (rows[f"{title}; {ranks} × 1"] for ranks in (1, 2))
+        threads = rows.get(f"{title}; 1 × 2")
+        seconds = [row and row["seconds a round"] for row in (one, threads, two)]
+        cells = ["–" if value is None else f"{value:.2f}" for value in seconds]
+        memory = ", ".join(f"{peak:,.0f}" for peak in two["peak_mib"])
+        ratio = f"{one['seconds a round'] / two['seconds a round']:.2f}×"
+        body.append([title, *cells, ratio, f"{one['peak_mib'][0]:,.0f}; {memory}"])
+    head = ["a round", "one thread", "two threads", "two ranks", "ratio", "MiB: one; ranks"]
+    return markdown(head, body)
 
 
 @sentence(

@@ -210,7 +210,7 @@ class InProcess:
     def note_files(self, sha256: str) -> None:
         for client in self.clients:
             if client.ledger is not None:
-                client.ledger.note_files(sha256)
+                client.ledger.note_files(sha256, repeated=client.sequence is not None)
 
     def client_states(self, clients: Iterable[int]) -> Iterator[ClientState]:
         for number in clients:

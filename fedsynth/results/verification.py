@@ -18,6 +18,7 @@ from typing import Any
 
 from fedsynth.core.capabilities import Measurements
 from fedsynth.core.method import Method
+from fedsynth.core.periods import has_periods
 from fedsynth.data.shared_set import SUMS, TENSORS
 from fedsynth.errors import FedsynthError, LedgerError, PrivacyError, short_key, short_repr
 from fedsynth.evaluation import NAMES
@@ -26,6 +27,7 @@ from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
 from fedsynth.privacy.guard import verify_guard
 from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
 from fedsynth.privacy.report.figures import Event, schema_problems
@@ -349,7 +351,7 @@ def _file_problems(
         problems.append(Problem(f"files.{short_key(name)}", f"{short_key(name)} is missing"))
     noted = report_file.hash_of_files(report["files"])
     for holder, hashes in _noted_hashes(folder, charges).items():
-        if hashes != [noted]:  # a second line could state the hash of other files
+        if hashes != [noted]:
             text = f"the ledger of {holder} does not contain the hash of the report's files"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
@@ -370,9 +372,29 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
     for client, ledger in charges.ledger_rows.ledgers.items():
         start, charged = run.start.ledgers.get(client), charges.charged.get(client)
         if start is not None and charged:
-            notes = [note for note in ledger.lines.files if note[0] >= start.rows + len(charged)]
-            hashes[client] = [hashed for rows, hashed in notes if rows == notes[0][0]]
+            end = _rows_at_end(ledger.lines.releases, start.rows, charged)
+            notes = [note for note in ledger.lines.files if note[0] >= end]
+            hashed = [sha256 for rows, sha256 in notes if rows == notes[0][0]]
+            # a later line could state the hash of other files, and one of a repeated period does
+            hashes[client] = hashed[-1:] if has_periods(run.settings.method) else hashed[:1]
     return hashes
+
+
+def _rows_at_end(rows: Sequence[Release], rows_before: int, charged: Sequence[Release]) -> int:
+    """Returns the number of ledger rows after a run's last charge.
+
+    Args:
+        rows: all rows of the ledger.
+        rows_before: the number of rows before the run.
+        charged: the run's rows, between which there may be rows of other runs.
+    """
+    remaining = list(charged)
+    end = rows_before
+    for number, row in enumerate(rows[rows_before:], start=rows_before + 1):
+        if row in remaining:
+            remaining.remove(row)
+            end = number
+    return end
 
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:

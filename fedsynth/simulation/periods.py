@@ -11,14 +11,17 @@ from fedsynth.data.shared_set import check_hashes
 from fedsynth.errors import DataFilesMissingError, LedgerError, PrivacySettingError, SettingError
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import PRIVATE, LedgerFolder
-from fedsynth.privacy.periods import PeriodFacts, ReleaseSequence, period_of
+from fedsynth.privacy.periods import (
+    FREE_SECTIONS,
+    FREE_SETTINGS,
+    PeriodFacts,
+    ReleaseSequence,
+    period_of,
+)
 from fedsynth.privacy.report.file import read_report
 from fedsynth.validation import from_mapping
 
 Sections = Mapping[str, Mapping[str, Any]]
-# The settings that a period may change. All others are those of period 1.
-FREE_SECTIONS = ("data", "report")
-FREE_SETTINGS = ("ledger", "nominal_size", "max_records", "device", "memory_gb", "threads")
 
 
 def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, Any]]:
@@ -83,6 +86,7 @@ def _complete(
 
 def _merged(sections: Sections, facts: list[PeriodFacts], period: int) -> dict[str, dict[str, Any]]:
     merged = {name: dict(values) for name, values in facts[0].settings.items()}
+    merged["data"] = {key: value for key, value in merged.get("data", {}).items() if value}
     for key in ("nominal_size", "max_records"):
         merged["privacy"].pop(key, None)
     for name, values in sections.items():

@@ -44,7 +44,7 @@ from fedsynth.models.on_features import FeatureLinear, OnFeatures
 from fedsynth.models.registry import is_own_model
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
-from fedsynth.privacy.periods import PeriodFacts, ReleaseSequence
+from fedsynth.privacy.periods import ENCODING, PeriodFacts, ReleaseSequence
 from fedsynth.results import run_messages
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.charges import plan_when_it_began
@@ -130,7 +130,8 @@ class Simulation(ActiveRun):
     def _state_period(self) -> None:
         """Passes the public settings of the current period to each client."""
         sections = self.settings.to_mapping()
-        del sections["data"]
+        # the encoder is a part of the statistics, and the rest of the section is the period's data
+        sections["data"] = {key: sections["data"].get(key, "") for key in ENCODING}
         for client in self.backend.clients:
             if client.sequence is not None and self.plan is not None:
                 client.sequence.facts = PeriodFacts(

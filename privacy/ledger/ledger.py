@@ -383,7 +383,7 @@ class Ledger:
         """
         self._note({"entry": RESUMED, "after": finished_rounds})
 
-    def note_files(self, sha256: str) -> None:
+    def note_files(self, sha256: str, *, repeated: bool = False) -> None:
         """Notes the hash of a finished run's files in the ledger.
 
         The run's files are checked against the note, so a file cannot be replaced together
@@ -391,8 +391,10 @@ class Ledger:
 
         Args:
             sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
+            repeated: True writes the note in any case, because the run may repeat a killed period
+                whose releases were charged and noted before.
         """
-        if [rows for rows, _ in self.lines.files][-1:] != [len(self.releases)]:
+        if repeated or [rows for rows, _ in self.lines.files][-1:] != [len(self.releases)]:
             self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:

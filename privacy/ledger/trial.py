@@ -55,6 +55,6 @@ class TrialLedger(Ledger):
             ).with_code("ledger.uncovered")
         self._released = released
 
-    def note_files(self, sha256: str) -> None:
+    def note_files(self, sha256: str, *, repeated: bool = False) -> None:
         """Stores the hash of the run's files, for the client's ledger if the trial wins."""
         self.files = sha256

@@ -55,10 +55,10 @@ class BasisNoise(SecretGenerator):
         return noise
 
 
-def row(period: int, count: int) -> Release:
+def row(period: int, count: int, sigma: float = SIGMA) -> Release:
     return release(
         quantity=in_period("sums", period, count),
-        noise_multiplier=SIGMA * charged_factor(period, count),
+        noise_multiplier=sigma * charged_factor(period, count),
         sensitivity=CLIP,
         dimension=WIDTH,
     )
@@ -68,15 +68,17 @@ Make = Callable[..., RunningSumMechanism]
 
 
 def noise_rows(
-    folder: Path, count: int, make: Make = RunningSumMechanism
+    folder: Path, count: int, make: Make = RunningSumMechanism, sigma_of_last: float = SIGMA
 ) -> tuple[np.ndarray, list[Release]]:
     """Returns the noise of the releases R_1 … R_n in terms of independent draws, and the ledger."""
     secret, ledger, rows = BasisNoise(), Ledger("c"), []
     for period in range(1, count + 1):
+        sigma = SIGMA if period < count else sigma_of_last
         sequence = ReleaseSequence(folder, "c", period, count)
+        sequence.facts = PeriodFacts(sigma, 10.0)
         sequence.begin("")
         guard = PeriodEnforcer(ledger, rows=len(ledger.releases))
-        mechanism = make(sequence, row(period, count), 1, guard, secret)
+        mechanism = make(sequence, row(period, count, sigma), 1, guard, secret)
         mechanism.sample(0)
         rows.append(mechanism.release()[0].double().numpy())
     return np.stack(rows), list(ledger.releases)
@@ -165,6 +167,51 @@ def test_a_wrong_column_norm_is_detected(
     monkeypatch.setattr(periods, "column_norm", norm)
     with pytest.raises(AssertionError):
         check(tmp_path, 5)
+
+
+SETTINGS = {
+    "method": {"periods": 3, "centre_share": 0.04, "period": 1},
+    "privacy": {"adjacency": "add-remove"},
+}
+
+
+@pytest.mark.parametrize(
+    ("sigma", "section", "key", "value"),
+    [
+        (SIGMA / 4, "", "", None),
+        (4 * SIGMA, "", "", None),
+        (SIGMA, "method", "periods", 2),
+        (SIGMA, "method", "centre_share", 0.4),
+        (SIGMA, "privacy", "adjacency", "replace-one"),
+    ],
+)
+def test_other_settings_than_in_period_1_are_refused(
+    tmp_path: Path, sigma: float, section: str, key: str, value: Any
+) -> None:
+    first = ReleaseSequence(tmp_path, "c", 1, 3)
+    first.facts = PeriodFacts(SIGMA, 10.0, SETTINGS)
+    first.begin("records 1")
+    second = ReleaseSequence(tmp_path, "c", 2, 3)
+    free = {"report": {"purpose": "a new one"}, "run": {"device": "cpu"}}
+    now = {**SETTINGS, "method": {**SETTINGS["method"], "period": 2, "earlier_records": 10}, **free}
+    second.facts = PeriodFacts(SIGMA, 20.0, now)
+    second.begin("records 2")
+    if section:
+        now[section] = {**now[section], key: value}
+    second.facts = PeriodFacts(sigma, 20.0, now)
+    with raises(LedgerError, "sequence.changed"):
+        second.begin("records 2")
+
+
+def test_less_noise_in_a_later_period_would_cost_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of period 2 states the cost of a record of period 1, whose influence is smaller."""
+    monkeypatch.setattr(periods, "_changed", lambda *_: "")
+    noise, rows = noise_rows(tmp_path, 2, sigma_of_last=SIGMA / 4)
+    merged = merge(rows, "add-remove")
+    assert merged is not None
+    assert influence(noise, CLIP * np.array([0.0, 1.0])) > 1.5 * merged.mu
 
 
 def test_a_record_in_two_periods_would_cost_more(tmp_path: Path) -> None:

@@ -96,6 +96,17 @@ def test_a_fixed_number_of_trials_costs_more(law: str, eta: float, count: int) -
     assert exceeds(selection, fixed)
 
 
+@pytest.mark.parametrize("limit", [1, 3, 8])
+@pytest.mark.parametrize(("law", "eta"), LAWS)
+def test_a_time_limit_costs_nothing(law: str, eta: float, limit: int) -> None:
+    """A selection that is killed after this number of trials has no result, as with K = 0."""
+    selection = Selection.of_mean(RUN, law, 5.0, eta)
+    limited = probabilities(selection)
+    limited[limit + 1 :] = 0
+    limited[0] += 1 - limited.sum()
+    assert not exceeds(selection, limited)
+
+
 @pytest.mark.parametrize(("law", "eta"), LAWS)
 def test_forgetting_a_term_is_found(law: str, eta: float, monkeypatch: pytest.MonkeyPatch) -> None:
     selection = Selection.of_mean(RUN, law, 5.0, eta)

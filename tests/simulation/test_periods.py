@@ -21,6 +21,7 @@ from fedsynth.methods.fedstats import FedStats
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.report.file import read_report
+from fedsynth.results.run_record import RunRecord
 from fedsynth.results.verification import verify_run
 from tests.raising import raises
 
@@ -154,6 +155,41 @@ def test_records_and_shares_are_checked(owner: Owner, tmp_path: Path) -> None:
         owner.run("3", "3", "2")
 
 
+def test_a_period_with_other_settings_is_refused_before_a_charge(owner: Owner) -> None:
+    """Rows of a smaller σ would state less than the new records' cost."""
+    owner.run("1", "1")
+    charged, before = owner.rows, owner.root / "1"
+    data = {"folder": str(owner.root / "2.npz")}
+    settings = fs.owner_settings({"data": data}, before)
+    assert settings.privacy is not None
+    less_noise = replace(settings.privacy, noise_multiplier=0.3, epsilon=None)
+    fewer = replace(settings.method, periods=2)
+    for changed in ({"privacy": less_noise}, {"method": fewer}):
+        with raises(LedgerError, "sequence.changed"):
+            fs.simulate(replace(settings, **changed), continued=before, quiet=True)
+    assert owner.rows == charged
+    owner.run("2", "2", "1")
+
+
+def test_all_periods_have_one_encoder(owner: Owner) -> None:
+    def sections(period: str, **data: Any) -> dict[str, Any]:
+        return {"data": {"folder": str(owner.root / f"{period}.npz"), **data}, "privacy": {}}
+
+    first = {**sections("1", encoder="pixels"), "run": {"method": "fedstats"}, "method": METHOD}
+    settings = fs.owner_settings({**first, "privacy": {"epsilon": 8.0}})
+    before = owner.root / "1"
+    fs.synthesize(settings, before, runs=owner.root / "runs")
+    charged = owner.rows
+    other = fs.owner_settings(sections("2", encoder="unit-norm"), before)
+    with raises(LedgerError, "sequence.changed"):
+        fs.simulate(other, continued=before, quiet=True)
+    assert owner.rows == charged
+    settings = fs.owner_settings(sections("2"), before)  # which need not name the encoder again
+    assert settings.encoder is not None
+    fs.synthesize(settings, owner.root / "2", runs=owner.root / "runs", continued=before)
+    assert read_report(owner.root / "2")["guarantee"]["epsilon"] < 8
+
+
 class KilledError(Exception):
     pass
 
@@ -186,6 +222,57 @@ def test_a_killed_period_is_charged_once(owner: Owner, period: int, exchange: st
     assert not verify_run(result.folder).problems
     assert len(owner.rows) - before == (3 if period == 1 else 2)
     assert {path: path.read_bytes() for path in stored} == stored
+
+
+def test_a_period_killed_after_its_files_were_noted_can_be_repeated(owner: Owner) -> None:
+    draw = RunRecord.draw
+    with pytest.MonkeyPatch.context() as patch:
+
+        def kill(self: RunRecord, sets: Any, spec: Any, name: str) -> None:
+            if name == "synthetic.png":
+                raise KilledError
+            draw(self, sets, spec, name)
+
+        patch.setattr(RunRecord, "draw", kill)
+        with pytest.raises(KilledError):
+            owner.run("1", "killed")
+    charged = owner.rows
+    result = owner.run("1", "1")
+    assert owner.rows == charged
+    assert result.folder is not None
+    assert not verify_run(result.folder, ledger=owner.ledger).problems
+    (result.folder / "summary.json").write_text("{}")
+    assert verify_run(result.folder, ledger=owner.ledger).problems
+    owner.run("2", "2", "1")
+
+
+@pytest.mark.parametrize("exchange", ["first", "main"])
+def test_another_run_between_a_kill_and_the_repetition(owner: Owner, exchange: str) -> None:
+    owner.run("1", "1")
+    with pytest.MonkeyPatch.context() as patch:
+
+        def kill(self: FedStats, name: str, *rest: Any) -> Any:
+            if name == exchange:
+                raise KilledError
+            return original(self, name, *rest)
+
+        original = FedStats.from_sum
+        patch.setattr(FedStats, "from_sum", kill)
+        with pytest.raises(KilledError):
+            owner.run("2", "killed", "1")
+    sections = {
+        "run": {"method": "fedstats", "rounds": 1},
+        "data": {"folder": str(owner.root / "2.npz")},
+        "partition": {"kind": "iid", "clients": 1},
+        "privacy": {"noise_multiplier": 20.0},
+    }
+    between = fs.simulate(fs.resolve(sections), output=owner.root / "runs", quiet=True)
+    repeated = owner.run("2", "2", "1")
+    for result in (between, repeated):
+        assert result.folder is not None
+        assert not verify_run(result.folder, ledger=owner.ledger).problems
+    report = read_report(owner.root / "2")
+    assert len(report["ledger"]) == len(owner.rows) == 3 + 2 + 2
 
 
 def test_a_missed_period_costs_nothing(owner: Owner) -> None:
