@@ -7,6 +7,9 @@ thread each. Images of noise, 28×28. Seconds are the wall's, the median of the 
 first, or of the whole run if it has one round; MiB are the peak of each rank, with libraries. In
 the cases "exchange", a client's step only waits for a second, and each rank has one client, so that
 the difference between one and two ranks is the exchange. Linux only.
+
+With `pip install pfl`, FedAvg also runs in pfl-research's simulated backend, which gets the images
+as tensors and only counts examples as metrics.
 """
 
 from __future__ import annotations
@@ -21,16 +24,28 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
-from fedsynth import FedAvg, ImageData, ModelParameters, RunSettings, from_arrays, simulate
+from fedsynth import (
+    FedAvg,
+    ImageData,
+    ModelParameters,
+    ModelSettings,
+    RunSettings,
+    from_arrays,
+    simulate,
+)
 from fedsynth.cli.application import keep_large_allocations
 from fedsynth.config.resolve import resolve
 from fedsynth.data.registry import custom_spec
+from fedsynth.models.registry import build_model
 from fedsynth.privacy.settings import NO_LEDGER
 from fedsynth.rank import this_rank
 from library.machine import peak_mib, run_cases, timing_options
@@ -95,7 +110,9 @@ CASES = {}
 for title, work in WORKS.items():
     for ranks, threads in ARRANGEMENTS:
         if work.method != "waiting" or threads == 1:
-            CASES[f"{title}; {ranks} × {threads}"] = (work, ranks, threads)
+            CASES[f"{title}; {ranks} × {threads}"] = (work, ranks, threads, False)
+        if work.method == "fedavg" and not work.privacy and threads == 1 and find_spec("pfl"):
+            CASES[f"{title}, pfl-research; {ranks} × 1"] = (work, ranks, 1, True)
 
 
 def noise(images: int) -> ImageData:
@@ -104,6 +121,74 @@ def noise(images: int) -> ImageData:
     spec = custom_spec("noise", (1, 28, 28), map(str, range(10)), **facts)
     pixels = np.random.default_rng(0).integers(0, 256, (images, 1, 28, 28), dtype=np.uint8)
     return from_arrays(pixels, np.arange(images) % 10, spec)
+
+
+class Network(nn.Module):
+    """A network with the two methods that pfl-research calls."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__()
+        settings = ModelSettings(**work.model)
+        self.network = build_model(settings, (1, 28, 28), 10, 0)
+
+    def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
+        return nn.functional.cross_entropy(self.network(x), y)
+
+    def metrics(self, x: Tensor, y: Tensor, eval: bool = False) -> dict[str, Any]:
+        from pfl.metrics import Weighted
+
+        return {"examples": Weighted(len(y), 1)}
+
+
+def pfl_times(work: Work, clients: int, rounds: int) -> list[float]:
+    """Returns the seconds of pfl-research's rounds after the first."""
+    from pfl.aggregate.simulate import SimulatedBackend
+    from pfl.algorithm.base import NNAlgorithmParams
+    from pfl.algorithm.federated_averaging import FederatedAveraging
+    from pfl.callback.base import TrainingProcessCallback
+    from pfl.data.dataset import Dataset
+    from pfl.data.federated_dataset import FederatedDataset
+    from pfl.data.sampling import get_user_sampler
+    from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
+    from pfl.metrics import Metrics
+    from pfl.model.pytorch import PyTorchModel
+
+    data = noise(clients * work.images)
+    pixels, labels = data.images.float() / 255, data.labels
+    rows = torch.arange(len(labels)).view(clients, work.images)
+
+    def user(number: int) -> Any:
+        return Dataset([pixels[rows[number]], labels[rows[number]]], user_id=number)
+
+    times: list[float] = []
+
+    class Clock(TrainingProcessCallback):  # type: ignore[misc]
+        def after_central_iteration(self, *arguments: Any, **named: Any) -> tuple[bool, Any]:
+            times.append(time.perf_counter())
+            return False, Metrics()
+
+    network = Network(work)
+    server = torch.optim.SGD(network.parameters(), lr=1.0)
+    model = PyTorchModel(network, torch.optim.SGD, server)
+    users = FederatedDataset(user, get_user_sampler("minimize_reuse", list(range(clients))))
+    FederatedAveraging().run(
+        NNAlgorithmParams(
+            central_num_iterations=rounds + 1,
+            evaluation_frequency=1000,
+            train_cohort_size=clients,
+            val_cohort_size=clients,
+        ),
+        SimulatedBackend(users, users),
+        model,
+        NNTrainHyperParams(
+            local_learning_rate=0.01,
+            local_num_epochs=work.settings["local_epochs"],
+            local_batch_size=work.settings["batch"],
+        ),
+        NNEvalHyperParams(local_batch_size=None),
+        callbacks=[Clock()],
+    )
+    return [later - earlier for earlier, later in pairwise(times)]
 
 
 def settings_of(work: Work, clients: int, options: argparse.Namespace) -> RunSettings:
@@ -124,9 +209,9 @@ def settings_of(work: Work, clients: int, options: argparse.Namespace) -> RunSet
     )
 
 
-def measure(case: tuple[Work, int, int], options: argparse.Namespace) -> dict[str, Any]:
+def measure(case: tuple[Work, int, int, bool], options: argparse.Namespace) -> dict[str, Any]:
     """Measures one case in this process, or on ranks that it starts."""
-    work, ranks, threads = case
+    work, ranks, threads, is_pfl = case
     if ranks > 1 and "RANK" not in os.environ:
         return launched(ranks)
     torch.set_num_threads(threads)
@@ -134,16 +219,23 @@ def measure(case: tuple[Work, int, int], options: argparse.Namespace) -> dict[st
     clients = work.clients or ranks
     if options.quick:
         clients = min(clients, 4)
-    settings = settings_of(work, clients, options)
-    data = noise(clients * work.images)
-    result = simulate(settings, data=(data, None), quiet=True)
+    if is_pfl:
+        times = pfl_times(work, clients, 2 if options.quick else work.rounds)
+    else:
+        settings = settings_of(work, clients, options)
+        data = noise(clients * work.images)
+        metrics = simulate(settings, data=(data, None), quiet=True).metrics
+        times = [row["seconds"] for row in metrics]
+        times = times[1:] or times
     if FOLDER in os.environ:
         (Path(os.environ[FOLDER]) / str(this_rank())).write_text(str(peak_mib()))
     if this_rank():
         sys.exit(0)
-    times = [row["seconds"] for row in result.metrics]
-    seconds = statistics.median(times[1:] or times)
-    return {"clients": clients, "seconds a round": seconds, "peak_mib": [round(peak_mib(), 1)]}
+    return {
+        "clients": clients,
+        "seconds a round": statistics.median(times),
+        "peak_mib": [round(peak_mib(), 1)],
+    }
 
 
 def launched(ranks: int) -> dict[str, Any]:
