@@ -210,7 +210,7 @@ def test_invalid_model_files_are_rejected(
         weights = {key: torch.full_like(old, value, dtype=dtype) for key, old in state.items()}
         save_file(weights, str(dtype).removeprefix("torch."), facts)
     for options, text in {
-        "a other": "files must have the image shape",
+        "a other": "files must be a model with image shape",
         "a --student convent": "did you mean convnet",
         "broken": "cannot be used",
         "float32": "contains NaN or infinite",
@@ -430,7 +430,7 @@ def test_proposed_commands_run(
         if kind == "patients at several sites":
             assert "users: 16, of whom 2 have records at several sites" in described
             train = line.replace("synthesize", "train --method fedstats").replace("--out share", "")
-            refusal = "partition.kind=iid, partition.clients=1 or `fedsynth synthesize`"
+            refusal = "partition.kind=iid, partition.clients=1"
             assert refusal in fedsynth(train).stderr
             assert fedsynth(f"{train} --partition iid --clients 1 --dry-run").ok
         assert fedsynth(line).ok

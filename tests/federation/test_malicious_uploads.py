@@ -260,7 +260,7 @@ METHOD_ATTACKS: dict[tuple[str, str], tuple[Attack, str]] = {
     },
     ("feddm", "another message"): (
         lambda sent: ModelParameters({}, 1.0),
-        "the type ModelParameters",
+        "got ModelParameters",
     ),
 }
 

@@ -352,7 +352,7 @@ def test_test_splits_follow_the_protected_unit(unit: str, shares: bool) -> None:
 
 
 def test_invalid_user_settings_are_refused() -> None:
-    with pytest.raises(PrivacySettingError, match=r"needs privacy\.nominal_size"):
+    with pytest.raises(PrivacySettingError, match=r"Set privacy\.nominal_size"):
         fs.resolve({"privacy": {"noise_multiplier": 1.0, "unit": "user"}})
     with pytest.raises(PrivacySettingError, match="one of record, user"):
         user_settings(unit="household")
