@@ -188,6 +188,9 @@ def pfl_times(work: Work, clients: int, rounds: int) -> list[float]:
         NNEvalHyperParams(local_batch_size=None),
         callbacks=[Clock()],
     )
+    if torch.distributed.is_initialized():  # or a process aborts at its end
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
     return [later - earlier for earlier, later in pairwise(times)]
 
 
