@@ -389,7 +389,7 @@ def without_hash(stored: bytes, label: str = "") -> bytes:
     """
     content = stored[HASH_DIGITS:]
     if with_hash(content, label) != stored:
-        raise ValueError("the content does not match its stored SHA-256")
+        raise ValueError("its content does not match the SHA-256 at its start")
     return content
 
 

@@ -288,7 +288,7 @@ def gaussian_delta(mu: float, epsilon: float) -> float:
 
 
 def delta_of(merged: Merged, epsilon: float) -> float:
-    """Computes an upper bound on δ at the given ε for the merged releases."""
+    """Computes an upper bound on δ at a given ε for several releases together."""
     if merged.selections:
         from dp_accounting.rdp import rdp_privacy_accountant as rdp
 
@@ -325,7 +325,7 @@ def _largest_delta(trials: Sequence[Merged], epsilon: float) -> float:
 
 @lru_cache(maxsize=4096)
 def epsilon_of(merged: Merged, delta: float) -> float:
-    """Computes an upper bound on ε at the given δ for the merged releases.
+    """Computes an upper bound on ε at a given δ for several releases together.
 
     Raises:
         PrivacySettingError: δ is too small for the accuracy of the FFT.

@@ -99,7 +99,7 @@ def public(reason: str, shape: Any = NUMBER) -> Disclosure:
 
 
 def simulation_only(reason: str, shape: Any = Any) -> Disclosure:
-    """Declares a value that depends on private data without protection.
+    """Declares a value that is computed from private data and is not protected.
 
     Only the operator of a simulation may see such a value.
 

@@ -465,7 +465,7 @@ class GaussianSumMechanism:
         if self._groups != 1 or products.width != self._width:
             raise PrivacyError(
                 f"`products` has 1 group of {products.width} coordinates, but the mechanism was "
-                f"charged for {self._groups} of {self._width}. Charge a matching mechanism"
+                f"created for {self._groups} groups of {self._width}. Create a matching mechanism"
             ).with_code("mechanism.products")
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
@@ -523,5 +523,5 @@ class GaussianSumMechanism:
     def _refuse_forks(self) -> None:
         if self._process != this_process():
             raise PrivacyError(
-                "the mechanism was charged in another process. Charge a new mechanism after a fork"
+                "the mechanism belongs to another process. Create and charge a new one after a fork"
             ).with_code("mechanism.process")

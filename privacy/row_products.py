@@ -22,7 +22,7 @@ LANES = 16  # the number of float32 values in the widest registers of a CPU (512
 
 
 def row_product(rows_Nd: Tensor, weight_Cd: Tensor, bias_C: Tensor | None = None) -> Tensor:
-    """Computes rows · weightᵀ + bias, [N, C]. Each row is bitwise independent of the others.
+    """Computes rows · weightᵀ + bias, [N, C]. A result's bits do not depend on other rows.
 
     >>> import torch
     >>> row_product(torch.ones(2, 3), torch.ones(1, 3)).tolist()

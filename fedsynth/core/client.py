@@ -102,7 +102,10 @@ class ClientClassPairs:
         return len(self.label)
 
     def of(self, position: int) -> Tensor:
-        """Returns the indices of the (client, class) pairs of the client at `position`."""
+        """Returns the indices of one client's (client, class) pairs.
+
+        `position` is the client's index among the clients of this step.
+        """
         return torch.nonzero(self.position == position).flatten()
 
 

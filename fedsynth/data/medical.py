@@ -386,7 +386,7 @@ def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
 
 
 def _table(descriptor: Any, content: Any, data: Any) -> tuple[int, Array]:
-    """Returns the entries of a lookup table, and the stored value of the first entry."""
+    """Returns a lookup table's entries, and the smallest pixel value that the table maps."""
     count, first, _ = descriptor
     count = count % 2**16 or 2**16
     order = "<" if data.file_meta.TransferSyntaxUID.is_little_endian else ">"

@@ -598,8 +598,10 @@ def _column(read: Callable[[], Any], name: str) -> Array:
             break
         lengths = compute.list_value_length(cells).unique().to_pylist()
         if len(lengths) > 1:
-            rule = "the cells' lists have different lengths"
-            raise ValueError(f"{rule}, {lengths[0]} and {lengths[1]}")
+            raise ValueError(
+                f"the cells contain lists of different lengths, such as {lengths[0]} and "
+                f"{lengths[1]} values. Make all lists equally long"
+            )
         shape.append(*(lengths or [0]))
         cells = compute.list_flatten(cells)
     if pyarrow.types.is_decimal(cells.type):

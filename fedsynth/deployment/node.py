@@ -234,7 +234,8 @@ class Node(Place):
         proposal = Proposal.from_json(request.proposal)
         if proposal.run != run:
             raise MessageError(
-                f"a message for run {run:.16} proposes run {proposal.run}. {SAME_VERSION}"
+                f"the message is for run {run:.16}, but its proposal is for run {proposal.run}. "
+                f"{SAME_VERSION}"
             )
         clients = proposal.settings.partition.clients
         if self.number >= clients:

@@ -305,7 +305,7 @@ class Preset:
             if not matching:
                 choices = dict.fromkeys(_value(cell, column) for cell in cells)
                 raise PresetError(
-                    f"preset {self.name} contains no cell with {column} {value}. Use "
+                    f"preset {self.name} contains no experiment with {column} {value}. Use "
                     f"{', '.join(filter(None, choices)) or 'no ' + column}"
                 )
             cells = matching

@@ -189,9 +189,9 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
             reason = (
-                f"gives the run {cell.label} other data, clients or privacy than the first run, but "
-                "a selection needs the same for all. Set partition.seed, and vary only methods, "
-                f"models, rounds and {', '.join(f'privacy.{name}' for name in VARIED)}"
+                f"changes the data, the clients or the privacy settings in the run {cell.label}. In a "
+                "private selection, they must be the same in all runs. Set partition.seed, and vary "
+                f"only methods, models, rounds and {', '.join(f'privacy.{name}' for name in VARIED)}"
             )
             raise SettingError("grid", "settings", reason)
 
@@ -220,7 +220,9 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
-            reason = "has no privacy guarantee, but a selection needs one. Use another mechanism"
+            reason = (
+                "has no privacy guarantee, which a private selection needs. Use another mechanism"
+            )
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":

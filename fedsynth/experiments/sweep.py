@@ -138,8 +138,8 @@ def read_sweep(file: Path) -> Sweep:
     """
     if file.name == CONFIG:
         raise SweepError(
-            f"{file} may come from another user's run, because its name is {CONFIG}. Copy the "
-            "settings that you trust to a file with another name"
+            f"{file} has the name of a run's stored settings, which another user may have written. "
+            "Copy the settings that you trust to a file with another name"
         ).with_code("sweep.untrusted")
     sections: dict[str, dict[str, Any]] = read_sections(file)
     sweep = sections.pop("sweep", {})

@@ -273,7 +273,7 @@ def plans_by_mechanism(sections: Mapping[str, Mapping[str, Any]]) -> list[Privac
     method = resolve({**sections, "privacy": {}}).method
     named = privacy.get("mechanism")
     if named is not None and not mechanism_facts(str(named)).guaranteed:
-        reason = "has no privacy guarantee, so no ε can be planned. Use another mechanism"
+        reason = "has no privacy guarantee, so its ε is unlimited. Use another mechanism"
         raise PrivacySettingError("privacy", "mechanism", reason, value=named)
     plans: list[PrivacyPlan] = []
     for name in method.dp_mechanisms if named is None else (str(named),):

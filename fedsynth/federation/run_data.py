@@ -533,7 +533,7 @@ def planned_ledgers(
 
 
 def data_set_id(run: RunSettings) -> str:
-    """Returns the identifier of the data set and its partition in the clients' ledgers.
+    """Returns the name of a run's data set and partition, which ledgers store.
 
     It does not depend on the local test split, because the records are the same. If the clients are
     custom parts of the data, the text does not identify the parts. The ledgers then identify the

@@ -295,7 +295,7 @@ class CCVR(TrainsLocally, VaryingReleases):
         return {**rules, "parameters": Named({}), "moments": Array(shape, low=-bound, high=bound)}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for DP-SGD and the class moments."""
+        """Plans a round's private releases: DP-SGD and the class moments."""
         plans = super().release_plans(privacy, context)
         if not self.virtual:
             return plans

@@ -383,7 +383,7 @@ class FedAF(CondensingMethod, TwoExchanges):
         }
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for the images, the logit sums and the class counts.
+        """Plans a round's private releases: the images, logit sums and class counts.
 
         The plan for the images has T releases in a round.
         """

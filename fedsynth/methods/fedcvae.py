@@ -319,7 +319,7 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         return None
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for the autoencoder's DP-SGD and the class counts."""
+        """Plans the private releases: the autoencoder's DP-SGD and the class counts."""
         if self.norm == "batch":
             reason = (
                 "must not be 'batch' with differential privacy, because batch norm mixes a batch's "

@@ -213,7 +213,7 @@ class TrainsToAnchors(TrainsLocally):
         return LocalObjective(loss=loss)
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for DP-SGD, the feature sums and the class counts."""
+        """Plans a round's private releases: DP-SGD, feature sums and class counts."""
         if self.start_round > 1 or self.weight == 0:
             reason = (
                 f"must be 1 and method.weight above 0, got {self.start_round} and {self.weight:g}. "

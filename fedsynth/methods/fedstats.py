@@ -570,7 +570,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return facts
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for round 1 and for the later steps.
+        """Plans the private releases of round 1 and of the later steps.
 
         Raises:
             SettingError: a clipping bound or a sampling rate is set, although the method fixes

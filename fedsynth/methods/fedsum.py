@@ -309,7 +309,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         return {"sums": IMAGES, "counts": COUNTS}
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for the class sums (M releases) and the class counts."""
+        """Plans a round's private releases: M releases of class sums, and class counts."""
         refuse_batch_norm(context.architecture)
         plans = class_sums.feature_plans(
             privacy, context, networks=self.networks, count_noise=self.count_noise
@@ -322,7 +322,7 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
 
 
 def _centred(u: matching.NetworkFeatures, s_CD: Tensor, x_NCHW: Tensor, label_N: Tensor) -> Tensor:
-    """Returns each image's features minus a vector s_c of the image's class, [N, D].
+    """Subtracts from each image's features the shift s_c of the image's class, [N, D].
 
     Each row depends only on its image and class.
     """

@@ -231,7 +231,7 @@ class FPL(TrainsLocally):
         return LocalObjective(loss=loss, make_upload=make_upload)
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plans for DP-SGD, the embedding sums and the class counts."""
+        """Plans a round's private releases: DP-SGD, embedding sums and class counts."""
         return *super().release_plans(privacy, context), *sums_plans(
             SUMS,
             "embeddings (prototypes)",

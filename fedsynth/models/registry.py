@@ -379,7 +379,7 @@ def feature_facts(settings: ModelSettings, spec: DatasetSpec) -> dict[str, str]:
 def _refuse_tokens(settings: ModelSettings, spec: DatasetSpec) -> None:
     """Raises an error if a built-in network other than the LSTM is used for tokens."""
     if spec.vocabulary and settings.name != "lstm" and not is_own_model(settings):
-        reason = f"cannot use {spec.name}, whose records are tokens. Set model.name=lstm"
+        reason = f"must be lstm for the tokens of {spec.name}. Set model.name=lstm"
         raise SettingError("model", "name", reason, value=settings.name)
 
 

@@ -104,7 +104,7 @@ def _declared_metrics(method: type[Method]) -> Declared:
 
 
 def undeclared(row: Mapping[str, Any], declared: Declared) -> Iterator[str]:
-    """Yields a description of each metric that may not be shown or has the wrong type."""
+    """Yields a description of each metric that must stay secret or has the wrong type."""
     for key, value in row.items():
         if key not in declared or not declared[key].may_be_shown:
             yield f"contains the undeclared metric {key!r:.80}"

@@ -123,8 +123,8 @@ def _owner_run(folder: Path, method: type[Method] | None) -> tuple[PrivateRun, O
     clients, limit = run.settings.partition.clients, run.settings.rounds
     if rounds > limit or number >= clients:
         raise PrivacyError(
-            f"{OWNER} states client {number} (from 0) and {rounds} rounds, but the run has only "
-            f"{clients} clients and {limit} rounds"
+            f"{OWNER} states client number {number} and {rounds} rounds, but the run has client "
+            f"numbers 0 to {clients - 1} and {limit} rounds. Restore the original file"
         )
     if not run.networked or len(run.start.ledgers) != 1:
         raise PrivacyError("the report must be for exactly one client of a run over a network")

@@ -410,7 +410,7 @@ def _architecture(run: RunSettings) -> str:
 
 
 def _settings_text(run: RunSettings, section: str) -> str:
-    """Formats the settings in one section that have a value, such as "width = 32, depth = 2"."""
+    """Formats the settings of one section, such as "width = 32, depth = 2", without unset ones."""
     settings = run.to_mapping()[section]
     return ", ".join(f"{key} = {value}" for key, value in settings.items() if value != "")
 

@@ -1,4 +1,4 @@
-"""Compares synthetic images from a run or an exported set with real images."""
+"""Compares real images with synthetic ones, which are in a run folder or an exported set."""
 
 from __future__ import annotations
 

@@ -260,8 +260,8 @@ def _require_same_images(key: str, spec: DatasetSpec, place: Path, other: Datase
     for name in _FACTS_OF_INPUTS:
         if getattr(other, name) != getattr(spec, name):
             value, fact = short_repr(getattr(spec, name)), name.replace("_", " ")
-            reason = f"must be a model with {fact} {value} for {spec.name}, but {place} was trained"
-            mismatch = f"for {other.name} with {fact} {short_repr(getattr(other, name))}"
+            reason = f"must have the {fact} {value} of {spec.name}, but the model in {place} has"
+            mismatch = f"{short_repr(getattr(other, name))}, that of {other.name}"
             raise SettingError(None, key, f"{reason} {mismatch}. Choose another model")
 
 

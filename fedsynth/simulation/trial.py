@@ -98,7 +98,7 @@ def _released(
     unit: str,
     context: RoundContext,
 ) -> Released:
-    """Releases a noisy number of held-out records that a model classifies correctly."""
+    """Counts the held-out records that a model classifies correctly, with noise."""
     data, held_out = client.data.resident, client.data.held_out
     users = None
     if unit == USER and data.groups is not None:

@@ -134,7 +134,7 @@ def _step_features(
 
 
 def _pair(x: Tensor) -> Tensor:
-    """Returns the same group index, 0, for all records, because no augmentation is used."""
+    """Returns index 0 for each record: without augmentation, all records form one group."""
     return torch.zeros(len(x), dtype=torch.int64, device=x.device)
 
 

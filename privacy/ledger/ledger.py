@@ -427,7 +427,7 @@ class Ledger:
         try:
             complete = file.write(line) == len(line)
             if not complete:
-                raise OSError("only part of the line was written to disk")
+                raise OSError("the disk stored only part of the new line. Free disk space")
             os.fsync(file.fileno())
         except OSError as error:
             if not complete:  # a part of a line would block the ledger; a whole line counts

@@ -210,7 +210,7 @@ def test_invalid_model_files_are_rejected(
         weights = {key: torch.full_like(old, value, dtype=dtype) for key, old in state.items()}
         save_file(weights, str(dtype).removeprefix("torch."), facts)
     for options, text in {
-        "a other": "files must be a model with image shape",
+        "a other": "files must have the image shape",
         "a --student convent": "did you mean convnet",
         "broken": "cannot be used",
         "float32": "contains NaN or infinite",

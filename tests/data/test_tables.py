@@ -189,7 +189,7 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.csv", {"f1": ["NaN"] * N}, {}, "'f1' .* all cells are empty"),
         ("a.parquet", {"f1": pa.nulls(N)}, {}, "'f1' .* all cells are empty"),
         ("a.parquet", {"f1": pa.nulls(N, pa.float32())}, {}, "'f1' .* all cells are empty"),
-        ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "different lengths, "),
+        ("a.parquet", {"f1": [[0.0]] + [[0.0, 1.0]] * (N - 1)}, {}, "lists of different lengths"),
     ],
 )
 def test_unusable_files_raise_one_line_errors(

@@ -179,7 +179,7 @@ def test_teachers_of_other_images_are_refused(share: Path, tmp_path: Path) -> No
         {"width": 16}, {"class_names": tuple("abcdefghij")}, {"std": (0.1,)}, {"slice": 0},
         {"window": (40.0, 400.0)}, {"bounds": (-1.0, 1.0)}, {"encoder": "other"},
     ):  # fmt: skip
-        with pytest.raises(errors.SettingError, match="was trained for others"):
+        with pytest.raises(errors.SettingError, match="that of others"):
             student(**other)
 
 

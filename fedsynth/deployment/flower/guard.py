@@ -95,7 +95,7 @@ def _answer(
         failed = True
     if failed:
         raise MessageError(
-            "the guarded Flower job failed. Read its error in the client's log"
+            "the client's training code raised an error. Read the error in the client's log"
         ).with_code("guard.job")
     return answer
 

@@ -415,7 +415,7 @@ class UploadLayout:
 
 
 def upload_layout(method: SummedUploads, exchange: str, context: RoundContext) -> UploadLayout:
-    """Returns the public encoding of the uploads in one exchange of a round.
+    """Returns the fixed-point format in which clients encode their uploads before masking.
 
     Args:
         method: a method whose server sees only sums of uploads.

@@ -145,7 +145,8 @@ class SumServer:
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
                 raise primitives.SecureSumError(
-                    f"a received share of client {client}'s self mask is wrong"
+                    f"the shares of client {client}'s self mask do not give the seed that the client "
+                    "committed to. Repeat the round"
                 ).with_code("sums.self_mask")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)

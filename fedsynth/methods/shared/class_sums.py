@@ -53,7 +53,7 @@ def sums_plans(
     noise: float,
     exchange: str,
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the release plans for the class sums and the class counts.
+    """Plans the private releases of class sums and class counts.
 
     Neither release subsamples the data.
 
@@ -313,7 +313,7 @@ def default_clip(width: int) -> float:
 def feature_plans(
     privacy: PrivacySettings, context: RoundContext, *, networks: int, count_noise: float
 ) -> tuple[ReleasePlan, ReleasePlan]:
-    """Returns the release plans of the mechanism `features`.
+    """Plans the private releases of the mechanism `features`.
 
     In a round, there are M releases of class sums and one of the class counts.
 

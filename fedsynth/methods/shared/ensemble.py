@@ -166,7 +166,7 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
         return dict(zip(names, (state.parameters, state.other), strict=True))
 
     def _note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
-        """Adds a note to the round if the batch-norm loss ignores some clients' models.
+        """Warns the user if the batch-norm loss leaves out some clients' models.
 
         These models have no batch norm with running statistics.
         """

@@ -180,7 +180,7 @@ def _blur(shape: Shape, deviation: float) -> Tensor:
 
 
 def enlarged(pictures: Tensor, shape: Shape) -> Tensor:
-    """Enlarges small pictures [N, D − 1] to images [N, C, H, W] of normalised brightness.
+    """Enlarges thumbnails to images [N, C, H, W], and normalises their brightness.
 
     The pixels are in [0, 1].
     """
@@ -279,7 +279,7 @@ def _embedded(
 def sharpened_images(
     moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws pictures and sharpens each with a curve of its own, [C, count, channels, H, W]."""
+    """Draws thumbnails and sharpens each by a random curve, [C, count, channels, H, W]."""
     blurred_NCHW = moments.drawn(count, shape, VARIETY, generator).flatten(0, 1)
     steepness, middle = _curves(len(blurred_NCHW), SHARPENED_STEEPNESS, SHARPENED_MIDDLE, generator)
     return sharpened(blurred_NCHW, steepness, middle).view(-1, count, *shape)

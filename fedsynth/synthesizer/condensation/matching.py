@@ -234,7 +234,7 @@ def pull_back(
 
 
 def frozen_means(features: NetworkFeatures, synthetic_SICHW: Tensor) -> Tensor:
-    """Returns the mean features of each pair's synthetic images, [S, D], without an autograd graph.
+    """Returns the synthetic images' mean features for each (client, class) pair, [S, D], detached.
 
     The passes are the same as in `pull_back`.
     """
@@ -382,7 +382,7 @@ class ExactMatcher(MatchingObjective):
 
 
 class NetworkMeansMatcher(MatchingObjective):
-    """Matches the mean features of a client's whole data, without differential privacy.
+    """Matches synthetic images to the mean features of all of a client's data, without privacy.
 
     It uses FedDM's Eq. 9 over M networks in turn, without minibatch noise. Real images take M·n
     forward passes in a round instead of T·C·batch.
