@@ -261,7 +261,7 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"{cell!r} is not a selected cell of {preset}. Choose one from --list")
+        raise OptionError(f"{cell!r} is not a selected table cell of {preset}. Choose one from --list")
     if listed:
         _list_cells(table, cells)
         return
@@ -274,7 +274,7 @@ def reproduce(
     jobs = jobs_of(table, cells, range(table.seeds), changes=changes, speed=speed)
     if not jobs:
         raise OptionError(
-            f"none of the selected cells of {preset} can run. Select other cells from --list"
+            f"none of the selected table cells of {preset} can run. Select others from --list"
         )
     keep_large_allocations()
     deadline = time.monotonic() + 60 * time_budget

@@ -51,7 +51,7 @@ _LADDER = tuple(m * 10.0**k for k in range(-6, 0) for m in (1, 2, 5) if m * 10.0
 
 @dataclass(frozen=True)
 class Merged:
-    """Merged releases, the input of the accountant.
+    """A short form of a list of releases, for the privacy accountant.
 
     All releases without subsampling are merged into one Gaussian mechanism with parameter μ.
     Subsampled releases with the same σ and q are merged into one entry (σ, q, steps). Selections
@@ -300,7 +300,7 @@ def delta_of(merged: Merged, epsilon: float) -> float:
 
 @lru_cache(maxsize=256)  # at most 1 kB each
 def rdp_curve(merged: Merged) -> npt.NDArray[np.float64]:
-    """Computes the Rényi DP of the merged releases at dp-accounting's default orders.
+    """Computes the total Rényi DP of all releases at dp-accounting's default orders.
 
     A trial's candidate is drawn independently of the data, so the RDP of a trial is at most the
     largest of all candidates.
@@ -410,7 +410,7 @@ def epsilon_rdp(
 
 
 def _rdp_accountant(merged: Merged, orders: Sequence[float]) -> Any:
-    """Composes the merged releases, except selections, in dp-accounting's Rényi accountant."""
+    """Composes all releases, except selections, in dp-accounting's Rényi accountant."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import rdp_privacy_accountant as rdp
 

@@ -164,7 +164,7 @@ class DataOwner:
         return epsilon(self._ledger.releases, self.delta)
 
     def charge(self, plan: ReleasePlan, total_epsilon: float | None = None) -> GaussianSumMechanism:
-        """Charges the ledger for a mechanism with the least noise that the budget allows.
+        """Creates a mechanism with the least noise that the budget allows, and records its cost.
 
         Args:
             plan: the clip, sampling rate, number of steps and dimension of the mechanism.
@@ -225,14 +225,14 @@ class DataOwner:
             The noisy sums [classes, D].
 
         Raises:
-            UnplannedReleaseError: the mechanism was not charged to this owner.
+            UnplannedReleaseError: the mechanism was not created by this owner's `charge`.
             PrivacyError: the trial found that a vector depends on more than its own record.
         """
         (only,) = mechanisms
         if only not in self._charged:
             raise UnplannedReleaseError(
-                f"the mechanism was not charged by data owner {self.name!r}. Create the mechanism "
-                "with DataOwner.charge()"
+                f"the mechanism was not created by data owner {self.name!r}. Create it with "
+                "DataOwner.charge()"
             ).with_code("release.uncharged")
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row

@@ -1,4 +1,4 @@
-"""Matrix products in which each result row is bitwise independent of the other rows.
+"""Matrix products in which the bits of a result row do not depend on the other rows.
 
 Usually this does not hold. A kernel library may sum a row in an order that depends on the row's
 memory alignment. If the width is not a multiple of the register width, each row of a batch has a

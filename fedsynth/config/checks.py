@@ -84,7 +84,7 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
     if spec.vocabulary and method.features_refusal:
-        reason = f"needs images, but {spec.name}'s records are tokens. Use fedavg, fedprox or qffl"
+        reason = f"needs images, but data set {spec.name} has token sequences. Use fedavg, fedprox or qffl"
         raise SettingError("run", "method", reason, value=method.name)
     if not spec.has_masks:
         if UNET in names and not spec.vocabulary:

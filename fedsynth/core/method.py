@@ -229,7 +229,7 @@ class Method(ABC):
         """Raises SettingError if the method cannot use the network architecture."""
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of all private releases that a client makes in one round.
+        """Returns the planned DP releases of a client in a round.
 
         The plan of the main release comes first. The engine calls it before any data are read, and
         charges each client for every plan. A step gets the charged releases by the plan's name
@@ -238,7 +238,7 @@ class Method(ABC):
         return ()
 
     def client_plans(self, plans: Plans, client: int, context: RoundContext) -> Plans:
-        """Returns the plans of one client's private releases in the current round.
+        """Returns the planned DP releases of one client in the current round.
 
         By default they are the round's `plans`. A method may reduce a plan's number of steps or
         change its dimension, according to public values. The client is then charged for the changed

@@ -58,7 +58,7 @@ class SumsOverPeriods(SummedUploads):
     def over_periods(
         self, plans: Plans, continued: tuple[str, ...], context: RoundContext
     ) -> Plans:
-        """Returns the plans of the private releases in the current period.
+        """Returns the planned DP releases of the current period.
 
         Args:
             plans: the plans of a run without periods.

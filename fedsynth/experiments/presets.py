@@ -262,8 +262,8 @@ class Preset:
         """
         if reason := self.refusal(cell):
             raise PresetError(
-                f"the cell {cell_words(cell, self)} of {self.name} cannot be run: {reason}. Choose "
-                "another cell"
+                f"the table cell {cell_words(cell, self)} of {self.name} cannot be run: {reason}. "
+                "Choose another cell"
             )
         sections = sections_of_words(cell)
         for block in self.blocks:

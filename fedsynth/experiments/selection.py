@@ -165,8 +165,8 @@ def _check(sweep: Sweep) -> None:
         privacy = cell.settings.privacy
         if privacy is None or privacy.epsilon is None or privacy.noise_multiplier is not None:
             reason = (
-                "must be set, and privacy.noise_multiplier must not, because a selection computes the "
-                "noise. Set privacy.epsilon only"
+                "must be set, and privacy.noise_multiplier must not, because private hyperparameter "
+                "selection computes the noise. Set privacy.epsilon only"
             )
             raise PrivacySettingError("privacy", "epsilon", reason)
         for section, key in settings_with_own_code(cell.settings):
@@ -183,8 +183,8 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("method", "periods", reason, value=method.periods)
         if not cell.settings.partition.local_test:
             reason = (
-                "must be above 0, because a selection scores runs on held-out records. Set it "
-                "to 0.2, or remove [selection]"
+                "must be above 0, because private hyperparameter selection scores runs on held-out "
+                "records. Set it to 0.2, or remove [selection]"
             )
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
@@ -214,8 +214,8 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
         raise SettingError(
             "data",
             "dataset",
-            "must have class labels, because a selection's score counts correct labels. Remove "
-            "[selection]",
+            "must have class labels, because private hyperparameter selection counts correct labels. "
+            "Remove [selection]",
         )
     for plan in plans:
         _ledger_folder(plan)
@@ -226,7 +226,7 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":
-            reason = "cannot be used in a selection of subsampled runs. Use add-remove"
+            reason = "cannot be used for private selection of subsampled runs. Use add-remove"
             raise PrivacySettingError("privacy", "adjacency", reason, value="replace-one")
 
 
@@ -238,7 +238,10 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
     """
     folder = plan.privacy.ledger_folder
     if folder is None:
-        reason = "is not a folder, but a selection needs permanent ledgers. Name a folder"
+        reason = (
+            "must be a folder, because private hyperparameter selection needs permanent ledgers. "
+            "Name a folder"
+        )
         raise PrivacySettingError("privacy", "ledger", reason)
     return folder
 

@@ -129,7 +129,7 @@ def read_sweep(file: Path) -> Sweep:
     """Reads a sweep file, and checks every run's settings.
 
     Custom code named as FILE.py:NAME is loaded. A file named config.toml is refused, because it may
-    come from a foreign run.
+    come from another user's run.
 
     Raises:
         SweepError: the file is a config.toml, or the grid or a run's settings are invalid. The

@@ -121,8 +121,7 @@ def encoder_map(settings: EncoderSettings, images: DatasetSpec | Shape) -> Featu
     spec = as_spec(images)
     if spec.vocabulary:
         raise _refused(
-            f"cannot be used with {spec.name}, whose records are tokens instead of images. "
-            "Remove it"
+            f"needs images, but data set {spec.name} contains token sequences. Remove it"
         )
     if settings.is_pretrained:
         return _pretrained_map(settings, spec.image_shape, Decoding(spec.window, spec.slice))

@@ -192,7 +192,7 @@ class PrivacyPlan:
         return isinstance(self.run.method, VaryingReleases)
 
     def round_plans(self, number: int) -> Plans:
-        """Returns the plans of the releases made in round `number`.
+        """Returns the planned DP releases of round `number`.
 
         Raises:
             UnplannedReleaseError: the method changes a planned release or adds another release.
@@ -269,7 +269,7 @@ class PrivacyPlan:
         return totals(self.planned([1], sigma)).times(rounds)
 
     def client_plans(self, client: int, context: RoundContext) -> Plans:
-        """Returns one client's release plans for the context's round.
+        """Returns one client's planned DP releases in the current round.
 
         They include the exceptions that the method makes for this client.
 

@@ -385,7 +385,7 @@ class FedAF(CondensingMethod, TwoExchanges):
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
         """Plans a round's private releases: the images, logit sums and class counts.
 
-        The plan for the images has T releases in a round.
+        The images are released T times.
         """
         images = super().release_plans(privacy, context)
         return *images, *sums_plans(

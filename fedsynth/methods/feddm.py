@@ -207,7 +207,7 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         return super().client_bytes(context) + 4 * means
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the plans of the private releases in a round.
+        """Returns the planned DP releases of a round.
 
         The mechanism `features` has M releases of class sums and one of the class counts, where M
         is at most the number of steps. Each other mechanism has T releases.

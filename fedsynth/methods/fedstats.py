@@ -583,7 +583,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
     def _releases(self, privacy: PrivacySettings | None, context: RoundContext) -> Plans:
-        """Returns all release plans, without the parameters of secure aggregation.
+        """Returns all planned DP releases, without the parameters of secure aggregation.
 
         The expected signals assume a best case. The C classes are equally frequent, all examples of
         a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
@@ -695,7 +695,7 @@ def _planned(
     signal: float,
     clip: float = 1.0,
 ) -> Plans:
-    """Returns a list with the plan of a release, or an empty list if its budget share is 0."""
+    """Returns a tuple with one planned DP release, or an empty tuple if its budget share is 0."""
     if not shares[name]:
         return ()
     plan = ReleasePlan(

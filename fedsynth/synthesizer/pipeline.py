@@ -140,9 +140,9 @@ def _pair(x: Tensor) -> Tensor:
 
 @dataclass(eq=False, repr=False)
 class FeatureMatching:
-    """Matches synthetic records' features to real minibatches' features, without privacy.
+    """Matches the features of synthetic records to those of real minibatches.
 
-    Each class is matched separately.
+    It is not differentially private. Each class is matched separately.
 
     Args:
         x, y: the records [N, ...] and their labels [N].

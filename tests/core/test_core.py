@@ -248,9 +248,9 @@ def test_frames_are_short_and_finite() -> None:
 @pytest.mark.parametrize("value", [-1, 1.0, True, "1", None, [1]])
 def test_integers_are_strict(value: Any) -> None:
     """True and 1.0 are not accepted as 1."""
-    with pytest.raises(MessageError, match=r"'end' is not valid: rounds is wrong: Input"):
+    with pytest.raises(MessageError, match=r"'end' is not valid: rounds is invalid: Input"):
         EndFacts.of(Frame("end", {"rounds": value}))
-    with pytest.raises(MessageError, match=r"'step' is not valid: participants\.1 is wrong: Input"):
+    with pytest.raises(MessageError, match=r"'step' is not valid: participants\.1 is invalid: Input"):
         RoundFacts.of(Frame("step", {"round": 1, "participants": [0, value]}))
     assert EndFacts.of(Frame("end", {"rounds": 3, "other": value})).rounds == 3
 

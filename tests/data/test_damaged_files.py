@@ -112,23 +112,23 @@ CASES: dict[tuple[str, str], list[tuple[Content, str]]] = {
         (b"\n", "lists no image"),
     ],
     ("femnist", leaf_path("train", 2)): [
-        (b'{"user_data": {}}', "user_data is wrong: Dictionary should have at least 1"),
+        (b'{"user_data": {}}', "user_data is invalid: Dictionary should have at least 1"),
         (writers(y=[1]), "writer 'w' in .* must have images of 784 numbers"),
         (writers(x=[ROW, ROW[1:]]), "must have images of 784 numbers"),
-        (writers(x=[], y=[]), "user_data.w.x is wrong: List should have at least 1 item"),
+        (writers(x=[], y=[]), "user_data.w.x is invalid: List should have at least 1 item"),
         *(
-            (writers(x=[ROW, [*ROW[1:], value]]), "user_data.w.x.1.783 is wrong: Input should be")
+            (writers(x=[ROW, [*ROW[1:], value]]), "user_data.w.x.1.783 is invalid: Input should be")
             for value in (None, True, float("nan"), float("inf"), -1e-9, 255)
         ),
         (writers(y=[0, 62]), r"cannot be used: .* outside \[0, 62\)"),
         *(
-            (writers(y=[0, value]), "user_data.w.y.1 is wrong: Input should be")
+            (writers(y=[0, value]), "user_data.w.y.1 is invalid: Input should be")
             for value in (-1, 1.5, 2**70, True)
         ),
         (json.dumps(leaf({"f0100_00": writer(1)})).encode(), "contain user 'f0100_00'"),
     ],
     ("femnist", leaf_path("test", 5)): [
-        (b"<html>404</html>", "is not a LEAF file: the content is wrong: Invalid JSON")
+        (b"<html>404</html>", "is not a LEAF file: the content is invalid: Invalid JSON")
     ],
     ("tiny-imagenet", "tiny-imagenet-200/wnids.txt"): [
         ("\n".join(names).encode(), "does not list 200 different WordNet numbers")

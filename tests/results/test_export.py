@@ -176,7 +176,7 @@ def test_invalid_values_are_rejected(share: Path, tmp_path: Path) -> None:
         ({"soft_labels": torch.full((4, 3), 1 / 3)}, {}, r"floating point \[4, 2\]"),
         ({}, {"std": "[1e-300]"}, "are not finite"),
         ({}, {"mean": "[" * 50_000}, "recursion limit"),
-        ({}, {"class_names": "3"}, "class_names is wrong: Input should be a valid list"),
+        ({}, {"class_names": "3"}, "class_names is invalid: Input should be a valid list"),
         ({}, {"delta": "null"}, "only one of ε and δ"),
     ]
     for number, (tensors, stated, message) in enumerate(cases):

@@ -82,10 +82,10 @@ def guard_mod(
 def _answer(
     call_next: Callable[[Message, Context], Message], message: Message, context: Context
 ) -> Message:
-    """Runs the guarded Flower job, and returns its answer.
+    """Runs the Flower ClientApp, and returns its answer.
 
     Raises:
-        MessageError: the job failed, whatever it raised.
+        MessageError: the app failed, whatever it raised.
     """
     try:
         answer = call_next(message, context)

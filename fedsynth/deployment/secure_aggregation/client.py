@@ -212,7 +212,7 @@ class SumClient(Parcel):
         for k, keys_of in keys.items():
             if k != keys_of.client:
                 raise SecureSumError(
-                    f"the server sent client {keys_of.client}'s keys for client {k}"
+                    f"the server assigned the public keys of client {keys_of.client} to client {k}"
                 )
             public |= {keys_of.mask, keys_of.channel}
         if len(public) < 2 * len(keys):

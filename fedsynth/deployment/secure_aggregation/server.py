@@ -136,8 +136,8 @@ class SumServer:
         """Removes the masks, and returns the sum of the present clients' vectors, uint64 [n].
 
         Raises:
-            SecureSumError: if there are too few shares, or if a share is wrong. The sum is then not
-                computed.
+            SecureSumError: if there are too few shares, or if they do not match a client's
+                commitment or public key. The sum is then not computed.
         """
         answers = self._usable(shares, lambda k, _: k in self.masked, "shares of masks")
         total = np.zeros(self.terms.length, np.uint64)
@@ -154,7 +154,8 @@ class SumServer:
             key = self._secret(client, {k: message.keys for k, message in answers.items()})
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
-                    f"a received share of client {client}'s mask key is wrong"
+                    "the received secret shares reconstruct a mask key that does not match the public "
+                    f"key of client {client}"
                 ).with_code("sums.mask_key")
             for other in self.masked:
                 # the mask that the other one has added

@@ -84,7 +84,7 @@ def sums_plans(
 
 
 def counts_plan(sums: ReleasePlan, noise: float) -> ReleasePlan:
-    """Returns the release plan for class counts released together with class sums.
+    """Returns the planned DP release of the class counts that accompany class sums.
 
     The counts are a single release, to which each example contributes 1.
 

@@ -169,7 +169,7 @@ class CondensingMethod(TrainsOnUnion):
         super().__post_init__()
 
     def release_plans(self, privacy: PrivacySettings, context: RoundContext) -> Plans:
-        """Returns the release plan for the synthetic images.
+        """Returns the planned DP releases of a round: synthetic images.
 
         A round has T noisy releases, and each of them moves the images by one step. Methods with
         further releases append their plans.

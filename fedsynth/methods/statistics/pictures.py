@@ -288,7 +288,7 @@ def sharpened_images(
 def shaded_images(
     moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
 ) -> Tensor:
-    """Draws pictures and renders each as a textured object, [C, count, channels, H, W]."""
+    """Draws images of each class as textured objects, [C, count, channels, H, W]."""
     smooth = moments.smoothed(shape)
     pictures = smooth.symmetric(smooth.drawn(count, shape, VARIETY, generator), generator)
     x_NCHW = pictures.flatten(0, 1)

@@ -223,9 +223,9 @@ def refuse_private(kind: str) -> None:
 
 
 class DistributionMatcher(matching.MatchingObjective):
-    """Matches entire feature distributions, without differential privacy.
+    """Matches the feature distribution of synthetic images to that of real images.
 
-    It computes ∇_S Σ_c divergence(u(B_c), u(S_c)).
+    It is not differentially private. It computes ∇_S Σ_c divergence(u(B_c), u(S_c)).
 
     Args:
         exact: draws the real batches.

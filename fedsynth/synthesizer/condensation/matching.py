@@ -326,7 +326,9 @@ class MatchingObjective:
 
 @dataclass(eq=False)
 class ExactMatcher(MatchingObjective):
-    """Matches the mean features of real minibatches, without differential privacy.
+    """Matches the mean features of synthetic images to those of real minibatches.
+
+    It is not differentially private.
 
     Args:
         clients, batches: the client group and each step's real batches.
