@@ -261,7 +261,9 @@ def reproduce(
     selected = table.select(dataset=dataset, alpha=alpha, method=method)
     cells = [entry for entry in selected if cell in cell_words(entry, table)]
     if not cells:
-        raise OptionError(f"{cell!r} is not a selected table cell of {preset}. Choose one from --list")
+        raise OptionError(
+            f"{cell!r} is not a selected table cell of {preset}. Choose one from --list"
+        )
     if listed:
         _list_cells(table, cells)
         return

@@ -54,6 +54,8 @@ from fedsynth.privacy.reachable_state import ReachableState
 from fedsynth.privacy.releases import RECORD, USER, require
 
 _LOGGER = logging.getLogger(__name__)
+# The name of the method in the report of a custom pipeline.
+METHOD = "custom pipeline"
 # The maximum number of records in one call of a user's function.
 RECORDS_AT_ONCE = 512
 # The largest change of a sum, in clips, that rounding may cause because records change their
@@ -187,8 +189,9 @@ class DataOwner:
         spent = epsilon(rows, self.delta)
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
-                f"data owner {self.name!r} has no budget left: ε = {spent:.4g} of {target:g} is "
-                f"spent (at δ = {self.delta:g}). Raise the total ε",
+                f"data owner {self.name!r} has no budget left: its ledger in "
+                f"{self._ledger.path or 'memory'} has spent ε = {spent:.4g} of {target:g} (at δ = "
+                f"{self.delta:g}). Raise the total ε",
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
@@ -448,7 +451,7 @@ class DataOwner:
         history = self._ledger.history()  # once: a thread may charge in between
         rows = history.releases
         facts = ReportFacts(
-            method="custom pipeline",
+            method=METHOD,
             mechanism=", ".join(dict.fromkeys(row.mechanism for row in rows)),
             delta=self.delta,
             epsilon_cap=self.epsilon,

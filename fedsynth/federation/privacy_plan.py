@@ -370,7 +370,7 @@ class PrivacyPlan:
             BudgetExceededError: the cap is too small. The settings contain a mistake.
         """
         if self.facts.guaranteed:
-            self.guard(Ledger("any")).check(self.planned([1]))
+            self.guard(Ledger("any of the run")).check(self.planned([1]))
 
     def check_round(self, number: int, histories: Sequence[History]) -> None:
         """Checks that all clients of a round can be charged for it.

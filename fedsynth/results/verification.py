@@ -27,6 +27,7 @@ from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
 from fedsynth.privacy.guard import verify_guard
 from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.owner import METHOD as OWNERS_PIPELINE
 from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
@@ -96,7 +97,14 @@ def verify_run(
     elif not (path / f"{NAME}.json").exists() and is_unfinished(path):
         advice = f"To build a report, run fedsynth privacy report {path}"
         raise PrivacyError(f"the run did not finish, so it has no report yet. {advice}")
+    if path.suffix in (".html", ".md"):
+        raise PrivacyError(f"{path} is a page without data. Verify the run folder or {NAME}.json")
     report = report_file.read_report(path)
+    if report.get("method") == OWNERS_PIPELINE:
+        raise PrivacyError(
+            f"{path} cannot be verified, because a DataOwner stores no settings to compare it with. "
+            "Use simulate with an output folder for runs that must be verified"
+        )
     if wrong := schema_problems(report):
         return Verification([Problem("schema", text) for text in wrong])
     with report_file.damage_as_error(f"the run in {folder} is damaged"):

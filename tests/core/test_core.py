@@ -250,7 +250,9 @@ def test_integers_are_strict(value: Any) -> None:
     """True and 1.0 are not accepted as 1."""
     with pytest.raises(MessageError, match=r"'end' is not valid: rounds is invalid: Input"):
         EndFacts.of(Frame("end", {"rounds": value}))
-    with pytest.raises(MessageError, match=r"'step' is not valid: participants\.1 is invalid: Input"):
+    with pytest.raises(
+        MessageError, match=r"'step' is not valid: participants\.1 is invalid: Input"
+    ):
         RoundFacts.of(Frame("step", {"round": 1, "participants": [0, value]}))
     assert EndFacts.of(Frame("end", {"rounds": 3, "other": value})).rounds == 3
 

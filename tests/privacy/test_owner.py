@@ -32,6 +32,7 @@ from fedsynth.privacy.dpsgd import cross_entropies as losses
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.releases import Release
+from fedsynth.results.verification import verify_run
 from tests.digits import CPU, SPEC
 from tests.privacy.support import in_threads, plan
 from tests.quick_runs import quick_settings
@@ -161,6 +162,10 @@ def test_report_matches_ledger(tmp_path: Path) -> None:
         data_owner.report(tmp_path / f"report{suffix}")
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["guarantee"]["epsilon"] == pytest.approx(data_owner.spent())
+    assert "the data set is public" not in (tmp_path / "report.md").read_text()  # nobody said so
+    for name, reason in (("report.json", "a DataOwner stores"), ("report.html", "without data")):
+        with pytest.raises(PrivacyError, match=reason):
+            verify_run(tmp_path / name)
     with raises(PrivacySettingError, "path"):
         data_owner.report(tmp_path / "report.pdf")
 
