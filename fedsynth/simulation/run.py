@@ -14,6 +14,7 @@ among the clients.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -103,6 +104,7 @@ class Simulation(ActiveRun):
         if continued is not None:
             self.context.architecture.load_state_dict(continued)
         self._keep_features(train, test[0], torch.cat(parts).unique())
+        self._stored_rounds = 0
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
         self._trial = trial
@@ -287,7 +289,7 @@ class Simulation(ActiveRun):
         """Restores server and client state from a resumed run's checkpoint."""
         completed = 0
         if checkpoint is not None and self.checkpoints is not None:
-            completed = checkpoint.round
+            completed = self._stored_rounds = checkpoint.round
             self.checkpoints.give_states(self.backend.clients, self.context.device)
         if completed < self.settings.rounds:
             for client in self.backend.clients:
@@ -305,6 +307,7 @@ class Simulation(ActiveRun):
             self.record.draw(sent_sets(self.uploads), self.context.spec, name)
         if self.checkpoints is not None:
             self.checkpoints.keep(checkpoint, self.backend.clients, self.context.device)
+        self._stored_rounds = checkpoint.round
 
     def _spent(self) -> str:
         """Describes the ε spent by clients so far.
@@ -319,13 +322,15 @@ class Simulation(ActiveRun):
 
     def _interrupted(self, reason: str) -> str:
         """Describes an interrupted run's progress and cost, and how to resume it."""
-        progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
+        # a run resumes after the last stored round, although the next one may have its metrics
+        progress = f"{reason} after {self._stored_rounds} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
         if has_periods(self.method):
             return f"{progress}{self._spent()}. Repeat the command, which charges nothing again"
         charge_note = ". Resuming charges the interrupted round again" if self._private else ""
-        return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
+        command = f"fedsynth train --resume {shlex.quote(str(self.folder.path))}"
+        return f"{progress}{self._spent()}{charge_note}. To resume: {command}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """Creates the run folder and writes the settings into it.
