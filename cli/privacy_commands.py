@@ -489,9 +489,7 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
 
 
 @privacy_app.command()
-@options.takes_settings(
-    "privacy.epsilon", "privacy.delta", "privacy.adjacency", set_option=False
-)
+@options.takes_settings("privacy.epsilon", "privacy.delta", "privacy.adjacency", set_option=False)
 def spent(
     chosen: options.Sections,
     ledgers: Annotated[

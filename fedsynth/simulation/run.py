@@ -104,7 +104,6 @@ class Simulation(ActiveRun):
         if continued is not None:
             self.context.architecture.load_state_dict(continued)
         self._keep_features(train, test[0], torch.cat(parts).unique())
-        self._stored_rounds = 0
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
         self._trial = trial
@@ -289,7 +288,7 @@ class Simulation(ActiveRun):
         """Restores server and client state from a resumed run's checkpoint."""
         completed = 0
         if checkpoint is not None and self.checkpoints is not None:
-            completed = self._stored_rounds = checkpoint.round
+            completed = checkpoint.round
             self.checkpoints.give_states(self.backend.clients, self.context.device)
         if completed < self.settings.rounds:
             for client in self.backend.clients:
@@ -307,7 +306,6 @@ class Simulation(ActiveRun):
             self.record.draw(sent_sets(self.uploads), self.context.spec, name)
         if self.checkpoints is not None:
             self.checkpoints.keep(checkpoint, self.backend.clients, self.context.device)
-        self._stored_rounds = checkpoint.round
 
     def _spent(self) -> str:
         """Describes the ε spent by clients so far.
@@ -322,8 +320,10 @@ class Simulation(ActiveRun):
 
     def _interrupted(self, reason: str) -> str:
         """Describes an interrupted run's progress and cost, and how to resume it."""
-        # a run resumes after the last stored round, although the next one may have its metrics
-        progress = f"{reason} after {self._stored_rounds} of {self.settings.rounds} rounds"
+        completed = len(self.record.rows)
+        if self.checkpoints is not None:  # the last round may have metrics but no checkpoint
+            completed = self.checkpoints.rounds
+        progress = f"{reason} after {completed} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
         if has_periods(self.method):

@@ -461,7 +461,9 @@ def test_spent_shows_every_ledger(fedsynth: Call, tmp_path: Path) -> None:
         shown = float(re.search(r"ε = (\S+) spent at δ = 1e-05", text)[1])
         spent = epsilon(rows, 1e-5)
         assert spent <= shown <= spent * 1.001
-        assert f"charges: {len(rows)} · releases: {2 * len(rows)} · without a guarantee: none" in text
+        assert (
+            f"charges: {len(rows)} · releases: {2 * len(rows)} · without a guarantee: none" in text
+        )
         assert text.endswith(f"remaining below ε = 3: {max(0, 3 - spent):.4g}")
     replaced = fedsynth(f"{line} --dp-adjacency replace-one --dp-delta 1e-6").stdout
     assert f"ε = {epsilon([row], 1e-6, 'replace-one'):.3f}"[:7] in replaced
@@ -470,7 +472,9 @@ def test_spent_shows_every_ledger(fedsynth: Call, tmp_path: Path) -> None:
     north_later, south_later = fedsynth(line).stdout.splitlines()
     assert north_later == north
     assert "ε = ∞ spent" in south_later
-    assert "without a guarantee: images (residual): no noise · remaining below ε = 3: 0" in south_later
+    assert (
+        "without a guarantee: images (residual): no noise · remaining below ε = 3: 0" in south_later
+    )
     fedsynth(f"privacy spent {tmp_path}").assert_refused("contains no ledger")
 
 

@@ -271,24 +271,16 @@ def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:
     verified(result)
 
 
-def test_interruption_before_checkpoint_states_stored_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interruption_before_checkpoint_states_stored_rounds(tmp_path: Path) -> None:
     """Regression: round 2 had its metrics, but no checkpoint, and was counted as finished."""
-    keep = CheckpointFolder.keep
-
-    def interrupted(self: CheckpointFolder, checkpoint: Checkpoint, *others: Any) -> None:
-        if checkpoint.round == 2:
-            raise KeyboardInterrupt
-        keep(self, checkpoint, *others)
-
     notes = NoteRecorder()
-    monkeypatch.setattr(CheckpointFolder, "keep", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        simulate(resolve(sections("fedavg")), output=tmp_path, observer=notes)
+    settings = sections("fedavg")
+    with interrupted_at(2, replacing=True):
+        run(settings, tmp_path, observer=notes)
     assert notes.lines[-1].startswith("interrupted after 1 of 3 rounds")
-    monkeypatch.undo()
-    assert len(resume(sections("fedavg"), tmp_path, observer=notes).metrics) == 3
+    folder = unfinished(tmp_path)
+    assert notes.lines[-1].endswith(f"To resume: fedsynth train --resume {folder}")
+    assert len(resume(settings, tmp_path, observer=notes).metrics) == 3
     assert any(line.startswith("the run resumes after 1 of 3 rounds") for line in notes.lines)
 
 
