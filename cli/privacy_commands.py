@@ -510,10 +510,10 @@ def spent(
     from fedsynth.privacy.settings import PrivacySettings
 
     settings = PrivacySettings(**{"noise_multiplier": 1.0, **chosen["privacy"]})
-    kept = LedgerFolder(ledgers).ledgers()
-    if not kept:
+    by_client = LedgerFolder(ledgers).ledgers()
+    if not by_client:
         raise OptionError(f"folder {ledgers} contains no ledger NAME.jsonl. Check the path")
-    for client, ledger in kept.items():
+    for client, ledger in by_client.items():
         history = ledger.history()
         used = epsilon(history.releases, settings.delta, settings.adjacency)
         parts = [
@@ -523,8 +523,8 @@ def spent(
             f"without a guarantee: {'; '.join(reasons_in_ledgers([history])) or 'none'}",
         ]
         if settings.epsilon is not None:
-            left = max(0.0, settings.epsilon - used)
-            parts.append(f"remaining below ε = {settings.epsilon:g}: {left:.4g}")
+            unspent = max(0.0, settings.epsilon - used)
+            parts.append(f"remaining below ε = {settings.epsilon:g}: {unspent:.4g}")
         print(printable(" · ".join(parts)))
 
 

@@ -105,7 +105,7 @@ def show_result(result: RunResult, as_json: bool) -> None:
     if not result.metrics:
         raise BudgetExceededError(  # the observer has received the details
             "no round was completed, for the reason above. If it is the cap on ε, increase "
-            "privacy.epsilon or privacy.noise_multiplier"
+            "privacy.epsilon"
         )
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))

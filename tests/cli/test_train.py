@@ -479,7 +479,8 @@ def test_spent_shows_every_ledger(fedsynth: Call, tmp_path: Path) -> None:
 
 
 def test_verify_takes_several_runs(train: Call, fedsynth: Call, tmp_path: Path) -> None:
-    runs = [train("feddm --dp-sigma 3").folder for _ in range(2)]
+    train("feddm --dp-sigma 3")
+    runs = sorted(train("feddm --dp-sigma 3").ok.output.iterdir())
     both = f"privacy verify {runs[0]} {runs[1]}"
     lines = fedsynth(both).ok.stdout.splitlines()
     assert lines == [f"{run}: the report is correct" for run in runs]
