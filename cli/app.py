@@ -20,6 +20,7 @@ from fedsynth.cli.application import say
 from fedsynth.cli.deploy_commands import client, deploy_app, server
 from fedsynth.cli.privacy_commands import print_dry_run, privacy_app
 from fedsynth.cli.runs_commands import plot, report, reproduce, runs, sweep
+from fedsynth.results.file_names import CONFIG
 from fedsynth.version import __version__
 
 app = typer.Typer(
@@ -97,11 +98,13 @@ def train(
     from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.config.resolve import resolve
     from fedsynth.results.loggers import Several, make_loggers
+    from fedsynth.results.run_folder import require_unfinished
     from fedsynth.simulation.simulate import simulate
 
     if resume is not None:
         options.refuse_beside_resume(context)
-        config = resume / "config.toml"
+        require_unfinished(resume)
+        config = resume / CONFIG
     if preset is not None:
         sections = options.from_table(preset, config, chosen, say)
     else:

@@ -21,6 +21,7 @@ import typer
 
 from fedsynth.cli import options
 from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
+from fedsynth.errors import FedsynthError
 from fedsynth.files import claim, write_output
 from fedsynth.results.file_names import CONFIG
 
@@ -77,7 +78,10 @@ def _report_unfinished(run: Path, ledger: Path | None) -> None:
 @options.takes_settings(*options.OWN_CODE, set_option=False)
 def verify(
     chosen: options.Sections,
-    run: Run,
+    runs: Annotated[
+        list[Path],
+        options.path_argument("Run folders, or the privacy_report.json in one.", metavar="RUN…"),
+    ],
     ledger: LedgerFolder = None,
     public_key: Annotated[
         Path | None, options.path_option("Also check the signature, with this key in PEM format.")
@@ -86,17 +90,19 @@ def verify(
     """Check a run's privacy report against the run's settings and ledgers.
 
     The command builds the report again, and prints each difference to the stored report,
-    summary.json and metrics.jsonl. If there is a difference, the exit code is 1. The command does
-    not show that noise was really added.
+    summary.json and metrics.jsonl. If there is a difference, the exit code is 1. For several runs,
+    it prints a line for each. The command does not show that noise was really added.
     """
     from fedsynth.formatting import printable
     from fedsynth.privacy.signing import read_public_key
-    from fedsynth.results.verification import verify_run
 
     key = None if public_key is None else read_public_key(public_key)
-    result = verify_run(run, ledger=ledger)
-    problems, note = _signature(run if run.is_dir() else run.parent, key)
-    problems = [*map(str, result.problems), *problems]
+    if len(runs) > 1:
+        lines = {run: _in_one_line(run, ledger, key) for run in runs}
+        for run, problem in lines.items():
+            print(printable(f"{run}: {problem or 'the report is correct'}"))
+        raise typer.Exit(1 if any(lines.values()) else 0)
+    problems, notes = _verified(runs[0], ledger, key)
     for problem in problems[:MAX_PRINTED]:
         print(f"mismatch: {printable(problem)}")
     if len(problems) > MAX_PRINTED:
@@ -107,8 +113,26 @@ def verify(
         "the report follows from the run's settings and ledgers, and agrees with its other files. "
         "This does not show that noise was really added"
     )
-    for text in (*result.notes, note):
+    for text in notes:
         print(printable(text))
+
+
+def _in_one_line(run: Path, ledger: Path | None, key: Any) -> str:
+    """Returns a run's first problem and the number of problems, or an empty text."""
+    try:
+        problems, _ = _verified(run, ledger, key)
+    except FedsynthError as error:
+        return str(error)
+    return f"mismatches: {len(problems)}, first: {problems[0]}" if problems else ""
+
+
+def _verified(run: Path, ledger: Path | None, key: Any) -> tuple[list[str], list[str]]:
+    """Verifies a run and its signature, and returns the problems and the notes."""
+    from fedsynth.results.verification import verify_run
+
+    result = verify_run(run, ledger=ledger)
+    problems, note = _signature(run if run.is_dir() else run.parent, key)
+    return [*map(str, result.problems), *problems], [*result.notes, note]
 
 
 def _signature(folder: Path, key: Any) -> tuple[list[str], str]:
@@ -359,7 +383,7 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
 SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"
 
 privacy_app = typer.Typer(
-    help="Plan a privacy budget, or show, verify, sign and audit a run's privacy report.",
+    help="Plan a privacy budget, show what is spent, or show, verify, sign and audit a report.",
     no_args_is_help=True,
 )
 for command in (report, verify, sign, audit):
@@ -462,6 +486,46 @@ def print_costs(plans: list[PrivacyPlan]) -> None:
     for number in sorted({*rounds[:: max(1, len(rounds) // 10)], rounds[-1]}):
         by_round.add_row(str(number), *(format_epsilon(p.planned_epsilon(number)) for p in plans))
     console.print(by_round)
+
+
+@privacy_app.command()
+@options.takes_settings("privacy.epsilon", "privacy.delta", "privacy.adjacency", set_option=False)
+def spent(
+    chosen: options.Sections,
+    ledgers: Annotated[
+        Path, options.path_argument("The folder of --dp-ledger.", metavar="LEDGERS")
+    ],
+) -> None:
+    """Show the ε that each client's ledger in a folder has spent.
+
+    With --dp-epsilon E, the command also shows what remains below E. The ε of several releases
+    together is less than the sum of their ε. The command changes nothing.
+
+    Example: `fedsynth privacy spent ledgers --dp-epsilon 8`.
+    """
+    from fedsynth.formatting import format_rounded_up, printable
+    from fedsynth.privacy.accounting import epsilon
+    from fedsynth.privacy.ledger.folder import LedgerFolder
+    from fedsynth.privacy.report.build import reasons_in_ledgers
+    from fedsynth.privacy.settings import PrivacySettings
+
+    settings = PrivacySettings(**{"noise_multiplier": 1.0, **chosen["privacy"]})
+    by_client = LedgerFolder(ledgers).ledgers()
+    if not by_client:
+        raise OptionError(f"folder {ledgers} contains no ledger NAME.jsonl. Check the path")
+    for client, ledger in by_client.items():
+        history = ledger.history()
+        used = epsilon(history.releases, settings.delta, settings.adjacency)
+        parts = [
+            f"{client}: ε = {format_rounded_up(used, 4)} spent at δ = {settings.delta:g}",
+            f"charges: {len(history.releases)}",
+            f"releases: {sum(row.steps for row in history.releases)}",
+            f"without a guarantee: {'; '.join(reasons_in_ledgers([history])) or 'none'}",
+        ]
+        if settings.epsilon is not None:
+            unspent = max(0.0, settings.epsilon - used)
+            parts.append(f"remaining below ε = {settings.epsilon:g}: {unspent:.4g}")
+        print(printable(" · ".join(parts)))
 
 
 @privacy_app.command(name="carry-over")

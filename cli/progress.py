@@ -103,7 +103,10 @@ def show_result(result: RunResult, as_json: bool) -> None:
         BudgetExceededError: the run had no round, because earlier runs have exhausted the budget.
     """
     if not result.metrics:
-        raise BudgetExceededError(result.deviations[-1])
+        raise BudgetExceededError(  # the observer has received the details
+            "no round was completed, for the reason above. If it is the cap on ε, increase "
+            "privacy.epsilon"
+        )
     if as_json:
         print(json.dumps(result.summary, indent=2, allow_nan=False))
     else:

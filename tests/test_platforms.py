@@ -50,7 +50,7 @@ def test_ledger_kept_without_fcntl_counts_all_runs(
     assert first.returncode == 0, first.stderr
     second = run(*train, cwd=tmp_path)
     assert second.returncode == 2
-    assert "is used up" in second.stderr
+    assert "leaves too little" in second.stderr
     (folder,) = (tmp_path / "runs").glob("*-fedavg-digits")
     assert run("-c", START, "privacy", "verify", str(folder), cwd=tmp_path).returncode == 0
 

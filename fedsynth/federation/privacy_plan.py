@@ -122,8 +122,8 @@ class PrivacyPlan:
         if plan.facts.guaranteed and privacy.epsilon is not None and reasons:
             raise errors.UnaccountedReleaseError(
                 f"privacy.epsilon={privacy.epsilon:g} cannot be guaranteed, because the ledgers in "
-                f"{privacy.ledger} contain a release without a guarantee: {reasons[0]}. Set only "
-                "privacy.noise_multiplier"
+                f"{privacy.ledger} contain a release without a guarantee, which cannot be undone: "
+                f"{reasons[0]}. For a run without ε, set only privacy.noise_multiplier"
             ).with_code("release.ledger")
         if privacy.noise_multiplier is None:
             calibrated_plan = plan
@@ -449,8 +449,8 @@ class PrivacyPlan:
         spent_epsilon = self._epsilon(spent)
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
-                f"privacy.epsilon={target:g} is used up: earlier runs on these records have spent "
-                f"ε = {spent_epsilon:.4g}. Increase privacy.epsilon"
+                f"privacy.epsilon={target:g} leaves too little for a release of this run: earlier "
+                f"runs on these records have spent ε = {spent_epsilon:.4g}. Increase privacy.epsilon"
             ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency

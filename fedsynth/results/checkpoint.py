@@ -105,6 +105,12 @@ class CheckpointFolder:
         self.trained = trained
         self._files: dict[str, str] = {}  # the checkpoint's files, with their SHA-256
 
+    @property
+    def rounds(self) -> int:
+        """The number of rounds before the checkpoint that was last written or read."""
+        states = [name for name in self._files if name.startswith("state-")]
+        return max((int(Path(name).stem.partition("-")[2]) for name in states), default=0)
+
     def write(self, checkpoint: Checkpoint, stored: Iterable[int] = ()) -> None:
         """Writes a round's checkpoint, which replaces the previous one.
 

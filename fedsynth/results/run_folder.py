@@ -124,13 +124,7 @@ class RunFolder:
             OutputError: the folder does not exist, the run has finished, or a process is still
                 writing into the folder.
         """
-        path = path.resolve()
-        if not (path / CONFIG).is_file():
-            raise OutputError(f"{path} contains no {CONFIG}. Name a run folder")
-        if path.suffix != INCOMPLETE:
-            raise OutputError(
-                f"the run in {path} cannot be resumed, because it has finished. Start a new run"
-            ).with_code("files.finished")
+        path = require_unfinished(path)
         try:
             plain_files(path)  # a pipe, or a link to another file, is neither read nor written
         except OSError as error:
@@ -389,3 +383,22 @@ def _sync_all(folder: Path) -> None:
             with open_regular(Path(parent) / name, writing=sys.platform == "win32") as file:
                 os.fsync(file.fileno())
         sync_folder(Path(parent))
+
+
+def require_unfinished(path: Path) -> Path:
+    """Checks that a folder is that of an unfinished run, and returns its resolved path.
+
+    Raises:
+        OutputError: the folder is no run folder, or the run has finished, perhaps since the name
+            of the folder was printed. The message states where the finished run is.
+    """
+    path = place = path.resolve()
+    if path.suffix == INCOMPLETE and not path.exists():
+        place = path.with_suffix("")
+    if not (place / CONFIG).is_file():
+        raise OutputError(f"{path} contains no {CONFIG}. Name a run folder")
+    if place.suffix != INCOMPLETE:
+        raise OutputError(
+            f"the run in {place} cannot be resumed, because it has finished. Start a new run"
+        ).with_code("files.finished")
+    return path

@@ -37,7 +37,7 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> Iterator[str]:
         return
     yield UNPROTECTED
     if settings.ledger is not None:
-        yield f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}"
+        yield f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}. This cannot be undone"
 
 
 def warnings(settings: RunSettings) -> Iterator[str]:

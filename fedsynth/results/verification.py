@@ -68,7 +68,7 @@ REQUIRED = (CONFIG, run_folder.PRIVATE_START, f"{NAME}.md", f"{NAME}.html")
 PLANNED = ("participants", LOST, REJECTED, NOT_COUNTED)
 TAKEN_AS_STATED = (
     "these parts of the run cannot be verified: its name and date, the versions of the software, "
-    "its warnings, the counts of an audit, the sizes of uploads, and pictures"
+    "its warnings, {audit}the sizes of uploads, and pictures"
 )
 NO_LEDGER = "no ledger was compared. To compare the ledgers, name their folder with --ledger DIR"
 EPSILON = "metrics.jsonl.epsilon"
@@ -139,7 +139,8 @@ def _verified(
             "version of the run"
         )
         problems.append(Problem("provenance.fedsynth", text))
-    return Verification(problems, [*notes, TAKEN_AS_STATED])
+    audit = "" if report["audit"] is None else "the counts of its audit, "
+    return Verification(problems, [*notes, TAKEN_AS_STATED.format(audit=audit)])
 
 
 def _problem(error: FedsynthError) -> Problem:

@@ -14,6 +14,7 @@ among the clients.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -319,13 +320,17 @@ class Simulation(ActiveRun):
 
     def _interrupted(self, reason: str) -> str:
         """Describes an interrupted run's progress and cost, and how to resume it."""
-        progress = f"{reason} after {len(self.record.rows)} of {self.settings.rounds} rounds"
+        completed = len(self.record.rows)
+        if self.checkpoints is not None:  # the last round may have metrics but no checkpoint
+            completed = self.checkpoints.rounds
+        progress = f"{reason} after {completed} of {self.settings.rounds} rounds"
         if self.folder is None:
             return f"{progress}{self._spent()}. Nothing was written"
         if has_periods(self.method):
             return f"{progress}{self._spent()}. Repeat the command, which charges nothing again"
         charge_note = ". Resuming charges the interrupted round again" if self._private else ""
-        return f"{progress}{self._spent()}{charge_note}. To resume: --resume {self.folder.path}"
+        command = f"fedsynth train --resume {shlex.quote(str(self.folder.path))}"
+        return f"{progress}{self._spent()}{charge_note}. To resume: {command}"
 
     def _new_folder(self, output: Path, clients: Clients) -> RunFolder:
         """Creates the run folder and writes the settings into it.

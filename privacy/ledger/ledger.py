@@ -286,9 +286,9 @@ class Ledger:
         """
         if self.bound and self.lines.dataset != dataset:
             raise LedgerError(
-                f"ledger {self.path} belongs to data set {short_repr(self.lines.dataset)}, but "
-                f"this run uses {dataset!r}. Use the ledger's data set and partition, or another "
-                "ledger folder"
+                f"ledger {self.path} belongs to data set and partition "
+                f"{short_repr(self.lines.dataset)}, but this run uses {dataset!r}. Use the ledger's "
+                "data set, number of clients, partition settings and seed, or another ledger folder"
             ).with_code("ledger.dataset")
 
     @property

@@ -294,7 +294,7 @@ def test_signals_end_runs_with_exit_code(number: int, code: int, tmp_path: Path)
     assert run.wait(60) == code
     (folder,) = tmp_path.iterdir()
     assert "of 400 rounds. Spent: ε = " in rest
-    assert f"To resume: --resume {folder}" in rest
+    assert f"To resume: fedsynth train --resume {folder}" in rest
 
 
 FAULTS = """
@@ -621,6 +621,7 @@ READ = tuple(line.strip() for line in """
     privacy sign x --key={}
     privacy repair {}
     privacy carry-over {} north
+    privacy spent {}
     privacy audit --run={}
     sweep {}
     student {}

@@ -6,6 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +282,7 @@ def test_plan_takes_the_shape_of_own_data(fedsynth: Call, tmp_path: Path) -> Non
     run = fedsynth(f"train {line} --model linear --output {tmp_path / 'out'}").ok
     report = json.loads((run.folder / "privacy_report.json").read_text())
     assert plan["noise_multiplier"] == report["noise_multiplier"]
-    fedsynth(f"privacy plan {line}").assert_refused("privacy.epsilon=3 is used up")
+    fedsynth(f"privacy plan {line}").assert_refused("privacy.epsilon=3 leaves too little")
 
 
 def test_dry_run_only_prints_guarantee(train: Call, fedsynth: Call, tmp_path: Path) -> None:
@@ -420,6 +421,7 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     assert "does not match the settings in its report" in fedsynth(f"{audit} --canaries 20").stderr
     config.write_text(settings)
     assert file.read_bytes() == original
+    assert "counts of its audit" not in fedsynth(f"privacy verify {folder}").ok.stdout
     assert fedsynth(f"{audit} --canaries 300 --guesses 100 --dp-sigma 1").ok
     entry = json.loads(file.read_text())["audit"]
     assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
@@ -427,7 +429,7 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     assert entry["command"] == f"{command} --confidence 0.999"
     for ending in ("md", "html"):
         assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
-    assert fedsynth(f"privacy verify {folder}").ok
+    assert "counts of its audit" in fedsynth(f"privacy verify {folder}").ok.stdout
 
 
 def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> None:
@@ -435,7 +437,7 @@ def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> Non
     ledger = f"--dp-ledger {tmp_path / 'ledgers'}"
     dry, run = train(f"real {ledger} --dry-run"), train(f"real {ledger}")
     for text in (dry.stdout, run.stderr):
-        assert "no later run on these data can state an ε" in text
+        assert "no later run on these data can state an ε. This cannot be undone" in text
     reason = "a round of real (none): a run on the same data without differential privacy"
     for budget in ("--dp-epsilon 8", "--dp-sigma 3 --dp-epsilon 100", "--dp-epsilon 8 --dry-run"):
         train(f"feddm {budget} {ledger}").assert_refused(reason)
@@ -443,6 +445,74 @@ def test_ledgers_record_runs_without_privacy(train: Call, tmp_path: Path) -> Non
     noisy = train(f"feddm --dp-sigma 3 {ledger}")
     assert "no differential privacy guarantee: a ledger in" in noisy.stderr
     assert " ε " not in noisy.stderr.split("guarantee", 1)[1].replace("no ε can", "")
+
+
+def test_spent_shows_every_ledger(fedsynth: Call, tmp_path: Path) -> None:
+    row = Release(1, "images", "residual", "residuals", 5.0, 0.1, 1.0, "full", 2, 7840)
+    folder = tmp_path / "ledgers"
+    for name, count in (("north", 1), ("south", 2)):
+        ledger = Ledger(name, folder / f"{name}.jsonl")
+        for _ in range(count):
+            ledger.charge(row)
+    files = {file: file.read_bytes() for file in folder.iterdir()}
+    line = f"privacy spent {folder} --dp-epsilon 3"
+    north, south = fedsynth(line).ok.stdout.splitlines()
+    for text, rows in ((north, [row]), (south, [row, row])):
+        shown = float(re.search(r"ε = (\S+) spent at δ = 1e-05", text)[1])
+        spent = epsilon(rows, 1e-5)
+        assert spent <= shown <= spent * 1.001
+        assert (
+            f"charges: {len(rows)} · releases: {2 * len(rows)} · without a guarantee: none" in text
+        )
+        assert text.endswith(f"remaining below ε = 3: {max(0, 3 - spent):.4g}")
+    replaced = fedsynth(f"{line} --dp-adjacency replace-one --dp-delta 1e-6").stdout
+    assert f"ε = {epsilon([row], 1e-6, 'replace-one'):.3f}"[:7] in replaced
+    assert files == {file: file.read_bytes() for file in folder.iterdir()}
+    Ledger("south", folder / "south.jsonl").charge(replace(row, unaccounted="no noise"))
+    north_later, south_later = fedsynth(line).stdout.splitlines()
+    assert north_later == north
+    assert "ε = ∞ spent" in south_later
+    assert (
+        "without a guarantee: images (residual): no noise · remaining below ε = 3: 0" in south_later
+    )
+    fedsynth(f"privacy spent {tmp_path}").assert_refused("contains no ledger")
+
+
+def test_verify_takes_several_runs(train: Call, fedsynth: Call, tmp_path: Path) -> None:
+    train("feddm --dp-sigma 3")
+    runs = sorted(train("feddm --dp-sigma 3").ok.output.iterdir())
+    both = f"privacy verify {runs[0]} {runs[1]}"
+    lines = fedsynth(both).ok.stdout.splitlines()
+    assert lines == [f"{run}: the report is correct" for run in runs]
+    metrics = runs[0] / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("upload_floats", "upload_float"))
+    failed = fedsynth(f"{both} {tmp_path / 'absent'}")
+    wrong, correct, absent = failed.stdout.splitlines()
+    assert failed.code == 1
+    assert f"{runs[0]}: mismatches: " in wrong
+    assert correct == lines[1]
+    assert "cannot read" in absent
+
+
+def test_second_run_is_refused_in_two_different_lines(train: Call, tmp_path: Path) -> None:
+    line = f"feddm --dp-ledger {tmp_path / 'kept'}"
+    assert train(f"{line} --dp-epsilon 4").ok
+    train(f"{line} --dp-epsilon 4").assert_refused("=4 leaves too little for a release of this run")
+    refused = train(f"{line} --dp-sigma 5 --dp-epsilon 4")
+    assert refused.code == 2
+    assert refused.stderr.count("ended after 0 of 1 rounds") == 1
+    last = refused.stderr.splitlines()[-1]
+    assert last.startswith("fedsynth: error: no round was completed, for the reason above")
+    other = train(f"{line} --dp-sigma 5 --seed 7").stderr
+    assert "belongs to data set and partition 'digits-" in other
+    assert "number of clients, partition settings and seed" in other
+
+
+def test_finished_runs_are_not_resumed(train: Call, fedsynth: Call) -> None:
+    folder = train("fedavg").folder
+    for name in (folder, f"{folder}.incomplete"):
+        fedsynth(f"train --resume {name}").assert_refused(f"the run in {folder} cannot be resumed")
+    fedsynth(f"train --resume {folder}x").assert_refused("contains no config.toml")
 
 
 def test_carry_over_confirms_ledgers(train: Call, fedsynth: Call, tmp_path: Path) -> None:

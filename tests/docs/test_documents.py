@@ -241,7 +241,7 @@ def test_own_data_exhausts_budget(tmp_path: Path, capsys: pytest.CaptureFixture[
     paths = list((tmp_path / "ledgers").glob("*.jsonl"))
     (ledger,) = {read_ledger(path).releases for path in paths}
     assert 7.9 < epsilon(ledger, 1e-5) <= 8
-    with pytest.raises(BudgetExceededError, match="is used up"):
+    with pytest.raises(BudgetExceededError, match="leaves too little"):
         main(tmp_path / "runs", tmp_path / "ledgers")  # a second run on the same ledgers
     assert {read_ledger(path).releases for path in paths} == {ledger}
     report = (folder / "privacy_report.md").read_text()

@@ -395,7 +395,13 @@ def test_changed_records_need_confirmation(folder: Path) -> None:
     unknown = "ledger.client"
     with raises(LedgerError, unknown):
         LedgerFolder(folder).carry_over("west")
-    rejects("belongs to data set 'd', .* uses 'e'", folder, "abcx", names="north", dataset="e")
+    rejects(
+        "belongs to data set and partition 'd', .* uses 'e'",
+        folder,
+        "abcx",
+        names="north",
+        dataset="e",
+    )
     LedgerFolder(folder).carry_over("north")
     assert opened(folder, "abcx", names="north", dataset="e")[0].dataset == "e"
 

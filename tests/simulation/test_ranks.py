@@ -200,7 +200,7 @@ def test_a_killed_rank_ends_the_run_with_one_line(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     (line,) = errors_of(err)
     assert line.startswith("fedsynth: error: rank 1 has ended unexpectedly")
-    assert "To resume: --resume" in err
+    assert "To resume: fedsynth train --resume" in err
 
 
 @pytest.mark.slow

@@ -271,6 +271,19 @@ def test_budget_caps_hold_over_resumptions(tmp_path: Path) -> None:
     verified(result)
 
 
+def test_interruption_before_checkpoint_states_stored_rounds(tmp_path: Path) -> None:
+    """Regression: round 2 had its metrics, but no checkpoint, and was counted as finished."""
+    notes = NoteRecorder()
+    settings = sections("fedavg")
+    with interrupted_at(2, replacing=True):
+        run(settings, tmp_path, observer=notes)
+    assert notes.lines[-1].startswith("interrupted after 1 of 3 rounds")
+    folder = unfinished(tmp_path)
+    assert notes.lines[-1].endswith(f"To resume: fedsynth train --resume {folder}")
+    assert len(resume(settings, tmp_path, observer=notes).metrics) == 3
+    assert any(line.startswith("the run resumes after 1 of 3 rounds") for line in notes.lines)
+
+
 def test_private_checkpoints_contain_no_keys_and_are_needed_to_resume(tmp_path: Path) -> None:
     notes = NoteRecorder()
     run_folder = interrupt(sections("feddm", privacy=PRIVATE), tmp_path, observer=notes)
