@@ -144,8 +144,8 @@ class NetworkedRun(ActiveRun):
     @property
     def _charged(self) -> bool:
         """Returns True if a client was charged, or may have been charged."""
-        before = () if self.plan is None else self.plan.histories
-        return sum(len(h.releases) for h in self.histories) > sum(len(h.releases) for h in before)
+        initial = () if self.plan is None else self.plan.histories
+        return sum(len(h.releases) for h in self.histories) > sum(len(h.releases) for h in initial)
 
     def _store(self, checkpoint: Checkpoint) -> None:
         """Writes the list of joined clients, and then the checkpoint.

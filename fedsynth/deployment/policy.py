@@ -267,7 +267,7 @@ def describe_request(
             if allowed < planned:
                 lines.append(
                     f"  warning: the policy's epsilon = {cap.epsilon:g} (at δ = {cap.delta:g}) "
-                    f"allows only {allowed} of {pluralize(planned, 'round')}. The client refuses "
+                    f"allows only {allowed} of {pluralize(planned, 'round')}. The client will refuse "
                     "the others. To allow them, increase epsilon in the policy"
                 )
         return lines

@@ -382,13 +382,9 @@ def test_failed_runs_write_their_error(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(server_app, "configured_run", fail)
     file = tmp_path / "result.json"
     server_app.main(None, SimpleNamespace(run_config={"result": str(file)}))
-    assert json.loads(file.read_text()) == {"error": "0 joined"}
+    assert json.loads(file.read_text()) == {"error": "0 joined", "code": "message.invalid"}
     with pytest.raises(MessageError):
         server_app.main(None, SimpleNamespace(run_config={"result": ""}))
-    run = Mock(**{"run.side_effect": BudgetExceededError("ended after 0 of 2 rounds")})
-    monkeypatch.setattr(server_app, "configured_run", lambda *_: run)
-    server_app.main(None, SimpleNamespace(run_config={"result": str(file)}))
-    assert json.loads(file.read_text()) == {"spent": "ended after 0 of 2 rounds"}
 
 
 def started_run(monkeypatch: pytest.MonkeyPatch, folder: Path, outcome: Any, signal: Any) -> Any:
@@ -433,7 +429,8 @@ def test_interrupted_servers_print_progress_cost_and_how_to_resume(
 def test_servers_report_that_budgets_allow_no_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error, _ = started_run(monkeypatch, tmp_path, {"spent": "ended after 0 of 5 rounds"}, None)
+    outcome = {"error": "ended after 0 of 5 rounds", "code": BudgetExceededError.code}
+    error, _ = started_run(monkeypatch, tmp_path, outcome, None)
     assert (type(error), str(error)) == (BudgetExceededError, "ended after 0 of 5 rounds")
 
 

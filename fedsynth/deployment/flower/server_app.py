@@ -21,7 +21,7 @@ from fedsynth.deployment.flower.executor import KIND, from_record, to_record
 from fedsynth.deployment.frames import Connection, Timeouts
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.errors import BudgetExceededError, FedsynthError, MessageError
+from fedsynth.errors import FedsynthError, MessageError
 from fedsynth.results.run_messages import StderrObserver
 
 # The number of seconds between two checks for answers.
@@ -101,7 +101,7 @@ def main(grid: Grid, context: Context) -> None:
             _write(result, {"begun": str(run.folder.path)})
         outcome["folder"] = str(run.run())
     except FedsynthError as error:
-        outcome["spent" if isinstance(error, BudgetExceededError) else "error"] = str(error)
+        outcome |= {"error": str(error), "code": error.code}
         if not result:
             raise
     finally:

@@ -235,8 +235,8 @@ class SuperLink:
         finally:
             stop(process)
         outcome = _outcome(result)
-        if "spent" in outcome:
-            raise BudgetExceededError(outcome["spent"])
+        if outcome.get("code", "").startswith("budget."):
+            raise BudgetExceededError(outcome["error"])
         if "error" in outcome:
             raise OutputError(
                 f"the run failed: {outcome['error']}. Correct the cause and resume the run"
