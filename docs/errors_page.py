@@ -71,7 +71,7 @@ SHARED = {
     "the path or its permissions, or restore the file from its source.",
     # another message or library's reason
     r".*\{(error|reason|fault|faults|finding|findings|text|name|settings|place|cause|why|rule|"
-    r"deviations|advice|value)\}\W*$": "Follow the reason at the end of the message.",
+    r"deviations|advice|value|outcome)\}\W*$": "Follow the reason at the end of the message.",
     # a method's or a feature map's code
     r"(mechanism|release|dimension|function|image_shape|blocks|network|teacher|\{key\})\b": "Correct "
     "the named function or class.",

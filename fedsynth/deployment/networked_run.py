@@ -22,7 +22,7 @@ from fedsynth.data.registry import is_published
 from fedsynth.deployment.frames import FILE, Connection, write_clients
 from fedsynth.deployment.node_backend import NodeBackend
 from fedsynth.deployment.proposal import Proposal, check_executable, new_run, served_proposal
-from fedsynth.errors import CheckpointError, DataFilesMissingError
+from fedsynth.errors import BudgetExceededError, CheckpointError, DataFilesMissingError
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
@@ -100,7 +100,12 @@ class NetworkedRun(ActiveRun):
             last_round=0 if checkpoint is None else checkpoint.round,
             note=self.observer.note,
         )
-        self._join(planned)
+        try:
+            self._join(planned)
+        except BudgetExceededError:
+            if resume is None:  # nothing was released
+                self.folder.discard()
+            raise
         images = None if test is None else test.to(context.device)
         self._begin_record(images, NO_TEST if test is None else PUBLIC, simulated=False)
         for number, reason in self.backend.never_joined.items():
@@ -115,15 +120,32 @@ class NetworkedRun(ActiveRun):
             self._restore(self.folder, checkpoint)
 
     def run(self) -> Path:
-        """Runs all remaining rounds, and returns the run's folder."""
+        """Runs all remaining rounds, and returns the run's folder.
+
+        Raises:
+            BudgetExceededError: if the clients' budgets allow no round. The folder is deleted,
+                unless a client was charged.
+        """
         try:
             self._rounds()
+            refused = None if self.record.rows else BudgetExceededError(self.record.deviations[-1])
             self.backend.end(len(self.record.rows))
             self.histories = self._charged_histories()
-            self.report = self._finish(self.histories).privacy
+            if refused is not None and not self._charged:
+                self.folder.discard()
+            else:
+                self.report = self._finish(self.histories).privacy
+            if refused is not None:
+                raise refused
             return self.folder.path
         finally:
             self.folder.release()
+
+    @property
+    def _charged(self) -> bool:
+        """Returns True if a client was charged, or may have been charged."""
+        initial = () if self.plan is None else self.plan.histories
+        return sum(len(h.releases) for h in self.histories) > sum(len(h.releases) for h in initial)
 
     def _store(self, checkpoint: Checkpoint) -> None:
         """Writes the list of joined clients, and then the checkpoint.

@@ -261,7 +261,7 @@ class Node(Place):
         declines = f"declines: {'; '.join(objections)}"
         if state is None or objections:
             decision = declines if objections else "joins"
-            lines = describe_request(proposal, self.number, self._rows_before())
+            lines = describe_request(proposal, self.number, self._rows_before(), self.owner.cap)
             self.say("\n".join([*lines, f"  {decision}"]))
         if objections:
             return Frame(frames.REFUSAL, {"reason": declines, "kind": REQUEST})

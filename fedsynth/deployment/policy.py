@@ -225,13 +225,19 @@ class Owner:
         return ["the owner has not approved this run"]
 
 
-def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] = ()) -> list[str]:
+def describe_request(
+    proposal: Proposal,
+    number: int,
+    rows: tuple[Release, ...] = (),
+    cap: EpsilonCap | None = None,
+) -> list[str]:
     """Describes a proposed run, its releases and their cost in text for the owner.
 
     Args:
         proposal: the server's proposal.
         number: the index of the client.
         rows: the releases in the client's current ledger.
+        cap: the owner's budget. If it ends before the run, the text states the number of rounds.
     """
     run = proposal.settings
     method = run.method
@@ -255,6 +261,15 @@ def describe_request(proposal: Proposal, number: int, rows: tuple[Release, ...] 
     try:  # planned from the proposal, because σ is sent only after all clients have joined
         context = public_context(run, proposal.spec, torch.device("cpu"))
         plan = PrivacyPlan.make(run, context, [history] * run.partition.clients)
-        return lines + [f"  {line}" for line in headline(plan, simulated=False)]
+        lines += [f"  {line}" for line in headline(plan, simulated=False)]
+        if cap is not None and plan.facts.guaranteed:
+            allowed, planned = plan.allowed_rounds(cap), plan.most_rounds()
+            if allowed < planned:
+                lines.append(
+                    f"  warning: the policy's epsilon = {cap.epsilon:g} (at δ = {cap.delta:g}) "
+                    f"allows only {allowed} of {pluralize(planned, 'round')}. The client will refuse "
+                    "the others. To allow them, increase epsilon in the policy"
+                )
+        return lines
     except FedsynthError as error:
         return [*lines, f"  the client cannot take part: {error}"]

@@ -294,6 +294,9 @@ class Session:
                     self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
                     if frame.kind == frames.STEP and exchange == MAIN:
                         self._tell_owner(context)
+                else:
+                    number, rounds = context.round, self.runtime.settings.rounds
+                    self._place.say(f"round {number}/{rounds}: refused: {answer.facts['reason']}")
             elif frame.kind == frames.STEP:
                 self._restore(exchange, context)
         finally:

@@ -8,6 +8,7 @@ fixed and public. Each client charges its ledger for the releases in the plan (`
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -348,6 +349,19 @@ class PrivacyPlan:
     def most_rounds(self) -> int:
         """Returns the largest number of rounds in which any client takes part."""
         return max(rounds[-1] for _, rounds in self._attendance)
+
+    def allowed_rounds(self, cap: EpsilonCap) -> int:
+        """Returns the number of planned rounds in which a data owner's cap lets a client take part.
+
+        It counts the releases that were in the ledgers when the clients joined.
+        """
+
+        def exceeds(rounds: int) -> bool:
+            further, adjacency = self._totals(rounds), self.privacy.adjacency
+            ledgers = (spent + further for spent, _ in self._attendance)
+            return any(accounting.epsilon(r, cap.delta, adjacency) > cap.epsilon for r in ledgers)
+
+        return bisect_left(range(1, self.most_rounds() + 1), True, key=exceeds)
 
     def guard(self, ledger: Ledger, cap: EpsilonCap | None = None) -> BudgetEnforcer:
         """Returns an object that charges a ledger and refuses releases that would exceed the cap.

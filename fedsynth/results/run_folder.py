@@ -302,6 +302,12 @@ class RunFolder:
         public = {**summary.public, "folder": str(self._home / self.final.name)}
         self._replace(SUMMARY, json.dumps(public, indent=2, allow_nan=False) + "\n")
 
+    def discard(self) -> None:
+        """Deletes the folder of a run that has released nothing."""
+        self.release()
+        with writing(self.path):
+            shutil.rmtree(self.path)
+
     def finish(self) -> Path:
         """Renames an ended run's folder, and returns the new path."""
         with writing(self.path):

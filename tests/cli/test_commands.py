@@ -184,7 +184,7 @@ def test_distill_combines_different_architectures(
     ).ok
     assert run.stdout.count("test accuracy") == 3
     assert re.search(r" 1/2, about 0:00:0", run.stderr)
-    assert "batch-norm loss ignores the models 0, 1" in run.stdout
+    assert "batch-norm loss cannot use the models 0, 1" in run.stdout
     again = fedsynth(f"{DISTILL} {model_file} --output {tmp_path}/second.safetensors").ok
     assert "batch-norm" not in again.stdout
     images = tmp_path / "real"
@@ -232,7 +232,7 @@ def test_reproduce_lists_settings_and_sources(fedsynth: Call) -> None:
         assert text in table
     refused = fedsynth("reproduce fedkf:table4")
     assert refused.code == 2
-    assert "none of the selected cells of fedkf:table4 can run" in refused.stderr
+    assert "none of the selected table cells of fedkf:table4 can run" in refused.stderr
 
 
 def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:
     cell = {"dataset": "synthetic(0,0)", "method": "fedprox"}
     preset = library.load_preset("fedprox:synthetic", **cell, seed=4, changes=changes)
     assert settings == choose_speed(preset, torch.device("cpu"))
-    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no cell with method moon")
+    fedsynth(f"{line} feddm:table2 --method moon").assert_refused("no experiment with method moon")
 
 
 def test_installed_script_works_in_ascii_locale(tmp_path: Path) -> None:

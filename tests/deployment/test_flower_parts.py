@@ -12,6 +12,7 @@ import sys
 import time
 import tomllib
 from base64 import b64encode
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -33,11 +34,12 @@ from fedsynth.deployment.flower.joining import ServerConnection
 from fedsynth.deployment.flower.keys import make_keys
 from fedsynth.deployment.flower.processes import FlowerError, Gate
 from fedsynth.deployment.flower.serving import SuperLinkSettings, write_app
+from fedsynth.deployment.frames import Timeouts
 from fedsynth.deployment.node import DatasetPart, Node
 from fedsynth.deployment.policy import Owner
 from fedsynth.deployment.proposal import Proposal, new_proposal
-from fedsynth.errors import MessageError, SettingError
-from fedsynth.results.file_names import CONFIG, SERVED
+from fedsynth.errors import BudgetExceededError, FedsynthError, MessageError, SettingError
+from fedsynth.results.file_names import CONFIG, METRICS, SERVED
 from fedsynth.validation import read_sections, to_toml
 from tests.fuzz.mutations import CommandFailedError, command
 from tests.raising import raises
@@ -380,9 +382,56 @@ def test_failed_runs_write_their_error(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(server_app, "configured_run", fail)
     file = tmp_path / "result.json"
     server_app.main(None, SimpleNamespace(run_config={"result": str(file)}))
-    assert json.loads(file.read_text()) == {"error": "0 joined"}
+    assert json.loads(file.read_text()) == {"error": "0 joined", "code": "message.invalid"}
     with pytest.raises(MessageError):
         server_app.main(None, SimpleNamespace(run_config={"result": ""}))
+
+
+def started_run(monkeypatch: pytest.MonkeyPatch, folder: Path, outcome: Any, signal: Any) -> Any:
+    """Starts a run whose process has written an outcome when its output ends or raises an error."""
+
+    def output(app: Path) -> Iterator[str]:
+        (app / "result.json").write_text(json.dumps(outcome))
+        yield "round 2/5"
+        if signal is not None:
+            raise signal
+
+    monkeypatch.setattr(
+        serving, "start", lambda _, line, *rest: SimpleNamespace(stdout=output(Path(line[1])))
+    )
+    monkeypatch.setattr(serving, "stop", lambda process: None)
+    lines: list[str] = []
+    link = serving.SuperLink(SuperLinkSettings(9092, None, 3), folder)
+    settings = {**SETTINGS, "run": {"method": "feddm", "rounds": 5}, "privacy": {"epsilon": 8.0}}
+    try:
+        link.run(new_proposal(settings), folder, Timeouts(), say=lines.append)
+    except (KeyboardInterrupt, FedsynthError) as error:
+        return error, lines
+    raise AssertionError
+
+
+def test_interrupted_servers_print_progress_cost_and_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"round": 1, "epsilon": 3.27}, {"round": 2, "epsilon": 4.871}]
+    (tmp_path / METRICS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    begun = {"begun": str(tmp_path)}
+    error, lines = started_run(monkeypatch, tmp_path, begun, KeyboardInterrupt())
+    assert isinstance(error, KeyboardInterrupt)
+    assert lines == [
+        "round 2/5",
+        "interrupted after 2 of 5 rounds. Spent by then: ε = 4.88 at δ = 1e-05. To resume: "
+        f"fedsynth server --resume {tmp_path}",
+    ]
+    assert started_run(monkeypatch, tmp_path, {}, KeyboardInterrupt())[1] == ["round 2/5"]
+
+
+def test_servers_report_that_budgets_allow_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = {"error": "ended after 0 of 5 rounds", "code": BudgetExceededError.code}
+    error, _ = started_run(monkeypatch, tmp_path, outcome, None)
+    assert (type(error), str(error)) == (BudgetExceededError, "ended after 0 of 5 rounds")
 
 
 def test_missing_flower_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from fedsynth.models.small import Mlp
 from fedsynth.privacy import BudgetExceededError, Ledger, Release, epsilon, read_ledger
 from fedsynth.privacy.mechanisms import BudgetEnforcer, EpsilonCap
 from fedsynth.results import active_run
+from fedsynth.results.verification import verify_run
 from tests.deployment import local_setup
 from tests.deployment.local_setup import CLIENTS, PRIVATE, Setup, ask, join, same_model, sections
 from tests.quick_runs import NoteRecorder, by_family
@@ -189,6 +190,43 @@ def test_policy_budgets_hold_at_each_charge(setup: Setup) -> None:
     summaries = [text for text in setup.messages if "asks client 0 of 3: feddm, 2 rounds" in text]
     assert "privacy: ε = 1.95" in summaries[0]
     assert "earlier runs have already spent ε = 1.95 of this budget" in summaries[1]
+
+
+def test_owners_read_which_rounds_their_budget_refuses(setup: Setup) -> None:
+    """Before they join, how many rounds it allows, and then each refusal."""
+    for allowed in (1, 0):
+        setup.messages.clear()
+        serve_with_policy(setup, CAPPED)
+        [warning] = [text for text in setup.messages if "policy's epsilon" in text]
+        assert "asks client 2 of 3" in warning
+        assert f"epsilon = 1.5 (at δ = 1e-05) allows only {allowed} of 2 rounds" in warning
+        refused = [text for text in setup.messages if ": refused: the planned release" in text]
+        assert [text[:9] for text in refused] == ["round 1/2", "round 2/2"][allowed:]
+        assert all("above the cap 1.5" in text for text in refused)
+    setup.messages.clear()
+    serve_with_policy(setup, Policy(epsilon=50.0, delta=1e-5))
+    assert "policy's epsilon" not in "".join(setup.messages)
+    assert "refused" not in "".join(setup.messages)
+
+
+def test_runs_without_a_round_end_with_an_error_and_no_folder(setup: Setup) -> None:
+    """As simulations do. A folder remains if a client may have been charged."""
+    settings = sections("feddm", privacy=PRIVATE)
+    nodes = [setup.node(k, Policy(epsilon=0.5, delta=1e-5)) for k in range(CLIENTS)]
+    with raises(BudgetExceededError, "budget.exceeded") as caught:
+        setup.serve(settings, setup.link(*nodes))
+    assert str(caught.value).startswith("ended after 0 of 2 rounds: ")
+    assert not list((setup.folder / "runs").iterdir())
+    assert [node.ended for node in nodes] == [1] * CLIENTS
+    with raises(BudgetExceededError, "budget.exceeded"):
+        setup.serve(settings, with_faults(setup.link(setup.node(0), *nodes[1:]), ["silence"], 100))
+    [folder] = (setup.folder / "runs").iterdir()
+    assert len(setup.ledger(0)) > 0
+    assert verify_run(folder).problems == []
+    setup.serve(sections("feddm", privacy={"epsilon": 2.0}))
+    with raises(BudgetExceededError, "budget.spent"):
+        setup.serve(sections("feddm", privacy={"epsilon": 2.0}))
+    assert len(list((setup.folder / "runs").iterdir())) == 2
 
 
 @pytest.mark.parametrize("policy", [CAPPED, None], ids=["owners", "run"])

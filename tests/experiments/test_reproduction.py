@@ -263,7 +263,7 @@ def test_settings_select_or_override_cells() -> None:
     settings = {"data": {"dataset": "cifar10"}, "partition": {"alpha": 0.1}, "run": {"seed": 2}}
     sections, _ = presets.preset_sections(preset("feddm:table2"), settings)
     assert resolve(sections) == load_preset("feddm:table2", dataset="cifar10", alpha=0.1, seed=2)
-    with pytest.raises(PresetError, match=r"no cell with alpha 0\.3\. Use 0\.1, 0\.01"):
+    with pytest.raises(PresetError, match=r"no experiment with alpha 0\.3\. Use 0\.1, 0\.01"):
         load_preset("feddm:table2", alpha=0.3)
     with raises(UnknownNameError, "name.unknown"):
         load_preset("feddm:tabel2")

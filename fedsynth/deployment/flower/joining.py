@@ -41,7 +41,8 @@ REASONS = {
     "a process that has ended after one minute",
     "SSL/TLS handshake error": "the server's certificate does not match --ca, or has expired",
     "Giving up reconnection": "the server no longer answers",
-    "SuperNode terminated gracefully": "the server does not know this client's key",
+    "SuperNode terminated gracefully": "the server does not know this client's key, or is still "
+    "starting",
 }
 
 

@@ -89,20 +89,28 @@ class GridTransport:
 def main(grid: Grid, context: Context) -> None:
     """Executes the run described by the app's configuration.
 
-    Afterwards the path of the run folder, or the error, is written to the result file, if there is
-    one. Flower would print a traceback of the error, so it is raised only without such a file.
+    If there is a result file, the path of the run folder is written to it before the first round,
+    and afterwards the final path or the error. Flower would print a traceback of the error, so it
+    is raised only without such a file.
     """
     result = str(context.run_config["result"])
     outcome: dict[str, str] = {}
     try:
-        outcome["folder"] = str(configured_run(grid, context.run_config).run())
+        run = configured_run(grid, context.run_config)
+        if result:
+            _write(result, {"begun": str(run.folder.path)})
+        outcome["folder"] = str(run.run())
     except FedsynthError as error:
-        outcome["error"] = str(error)
+        outcome |= {"error": str(error), "code": error.code}
         if not result:
             raise
     finally:
         if result:
-            Path(result).write_text(json.dumps(outcome), encoding="utf-8")
+            _write(result, outcome)
+
+
+def _write(result: str, outcome: Mapping[str, str]) -> None:
+    Path(result).write_text(json.dumps(outcome), encoding="utf-8")
 
 
 def configured_run(grid: Grid, config: Mapping[str, Any]) -> NetworkedRun:

@@ -18,11 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedsynth.config.settings import RunSettings
 from fedsynth.deployment.flower.processes import LOCALHOST, FlowerError, listening, start, stop
 from fedsynth.deployment.frames import Timeouts
 from fedsynth.deployment.proposal import Proposal
-from fedsynth.errors import OutputError, SettingError
+from fedsynth.errors import BudgetExceededError, OutputError, SettingError
 from fedsynth.files import load_json, write_output
+from fedsynth.formatting import format_epsilon
+from fedsynth.results.file_names import METRICS
+from fedsynth.results.finished import read_rows
 from fedsynth.validation import to_toml
 from fedsynth.version import __version__
 
@@ -198,10 +202,13 @@ class SuperLink:
     ) -> Path:
         """Starts a run, and waits until it ends.
 
+        If it is interrupted, `say` receives its progress and how to resume it.
+
         Returns:
             The run's folder.
 
         Raises:
+            BudgetExceededError: if the clients' budgets allow no round.
             FlowerError: if the run did not finish.
             OutputError: if the run failed with an error.
         """
@@ -221,12 +228,15 @@ class SuperLink:
         try:
             for line in process.stdout or ():
                 say(_COLOUR_CODE.sub("", line).rstrip())
+        except KeyboardInterrupt:
+            if folder := _outcome(result).get("begun"):
+                say(_interrupted(Path(folder), proposal.settings))
+            raise
         finally:
             stop(process)
-        try:
-            outcome = load_json(result)
-        except (OSError, ValueError):
-            outcome = {}
+        outcome = _outcome(result)
+        if outcome.get("code", "").startswith("budget."):
+            raise BudgetExceededError(outcome["error"])
         if "error" in outcome:
             raise OutputError(
                 f"the run failed: {outcome['error']}. Correct the cause and resume the run"
@@ -234,6 +244,24 @@ class SuperLink:
         if "folder" not in outcome:
             raise FlowerError("the run did not finish. Read the server's messages above")
         return Path(outcome["folder"])
+
+
+def _outcome(result: Path) -> dict[str, str]:
+    """Reads the file with a run's outcome. Returns an empty dictionary if there is no outcome."""
+    try:
+        return dict(load_json(result))
+    except (OSError, ValueError):
+        return {}
+
+
+def _interrupted(folder: Path, settings: RunSettings) -> str:
+    """Describes an interrupted run's progress and cost, and how to resume it."""
+    rows = read_rows(folder / METRICS)
+    text = f"interrupted after {len(rows)} of {settings.rounds} rounds"
+    if settings.privacy is not None and rows and "epsilon" in rows[-1]:
+        spent = format_epsilon(rows[-1]["epsilon"])
+        text += f". Spent by then: ε = {spent} at δ = {settings.privacy.delta:g}"
+    return f"{text}. To resume: fedsynth server --resume {folder}"
 
 
 @contextmanager
