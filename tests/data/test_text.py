@@ -65,12 +65,12 @@ def test_shakespeare_is_read_in_both_layouts(tmp_path: Path) -> None:
 
 LONG = {"x": ["a" * 80, "b" * 79], "y": ["a", "a"]}
 WRONG = [
-    ("shakespeare", LONG, "data.damaged", "user_data.w.x.1 is wrong"),
-    ("shakespeare", {"x": ["é" * 80], "y": ["a"]}, "data.damaged", "user_data.w.x.0 is wrong"),
-    ("shakespeare", {"x": ["a" * 80], "y": ["ab"]}, "data.damaged", "user_data.w.y.0 is wrong"),
+    ("shakespeare", LONG, "data.damaged", "user_data.w.x.1 is invalid"),
+    ("shakespeare", {"x": ["é" * 80], "y": ["a"]}, "data.damaged", "user_data.w.x.0 is invalid"),
+    ("shakespeare", {"x": ["a" * 80], "y": ["ab"]}, "data.damaged", "user_data.w.y.0 is invalid"),
     ("shakespeare", {"x": ["a" * 80], "y": []}, "data.leaf_labels", "user 'w' in"),
-    ("sent140", {"x": [["1", "text"]], "y": [0]}, "data.damaged", "user_data.w.x.0 is wrong"),
-    ("sent140", tweets("hi", y=2), "data.damaged", "user_data.w.y.0 is wrong"),
+    ("sent140", {"x": [["1", "text"]], "y": [0]}, "data.damaged", "user_data.w.x.0 is invalid"),
+    ("sent140", tweets("hi", y=2), "data.damaged", "user_data.w.y.0 is invalid"),
 ]
 
 
@@ -147,7 +147,7 @@ def test_methods_on_images_refuse_tokens(name: str) -> None:
     if method.features_refusal:
         with raises(SettingError, "run.method") as error:
             public_context(settings, dataset_spec("plays"), torch.device("cpu"))
-        for part in (name, "needs images", "tokens", "Use fedavg, fedprox or qffl"):
+        for part in (name, "needs images", "token sequences", "Use fedavg, fedprox or qffl"):
             assert part in str(error.value)
     else:
         public_context(settings, dataset_spec("plays"), torch.device("cpu"))

@@ -173,7 +173,7 @@ def test_altered_messages_raise_errors_or_leave_the_sum_masked(kind: type) -> No
         (lambda keys, _: {0: keys[0], 1: keys[1]}, "at least 3 of its 4"),
         (lambda keys, _: {**keys, 4: altered(keys[0], client=4)}, "at least 3 of its 4"),
         (lambda keys, _: {**keys, 1: altered(keys[1], mask=OTHER_KEY)}, "the keys of client 1"),
-        (lambda keys, _: {**keys, 2: keys[0]}, "keys for client 2"),
+        (lambda keys, _: {**keys, 2: keys[0]}, "client 0 to client 2"),
         (lambda keys, _: {**keys, 2: altered(keys[0], client=2)}, "same key"),
         (
             lambda keys, _: {**keys, 2: altered(keys[2], channel=OTHER_KEY)},

@@ -173,10 +173,10 @@ FORGED = "is not a signature of these files with this key"
         ({"files": {}}, FORGED),
         ({"signature": "é"}, FORGED),
         ({"public_key": "x"}, "made with another key"),
-        ({"algorithm": "none"}, "algorithm is wrong"),
-        ({"fedsynth_signature": 2}, "fedsynth_signature is wrong"),
+        ({"algorithm": "none"}, "algorithm is invalid"),
+        ({"fedsynth_signature": 2}, "fedsynth_signature is invalid"),
         ({"note": "x"}, "note is an unknown key"),
-        ({"files": []}, "files is wrong"),
+        ({"files": []}, "files is invalid"),
     ],
 )
 def test_changes_are_detected(run: Path, keys: Keys, change: Any, expected: str) -> None:

@@ -398,10 +398,10 @@ def problems(report: Any) -> list[str]:
     [
         ({"correct": 200}, "audit.epsilon_lower_bound"),
         ({"correct": 401}, "audit section is damaged: correct must satisfy 0 <= correct"),
-        ({"canaries": 10**400}, "audit.canaries is wrong"),
-        ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is wrong"),
+        ({"canaries": 10**400}, "audit.canaries is invalid"),
+        ({"command": "fedsynth privacy audit\nall is well"}, "audit.command is invalid"),
         ({"correct": 400, "confidence": 0.5}, "the audit's lower bound on ε"),
-        ({"confidence": 1.0}, "audit.confidence is wrong"),
+        ({"confidence": 1.0}, "audit.confidence is invalid"),
         ({"method": "fedavg"}, "audit.method is 'fedavg'"),
         ({"delta": 1e-6}, "audit.delta is"),
         ({"seal": "x"}, "audit.seal is an unknown key"),

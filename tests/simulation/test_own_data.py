@@ -102,7 +102,7 @@ def test_own_data_need_a_ledger_or_a_public_declaration(tmp_path: Path) -> None:
     assert report["public_items"]["data set"].startswith("digits, published: scikit-learn's")
     assert not report["ledger_kept"]
     text = " ".join((published / "privacy_report.md").read_text().split())
-    assert "Earlier and later runs on the same data are not counted" in text
+    assert "the releases of earlier and later runs are not counted" in text
     assert not DECLARED_PUBLIC.search(data_statements(published))
 
 
