@@ -23,8 +23,8 @@ from typer.core import TyperGroup
 from fedsynth import rank
 from fedsynth.errors import FedsynthError
 
-# SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then. On Windows, SIGBREAK
-# stands for both.
+# SIGHUP: the terminal was closed. `nohup` ignores it, and so does fedsynth then. On Windows,
+# SIGBREAK replaces both.
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)
 )

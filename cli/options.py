@@ -69,8 +69,8 @@ def set_options(texts: list[str], chosen: Sections | None = None) -> Sections:
 def read_config(path: Path | None) -> Sections:
     """Reads the sections from a TOML file or from a run folder's config.toml.
 
-    The custom code that a TOML file names as FILE.py:NAME is loaded. The code that the config.toml of a
-    run folder names is not, because a run folder may come from an unknown person.
+    The custom code that a TOML file names as FILE.py:NAME is loaded. The code that the config.toml
+    of a run folder names is not, because a run folder may come from an unknown person.
 
     Returns an empty dictionary if the path is None."""
     if path is None:
@@ -308,7 +308,8 @@ _PUBLISHED = ", ".join(name for name in DATASETS if "(" not in name)
 # Help texts of settings whose values are not fixed in a docstring.
 HELPS: Mapping[str, str] = {
     "data.dataset": f"The data set: {_PUBLISHED}, or 'synthetic(1,1)' with other numbers. Only "
-    "digits and plays are part of the package. Or hf:NAME or hf:FOLDER (a hub's data set), or medmnist:FILE.",
+    "digits and plays are part of the package. Or hf:NAME or hf:FOLDER (a hub's data set), or "
+    "medmnist:FILE.",
     "partition.kind": f"The kind of partition: {', '.join(BY_LABELS)}, {DOMAIN} or {NATURAL} (the "
     "grouping of the data). For more settings, use `--set partition.KEY=VALUE`.",
 }

@@ -239,8 +239,8 @@ def reproduce(
 
     The results of finished runs are in OUTPUT/TABLE.jsonl, and these runs are not repeated. To
     resume after an interruption, repeat the command. With --time-budget 0, only finished runs are
-    compared. Claims about the order of methods are judged by the finished runs of the whole table. A
-    table has one seed by default, and a smaller edition several.
+    compared. Claims about the order of methods are judged by the finished runs of the whole table.
+    A table has one seed by default, and a smaller edition several.
 
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """

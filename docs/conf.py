@@ -76,7 +76,9 @@ ELSEWHERE = {f"../{document}": f"generated/{page}" for document, page in DOCUMEN
 
 
 def redirect_links(app: Any, page: str, source: list[str]) -> None:
-    """Redirects links to top-level documents, and mentions of examples, to their pages in the site."""
+    """Redirects links to top-level documents, and mentions of examples, to their pages in the
+    site.
+    """
     up = "../" * page.count("/")
     text = source[0]
     for document, target in ELSEWHERE.items():
@@ -124,7 +126,9 @@ def write_generated_pages(app: Any) -> None:
 
 
 def distribute_tutorials(app: Any, environment: Any, pages: list[str]) -> None:
-    """Distributes the tutorials over the reading processes, because executing them takes longest."""
+    """Distributes the tutorials over the reading processes, because executing them takes
+    longest.
+    """
     slow = [page for page in pages if page.startswith("tutorials/")]
     quick = [page for page in pages if page not in slow]
     step = len(quick) // max(1, len(slow))

@@ -93,7 +93,7 @@ def open_regular(
 ) -> FileIO:
     """Opens a regular file. Refuses pipes and devices, which may block reads forever.
 
-    The file is checked after opening, so that nobody can swap it between check and opening.
+    The file is checked after opening, so that no other process can swap it between check and opening.
 
     Args:
         path: the path of the file.
@@ -183,7 +183,10 @@ def plain_files(root: Path, leave_out: Collection[str] = ()) -> list[str]:
             if stat.S_ISREG(mode):
                 paths.append(path.relative_to(root).as_posix())
             elif not stat.S_ISDIR(mode):
-                reason = f"{path.relative_to(root)} is a link, pipe or device. Replace it with a plain file"
+                reason = (
+                    f"{path.relative_to(root)} is a link, pipe or device. Replace it with a plain "
+                    "file"
+                )
                 raise OSError(errno.EINVAL, reason, str(path))
     return sorted(paths)
 
@@ -431,7 +434,7 @@ def create_once(path: Path, content: bytes) -> None:
 def sync_folder(path: Path) -> None:
     """Flushes a folder's entries (its file names) to disk.
 
-    Calling fsync on a file alone does not guarantee that the file's name is on disk. Windows
+    Calling fsync only on a file does not guarantee that the file's name is on disk. Windows
     cannot do this for a folder; NTFS records new names in its journal.
     """
     if sys.platform == "win32":

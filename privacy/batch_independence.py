@@ -204,9 +204,10 @@ class Dependence:
     Attributes:
         fault: a description of the fault, which completes the sentence "the function …". An empty
             string if the trial found no fault.
-        moved: the largest L2 norm of a change of a record's value, divided by the norm of the value,
-            if the record is moved or others are replaced. Rounding errors are about 1e-7. It is above
-            0 if one bit changes.
+        moved: the largest L2 norm of a change of a record's value, divided by the norm of the
+            value,
+            if the record is moved or others are replaced. Rounding errors are about 1e-7. It is
+            above 0 if one bit changes.
         opaque: the types of objects whose state the trial could not compare.
         values: the values of the first records of the trial, [length, D].
     """

@@ -64,8 +64,8 @@ Penalty = Callable[[nn.Module], Tensor]
 # private data nor change the network.
 BeforeStep = Callable[[nn.Module], None]
 
-# A function of (network, images [N, C, H, W], labels [N] or masks [N, H, W]) that returns the loss of
-# each example [N]. The loss of an example must depend only on that example.
+# A function of (network, images [N, C, H, W], labels [N] or masks [N, H, W]) that returns the loss
+# of each example [N]. The loss of an example must depend only on that example.
 ExampleLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 # Layers whose weights have the gradient of a linear layer. A subclass may compute anything.
@@ -145,8 +145,8 @@ def refuse_batch_norm(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             raise ForbiddenLayerError(
-                f"layer {name!r} is {type(layer).__name__}, which mixes the examples of a batch. Set "
-                "model.norm=group, or convert a custom model with "
+                f"layer {name!r} is {type(layer).__name__}, which mixes the examples of a batch. "
+                "Set model.norm=group, or convert a custom model with "
                 "fedsynth.privacy.dpsgd.group_norm_twin"
             ).with_code("model.mixes_examples")
 
@@ -321,8 +321,8 @@ def check_example_gradients(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             raise ForbiddenLayerError(
-                f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters. Set "
-                "requires_grad=True"
+                f"parameter {name!r} has requires_grad=False, but DP-SGD trains all parameters. "
+                "Set requires_grad=True"
             ).with_code("model.frozen")
     try:
         labels = labels_N.to(x_NCHW.device)

@@ -22,8 +22,8 @@ Integers, counts and the arrays of `left_out` are those received. Every answer h
 nominal values as its metrics, since a job could state records by the choice of their names.
 
 A repeated request gets the answer that was computed before, without a charge. The answer is on the
-disk before it leaves. If a crash comes between charge and answer, the charge counts, and the repeated
-request is charged again.
+disk before it leaves. If a crash comes between charge and answer, the charge counts, and the
+repeated request is charged again.
 """
 
 from __future__ import annotations

@@ -417,7 +417,8 @@ class GaussianSumMechanism:
         if self.steps_left < 1:
             self._step.release()
             raise PrivacyError(
-                f"all {self._release.steps} steps of the mechanism have been used. Create a new mechanism"
+                f"all {self._release.steps} steps of the mechanism have been used. Create a new "
+                "mechanism"
             ).with_code("mechanism.steps")
         self._thread = get_ident()
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
@@ -469,8 +470,8 @@ class GaussianSumMechanism:
             ).with_code("mechanism.products")
         if products.bound > self.sensitivity * (1 + 1e-12):
             raise PrivacyError(
-                f"products.bound must be at most the mechanism's sensitivity {self.sensitivity:g}, got "
-                f"{products.bound:g}. Clip the vectors to the sensitivity"
+                f"products.bound must be at most the mechanism's sensitivity {self.sensitivity:g}, "
+                f"got {products.bound:g}. Clip the vectors to the sensitivity"
             ).with_code("mechanism.sensitivity")
         self._sums = open_sums.to(products.device, non_blocking=True)
         products.add_to(self._sums[0], None if sample is None else sample.shares)

@@ -113,7 +113,9 @@ class Units:
         return self._count
 
     def sample(self, mechanism: GaussianSumMechanism) -> Sample:
-        """Starts a step of `mechanism`, draws a Poisson sample of units, and returns their records."""
+        """Starts a step of `mechanism`, draws a Poisson sample of units, and returns their
+        records.
+        """
         chosen = mechanism.sample(len(self))
         if self._order is None:
             return Sample(chosen)

@@ -11,9 +11,10 @@ standard deviation of σ𝒞‖c‖, all n releases together therefore cost as m
 mechanism with the noise multiplier σ (docs/privacy-proofs.md, Corollary 3b).
 
 Only the increment S_t + Z_t + Σ_{s<t} (c_{t−s} − c_{t−s−1})·Z_s of R_t is computed from records, so
-the owner needs the earlier noise but no earlier record or exact sum. A ledger row of period t states
-the noise multiplier σ‖c‖/c_{t−1}, which belongs to the influence c_{t−1} of a record of period 1.
-After each period, the rows add up to the exact cost of a record of period 1, which is the largest.
+the owner needs the earlier noise but no earlier record or exact sum. A ledger row of period t
+states the noise multiplier σ‖c‖/c_{t−1}, which belongs to the influence c_{t−1} of a record of
+period 1. After each period, the rows add up to the exact cost of a record of period 1, which is the
+largest.
 
 A `ReleaseSequence` stores a client's noise and releases in the private part of the ledger folder.
 """

@@ -11,9 +11,9 @@ every possible example, the L2 norm of its long vector u is at most the attribut
   norm is Σ_{t,s} ⟨l_t, l_s⟩⟨r_t, r_s⟩. So the norm of u is known without u, and u is multiplied by
   min(1, a/‖u‖). Products may cancel each other. In float64, their squared norm then has an error of
   at most e·M² with M = Σ_t ‖l_t‖‖r_t‖ and e = (P + Q + 2T²)·2⁻⁵³, by the usual bounds on dot
-  products. Twice this error, or 2⁻³⁶·M² if that is more, is added to the squared norm, so the factor
-  is never too large. It is also at most 2¹⁸·a/M, so products that cancel stay below 2¹⁸·a, and each
-  addition of them in a sum leaves less than 2⁻³⁵·a.
+  products. Twice this error, or 2⁻³⁶·M² if that is more, is added to the squared norm, so the
+  factor is never too large. It is also at most 2¹⁸·a/M, so products that cancel stay below 2¹⁸·a,
+  and each addition of them in a sum leaves less than 2⁻³⁵·a.
 - `Moments`: u = √½·[svec(z zᵀ); z ⊗ e/b] with ‖z‖ ≤ 1 and ‖e‖ ≤ b. svec writes the upper triangle
   of a symmetric matrix with its off-diagonal entries times √2, so that ‖svec(z zᵀ)‖ = ‖z zᵀ‖_F =
   ‖z‖². Hence ‖u‖² = ½‖z‖⁴ + ½‖z‖²‖e‖²/b² ≤ 1.

@@ -4,8 +4,8 @@ Usually this does not hold. A kernel library may sum a row in an order that depe
 memory alignment. If the width is not a multiple of the register width, each row of a batch has a
 different alignment. The results then differ only by rounding, but a server can send weights for
 which nothing but rounding remains. One additional record would then change all rows after it.
-Rows are therefore padded with zeros to a multiple of `LANES`, so that they and their gradients begin
-at aligned addresses.
+Rows are therefore padded with zeros to a multiple of `LANES`, so that they and their gradients
+begin at aligned addresses.
 
 Processors and libraries differ, so padding is not trusted. A private run tries the products of its
 own shapes on its machine (`fedsynth.federation.position_leak_check`). If bits move, it computes

@@ -32,8 +32,8 @@ Order statistics assume no more than this independence. Given the releases, the 
 canaries are independent, and a guess about canary i is wrong with a probability of at least
 γ_i = 1/(1 + e^|L_i|), where L_i is the log-likelihood ratio. The number of wrong guesses among r is
 therefore stochastically at least that of a guesser who takes the r largest |L_i|. For this guesser,
-let W be the quantile of the largest |L| that is left out. The r guesses are independent above it, so
-that
+let W be the quantile of the largest |L| that is left out. The r guesses are independent above it,
+so that
 
     P[wrong ≤ k] = E_W P[Binomial(r, γ̄(W)) ≤ k],   W ~ Beta(m − r, r + 1),
 

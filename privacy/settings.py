@@ -185,8 +185,8 @@ class PrivacySettings:
         reason = ""
         if self.unit == USER:
             reason = (
-                "has no privacy guarantee, so it cannot be used with privacy.unit=user. Use another "
-                "mechanism"
+                "has no privacy guarantee, so it cannot be used with privacy.unit=user. Use "
+                "another mechanism"
             )
         elif self.epsilon is not None:
             reason = (

@@ -1,5 +1,5 @@
-"""DP-FedAvg, private FPL and CCVR at ε = 1, δ = 1e-5: a ConvNet, and for DP-FedAvg a linear model on
-fixed features, on MNIST and Fashion-MNIST, 10 clients, Dir(0.5) and Dir(0.01).
+"""DP-FedAvg, private FPL and CCVR at ε = 1, δ = 1e-5: a ConvNet, and for DP-FedAvg a linear model
+on fixed features, on MNIST and Fashion-MNIST, 10 clients, Dir(0.5) and Dir(0.01).
 
 The linear model is on whitened scattering coefficients, each image's made once (`--cache`), so that
 seconds are those of all else. Its rounds, sampling rate, clip and learning rate are the best of
@@ -103,8 +103,9 @@ def linear(
 
 
 def network(cell: Cell) -> RunSettings:
-    """Returns the settings of DP-FedAvg, FPL or CCVR with the ConvNet, at the clip and the rate that
-    were best for DP-FedAvg in `dp_utility`."""
+    """Returns the settings of DP-FedAvg, FPL or CCVR with the ConvNet, at the clip and the rate
+    that were best for DP-FedAvg in `dp_utility`.
+    """
     rows = by_key("dp_utility")
     tuned = max(
         product(dp_utility.CLIPS, dp_utility.RATES),

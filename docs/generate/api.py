@@ -1,5 +1,5 @@
-"""Generates the library's reference: all names that `fedsynth` and the other stable modules export, in
-groups, for autodoc.
+"""Generates the library's reference: all names that `fedsynth` and the other stable modules export,
+in groups, for autodoc.
 """
 
 from __future__ import annotations

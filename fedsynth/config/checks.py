@@ -84,7 +84,10 @@ def check_kind(settings: RunSettings, spec: DatasetSpec) -> None:
     """
     method, names = settings.method, {settings.model.name, *settings.model.client_names}
     if spec.vocabulary and method.features_refusal:
-        reason = f"needs images, but data set {spec.name} has token sequences. Use fedavg, fedprox or qffl"
+        reason = (
+            f"needs images, but data set {spec.name} has token sequences. Use fedavg, fedprox or "
+            "qffl"
+        )
         raise SettingError("run", "method", reason, value=method.name)
     if not spec.has_masks:
         if UNET in names and not spec.vocabulary:
@@ -176,8 +179,8 @@ def refuse_own_proxy(method: Method, spec: DatasetSpec) -> None:
     """Checks that a private run does not distil on images from its clients' data set."""
     if isinstance(method, PublicImages) and share_images(method.public_images(), spec.name):
         raise UnaccountedReleaseError(
-            f"{method.name} would distil on {method.public_images()}, but these images may be in the "
-            f"clients' data set {spec.name}. Set method.proxy to noise or another data set"
+            f"{method.name} would distil on {method.public_images()}, but these images may be in "
+            f"the clients' data set {spec.name}. Set method.proxy to noise or another data set"
         ).with_code("release.proxy")
 
 

@@ -211,8 +211,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
     label = own_label(name)
     if label and label != stated:
         reason = (
-            f"must be {short_repr(stated)}, as in the run, but the loaded code is {label}. Name the "
-            "file that the run used"
+            f"must be {short_repr(stated)}, as in the run, but the loaded code is {label}. Name "
+            "the file that the run used"
         )
         raise SettingError("run", "method", reason)
 

@@ -143,8 +143,8 @@ class _ClientView:
         """
         if not self._budgets:
             raise UnplannedReleaseError(
-                f"release {name!r} has no plan, so the clients {list(self.ids)} were not charged for "
-                "it. Return a plan with this name from Method.release_plans"
+                f"release {name!r} has no plan, so the clients {list(self.ids)} were not charged "
+                "for it. Return a plan with this name from Method.release_plans"
             ).with_code("release.uncharged")
         for budget in self._budgets:
             budget.check(name)

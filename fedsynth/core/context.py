@@ -57,7 +57,8 @@ def unmeasured(_model: nn.Module) -> float:
 class RoundContext:
     """The public settings and values of a round, which every step of the round receives.
 
-    Only `round`, `participants`, `report`, `note`, `measure` and `keeper` differ between the rounds of a run.
+    Only `round`, `participants`, `report`, `note`, `measure` and `keeper` differ between the rounds
+    of a run.
 
     Args:
         round: the number of the round: 1, 2, …

@@ -43,8 +43,9 @@ class SumsOverPeriods(SummedUploads):
         super().__post_init__()
         if self.period > self.periods:
             reason = (
-                f"must be at most method.periods={self.periods}, because the budget is divided among "
-                "these periods. Start a new sequence with new records and another ledger folder"
+                f"must be at most method.periods={self.periods}, because the budget is divided "
+                "among these periods. Start a new sequence with new records and another ledger "
+                "folder"
             )
             raise SettingError("method", "period", reason, value=self.period)
         if self.periods > 1 and self.requires_secure_sum:

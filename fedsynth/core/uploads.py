@@ -129,7 +129,8 @@ class Array:
             if error > TOLERANCE:
                 raise UploadRejectedError(
                     name,
-                    f"must contain rows that sum to 1, but a row's sum differs from 1 by {error:.3g}",
+                    "must contain rows that sum to 1, but a row's sum differs from 1 by "
+                    f"{error:.3g}",
                 )
 
     def _fits(self, value: Tensor) -> bool:

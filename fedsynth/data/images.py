@@ -1,10 +1,10 @@
 """Holds images with their labels, converts pixels to model inputs, and hashes records.
 
-`ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise` and
-`denormalise` convert between pixels and model inputs. `proxy_images` converts images from another
-data set for FedDF's distillation. `record_digests` computes keyed record hashes that do not depend
-on a record's index or owner. Without the key, a hash reveals nothing about its record. With the
-key, anyone who has the record can compute its hash.
+`ImageData` holds images as uint8 tensors. Sequences of tokens are images of one row. `normalise`
+and `denormalise` convert between pixels and model inputs. `proxy_images` converts images from
+another data set for FedDF's distillation. `record_digests` computes keyed record hashes that do not
+depend on a record's index or owner. Without the key, a hash reveals nothing about its record. With
+the key, anyone who has the record can compute its hash.
 """
 
 from __future__ import annotations
@@ -329,8 +329,8 @@ def image_shape_of(shape: Sequence[int]) -> tuple[int, int, int]:
         return shape[3], shape[1], shape[2]
     if not 1 <= len(shape) <= 4:
         raise DataError(
-            "examples must be vectors [N, D] or images [N, H, W], [N, C, H, W] or [N, H, W, C], got "
-            f"{list(shape)}"
+            "examples must be vectors [N, D] or images [N, H, W], [N, C, H, W] or [N, H, W, C], "
+            f"got {list(shape)}"
         ).with_code("data.shape")
     channels, height, width = (1, 1, 1, *shape[1:])[-3:]
     if channels == height == width > MAX_CHANNELS:
@@ -453,7 +453,7 @@ def _as_tensor(array: Array, what: str) -> Tensor:
     try:
         values = np.asarray(array)
         if is_mapped(values) and values.flags.c_contiguous:
-            return torch.from_numpy(values)  # read from a file, so that nobody else changes it
+            return torch.from_numpy(values)  # read from a file, so no caller can change it
         copy = new_array(values.shape, values.dtype)
         copy[...] = values
         return torch.from_numpy(copy)

@@ -58,7 +58,9 @@ _UID_EXTENSION = re.compile(r"(?:\.[0-9]*)?")
 
 
 class UnsupportedImageError(ValueError):
-    """Raised for a damaged or unsupported image file. Its message quotes no text from the header."""
+    """Raised for a damaged or unsupported image file. Its message quotes no text from the
+    header.
+    """
 
 
 @dataclass(frozen=True)

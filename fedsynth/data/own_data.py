@@ -92,11 +92,11 @@ def load_records(place: str | Path, **settings: Any) -> OwnerData:
     Args:
         place: a folder with the layout SITE/CLASS/files or CLASS/files, or with a manifest.csv, or
             the manifest itself. Each site is a client. For segmentation, the layout is
-            SITE/images/files and SITE/masks/files (`fedsynth.data.masks`). A manifest has the columns path and label
-            and, optionally, site and user. Images are JPEG, PNG, BMP, WebP, TIFF, DICOM or NIfTI
-            files of any size, in grey or colour. Or a file .npz, .npy, .safetensors, .parquet or
-            .csv, or `hf:` with a folder of Parquet files or with the name of a data set on the
-            Hugging Face hub.
+            SITE/images/files and SITE/masks/files (`fedsynth.data.masks`). A manifest has the
+            columns path and label and, optionally, site and user. Images are JPEG, PNG, BMP, WebP,
+            TIFF, DICOM or NIfTI files of any size, in grey or colour. Or a file .npz, .npy,
+            .safetensors, .parquet or .csv, or `hf:` with a folder of Parquet files or with the name
+            of a data set on the Hugging Face hub.
         settings: further fields of `FolderSettings`, such as `image_size`, `channels`,
             `test_folder`, `skip_corrupt`, `skip_other`, `declaration`, `window`, `label_column` and
             `bounds`.
@@ -375,8 +375,9 @@ def _note_one_person(files: Records, note: Note) -> None:
         if len(users) > 1 and (users == users[0]).all():
             place = f"site {one_line(site)} of {one_line(files.root)}" if site else files.root
             note(
-                f"warning: all {len(users)} images in {one_line(place)} have one patient ID, so they "
-                "count as one person. If the files are anonymised, list the patients in users.csv"
+                f"warning: all {len(users)} images in {one_line(place)} have one patient ID, so "
+                "they count as one person. If the files are anonymised, list the patients in "
+                "users.csv"
             )
 
 

@@ -63,7 +63,8 @@ class PartitionSettings:
             FedFM's public code, with 10 clients, uses a share of 0.46 with 1, 10 and 20 dominant
             classes on CIFAR-10, CIFAR-100 and Tiny-ImageNet, and 0.5 with 1 class on CINIC-10.
         min_size: the minimum number of examples ≥ 0 of a client, for `dirichlet` and `quantity`.
-        min_group: the minimum number of examples ≥ 0 of a group, for `natural`, as LEAF's option -k.
+        min_group: the minimum number of examples ≥ 0 of a group, for `natural`, as LEAF's option
+            -k.
         subset: the share of each class's examples that is used, drawn at random. FedKF uses 10 % of
             EMNIST.
         local_test: the share of each client's examples in its local test split (for AMP, FM, WLP).

@@ -320,8 +320,8 @@ _ENCODED = (
 )  # fmt: skip
 DEFAULT_DATASET = "digits"
 # Published data sets of which some images are the same. Digits-Five has images of MNIST and SVHN,
-# CINIC-10 has those of CIFAR-10 and reduced ones of ImageNet, and the others are made from the forms
-# of NIST Special Database 19.
+# CINIC-10 has those of CIFAR-10 and reduced ones of ImageNet, and the others are made from the
+# forms of NIST Special Database 19.
 _SHARED_IMAGES = (
     {"digits-five", "svhn"},
     {"digits-five", "mnist", "femnist"},

@@ -87,7 +87,8 @@ class Frame:
         length = int.from_bytes(sent[:LENGTH_BYTES], "little")
         if len(sent) < LENGTH_BYTES or length > min(LONGEST_HEADER, len(sent) - LENGTH_BYTES):
             raise MessageError(
-                f"a received frame of {len(sent)} bytes has an invalid header length. {SAME_VERSION}"
+                f"a received frame of {len(sent)} bytes has an invalid header length. "
+                f"{SAME_VERSION}"
             )
         end = LENGTH_BYTES + length
         with faults_as(MessageError, "the frame's header is not valid"):

@@ -86,7 +86,8 @@ class Policy:
     def _delta_of_epsilon(self) -> Policy:
         if self.epsilon is not None and self.delta is None:
             raise ValueError(
-                "delta is missing, but epsilon requires it. Set delta to a small number, such as 1e-5"
+                "delta is missing, but epsilon requires it. Set delta to a small number, such as "
+                "1e-5"
             )
         return self
 
@@ -254,8 +255,8 @@ def describe_request(
     if run.privacy is None:
         return [
             *lines,
-            "  the client's uploads are not protected, because the run has no differential privacy. "
-            "No later run on these records can state an ε",
+            "  the client's uploads are not protected, because the run has no differential "
+            "privacy. No later run on these records can state an ε",
         ]
     history = History("this client", rows)
     try:  # planned from the proposal, because σ is sent only after all clients have joined
@@ -267,8 +268,8 @@ def describe_request(
             if allowed < planned:
                 lines.append(
                     f"  warning: the policy's epsilon = {cap.epsilon:g} (at δ = {cap.delta:g}) "
-                    f"allows only {allowed} of {pluralize(planned, 'round')}. The client will refuse "
-                    "the others. To allow them, increase epsilon in the policy"
+                    f"allows only {allowed} of {pluralize(planned, 'round')}. The client will "
+                    "refuse the others. To allow them, increase epsilon in the policy"
                 )
         return lines
     except FedsynthError as error:

@@ -253,7 +253,8 @@ class Session:
         clients = self.runtime.context.clients
         if terms.sizes is not None and len(terms.sizes) != clients:
             raise MessageError(
-                f"the server sent {len(terms.sizes)} client sizes, but the run has {clients} clients"
+                f"the server sent {len(terms.sizes)} client sizes, but the run has {clients} "
+                "clients"
             )
         if self.state.sigma not in (None, terms.noise_multiplier):
             raise MessageError(

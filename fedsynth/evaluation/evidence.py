@@ -84,8 +84,9 @@ class Evidence(Part):
 
     schema_version: Literal[1] = 1
     notice: str = (
-        "The exporter stated that the real images are public or simulated. If they are private, this "
-        "page must not leave their owner, because its numbers are exact and no guarantee covers them."
+        "The exporter stated that the real images are public or simulated. If they are private, "
+        "this page must not leave their owner, because its numbers are exact and no guarantee "
+        "covers them."
     )
     features: str
     training_images: int

@@ -42,8 +42,8 @@ def embeddings(model: nn.Module, data: ImageData) -> Tensor:
 def nmi(embeddings_Nd: Tensor, labels_N: Tensor, seed: int) -> float | None:
     """Computes the normalised mutual information between the classes and the clusters of k-means.
 
-    It is 2·I(Y; K)/(H(Y) + H(K)) for the class Y and the cluster K of an example, in [0, 1]. Returns
-    None if all examples have the same class.
+    It is 2·I(Y; K)/(H(Y) + H(K)) for the class Y and the cluster K of an example, in [0, 1].
+    Returns None if all examples have the same class.
 
     Args:
         embeddings_Nd: the embeddings [N, d] of N examples.

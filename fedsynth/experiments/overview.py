@@ -77,7 +77,9 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def by_seed(runs: Sequence[Run]) -> list[list[Run]]:
-    """Groups runs that differ only in their seeds. The groups are in the order of their first runs."""
+    """Groups runs that differ only in their seeds. The groups are in the order of their first
+    runs.
+    """
     groups: dict[str, list[Run]] = {}
     for run in runs:
         same = {key: value for key, value in run.settings.items() if key not in (*SEEDS, *QUIET)}

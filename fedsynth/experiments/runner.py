@@ -133,8 +133,8 @@ def rows_by_hash(folder: Path) -> dict[str, dict[str, Any]]:
         for row in Rows(path).all():
             if not row.keys() >= NEEDED:
                 raise OutputError(
-                    f"{path} contains a row without {', '.join(sorted(NEEDED - row.keys()))}. Remove "
-                    "the row"
+                    f"{path} contains a row without {', '.join(sorted(NEEDED - row.keys()))}. "
+                    "Remove the row"
                 )
             if row.get("date", "") >= rows.get(row["settings"], {}).get("date", ""):
                 rows[row["settings"]] = row

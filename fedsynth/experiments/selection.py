@@ -165,14 +165,14 @@ def _check(sweep: Sweep) -> None:
         privacy = cell.settings.privacy
         if privacy is None or privacy.epsilon is None or privacy.noise_multiplier is not None:
             reason = (
-                "must be set, and privacy.noise_multiplier must not, because private hyperparameter "
-                "selection computes the noise. Set privacy.epsilon only"
+                "must be set, and privacy.noise_multiplier must not, because private "
+                "hyperparameter selection computes the noise. Set privacy.epsilon only"
             )
             raise PrivacySettingError("privacy", "epsilon", reason)
         for section, key in settings_with_own_code(cell.settings):
             reason = (
-                "names custom code, which could pass information from one trial to the next. Set it "
-                "to a built-in name, or remove [selection]"
+                "names custom code, which could pass information from one trial to the next. Set "
+                "it to a built-in name, or remove [selection]"
             )
             raise SettingError(section, key, reason)
         method = cell.settings.method
@@ -189,9 +189,10 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
             reason = (
-                f"changes the data, the clients or the privacy settings in the run {cell.label}. In a "
-                "private selection, they must be the same in all runs. Set partition.seed, and vary "
-                f"only methods, models, rounds and {', '.join(f'privacy.{name}' for name in VARIED)}"
+                f"changes the data, the clients or the privacy settings in the run {cell.label}. "
+                "In a private selection, they must be the same in all runs. Set partition.seed, "
+                "and vary only methods, models, rounds and "
+                f"{', '.join(f'privacy.{name}' for name in VARIED)}"
             )
             raise SettingError("grid", "settings", reason)
 
@@ -214,8 +215,8 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
         raise SettingError(
             "data",
             "dataset",
-            "must have class labels, because private hyperparameter selection counts correct labels. "
-            "Remove [selection]",
+            "must have class labels, because private hyperparameter selection counts correct "
+            "labels. Remove [selection]",
         )
     for plan in plans:
         _ledger_folder(plan)

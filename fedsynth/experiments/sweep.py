@@ -74,7 +74,8 @@ class SelectionSettings:
     Args:
         law: the law of the number of trials, "poisson" or "negative-binomial".
         trials: the expected number of trials, above 1.
-        eta: η of the law "negative-binomial". A smaller η costs less, and makes few trials likelier.
+        eta: η of the law "negative-binomial". A smaller η costs less, and makes few trials
+            likelier.
         score_share: the share of a trial's μ² that its score gets.
 
     Raises:
@@ -168,8 +169,8 @@ def _cells(shared: Sections, grid: Values) -> list[Cell]:
     for name in method_axes:
         if name not in names:
             raise SweepError(
-                f"[grid.{name}] has no effect, because the runs only use {', '.join(names)}. Remove "
-                f"[grid.{name}], or add {name!r} to the grid's methods"
+                f"[grid.{name}] has no effect, because the runs only use {', '.join(names)}. "
+                f"Remove [grid.{name}], or add {name!r} to the grid's methods"
             )
     # counted before settings are resolved, which takes half a minute for ten thousand runs
     points = list(itertools.islice(_points(axes, method_axes, default_method), MAX_RUNS + 1))

@@ -464,7 +464,8 @@ class PrivacyPlan:
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
                 f"privacy.epsilon={target:g} leaves too little for a release of this run: earlier "
-                f"runs on these records have spent ε = {spent_epsilon:.4g}. Increase privacy.epsilon"
+                f"runs on these records have spent ε = {spent_epsilon:.4g}. Increase "
+                "privacy.epsilon"
             ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency

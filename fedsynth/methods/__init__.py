@@ -80,8 +80,9 @@ def register_method(method: type[Method], label: str = "") -> str:
     is_method = isinstance(method, type) and issubclass(method, Method)
     if not is_method or not name or name in METHODS:
         reason = (
-            "must be a subclass of fedsynth.Method, and its `name` must not be a built-in method's, "
-            f"got {method!r:.80} with the name {name!r}. Inherit from Method, or change `name`"
+            "must be a subclass of fedsynth.Method, and its `name` must not be a built-in "
+            f"method's, got {method!r:.80} with the name {name!r}. Inherit from Method, or change "
+            "`name`"
         )
         raise SettingError("run", "method", reason)
     if missing := ", ".join(sorted(method.__abstractmethods__)):

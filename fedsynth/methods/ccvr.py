@@ -131,8 +131,8 @@ class CCVR(TrainsLocally, VaryingReleases):
     oca_refusal = "the server calibrates the average of the active clients"
     masks_refusal = "the server draws features of each class"
     robust_refusal = (
-        "the server adds class moments. In a robust rule, clients without examples of a class would "
-        "outvote the clients that have examples"
+        "the server adds class moments. In a robust rule, clients without examples of a class "
+        "would outvote the clients that have examples"
     )
 
     virtual: int = in_range(2000, 0)

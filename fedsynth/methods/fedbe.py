@@ -1,7 +1,8 @@
 """FedBE: the server distils a Bayesian ensemble on unlabelled public images (Chen and Chao 2021,
 arXiv 2009.01974).
 
-The clients train as in FedAvg. From their models w_k with shares n_k/n, the server forms the average
+The clients train as in FedAvg. From their models w_k with shares n_k/n, the server forms the
+average
 w̄ and draws M models from a distribution over global models:
 
     gaussian     w ~ N(w̄, diag(Σ_k n_k/n·(w_k − w̄)²))

@@ -67,8 +67,8 @@ class FedDM(CondensingMethod, TrainsInBall, PublishedEpsilon):
         logit_weight: b, the factor of the logits in the features [h; b·z]. Their term in Eq. 9 then
             has the weight b². 1 is Eq. 9.
         image_clip: upper bound on the norm of each client's image gradient, for stability; 0 means
-            no bound. FedAF's paper runs FedDM with a bound of 2, and does not state on which images'
-            gradient. The bound is not a privacy mechanism.
+            no bound. FedAF's paper runs FedDM with a bound of 2, and does not state on which
+            images' gradient. The bound is not a privacy mechanism.
         networks_per_round: number of networks that the T steps of a round use in turn
             (`NetworkMeansMatcher`). With 0, each step draws a new network and a new minibatch, as
             in the paper. Other values need a network without batch norm, `matching="mean"`, and no

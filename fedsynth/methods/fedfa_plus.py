@@ -174,8 +174,8 @@ class FedFAPlus(TrainsLocally):
         stages = len(getattr(model, "stage_names", ()))
         if not stages:
             reason = (
-                f"must be a network with the attribute `stage_names`, but {type(model).__name__} has "
-                "none. Add the names of the stages to augment, or set method.parts=alignment"
+                f"must be a network with the attribute `stage_names`, but {type(model).__name__} "
+                "has none. Add the names of the stages to augment, or set method.parts=alignment"
             )
             raise SettingError("model", "name", reason)
         if max(self._stage_numbers, default=0) > stages:

@@ -48,7 +48,9 @@ class MeansAsked(Message):
 
 @dataclass(frozen=True)
 class Means(Message):
-    """A client's upload in FedMix's first exchange: mean images [m, C, H, W] and labels [m, classes]."""
+    """A client's upload in FedMix's first exchange: mean images [m, C, H, W] and labels [m,
+    classes].
+    """
 
     images: Tensor = unprotected()
     labels: Tensor = unprotected()

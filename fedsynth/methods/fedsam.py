@@ -1,5 +1,5 @@
-"""FedSAM: local training by sharpness-aware minimisation (Qu et al. 2022, arXiv 2206.02618; Caldarola
-et al. 2022, arXiv 2203.11834).
+"""FedSAM: local training by sharpness-aware minimisation (Qu et al. 2022, arXiv 2206.02618;
+Caldarola et al. 2022, arXiv 2203.11834).
 
 Each step computes the gradient g of the batch at w, moves to ŵ = w + ρ·g/‖g‖, and updates w with
 the gradient at ŵ. The server averages the models as in FedAvg. As in FedFA's code, only the pass at

@@ -6,9 +6,9 @@ the length of z. CMI, with weight β, is KL(N(μ(x), σ(x)²) ‖ r(z|y)), where
 Gaussian for each class y. It bounds the conditional mutual information of x and z given y from
 above. The server averages the models, weighted by n_k.
 
-In our networks, μ(x) is the embedding, and σ(x) = softplus(V μ(x) + v) is a further layer. r(z|y) is
-a table of means and deviations. Layer and table are trained with the network, and averaged and sent
-as parts of the model. The public code computes both μ and σ by the last layer of its backbone.
+In our networks, μ(x) is the embedding, and σ(x) = softplus(V μ(x) + v) is a further layer. r(z|y)
+is a table of means and deviations. Layer and table are trained with the network, and averaged and
+sent as parts of the model. The public code computes both μ and σ by the last layer of its backbone.
 
 The paper and the public code leave some points open:
 

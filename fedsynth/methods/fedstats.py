@@ -212,8 +212,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         super().__post_init__()
         if self.features not in (AUTO, *registry.feature_names()):
             registry.refuse_unknown_map(self.features, "method", AUTO)
-        # the data set resolves "auto": here it counts for pictures, as images are requested, but not
-        # for whitening, which only private runs release (`release_plans` checks it)
+        # the data set resolves "auto": here it counts for pictures, as images are requested, but
+        # not for whitening, which only private runs release (`release_plans` checks it)
         pictures = self.images_each > 0 and self.pictures != NO
         self._round_1_shares(pictures, self.whitening == YES, principal=False)
 
@@ -462,8 +462,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             return bool(features.blocks) and grey
         if self.whitening == YES and not features.blocks:
             reason = (
-                f"must be 'no' for the feature map {features.name!r}, because its attribute `blocks` "
-                "is empty. Set method.whitening=no"
+                f"must be 'no' for the feature map {features.name!r}, because its attribute "
+                "`blocks` is empty. Set method.whitening=no"
             )
             raise SettingError("method", "whitening", reason, value=self.whitening)
         return self.whitening == YES
@@ -556,8 +556,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
         if self.has_whitening_matrices(spec):
             facts["whitening"] = (
-                "private runs whiten the features by noisy covariances of channels and cells, which "
-                "are released in round 1"
+                "private runs whiten the features by noisy covariances of channels and cells, "
+                "which are released in round 1"
             )
         features = self.map_of(spec)
         facts["feature map"] = (
@@ -578,7 +578,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         """
         for key in ("clip", "sample_rate"):
             if getattr(privacy, key) is not None:
-                reason = f"has no effect on {self.name}, which chooses a value for each release. Remove it"
+                reason = (
+                    f"has no effect on {self.name}, which chooses a value for each release. Remove "
+                    "it"
+                )
                 raise SettingError("privacy", key, reason)
         return self.sum_over_clients(self._releases(privacy, context), privacy, context)
 
@@ -674,8 +677,8 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     def check_model(self, model: nn.Module) -> None:
         if not isinstance(model, FeatureLinear):
             reason = (
-                f"cannot be used with {self.name}, because {self.name} trains its own linear model. "
-                "Remove model.name"
+                f"cannot be used with {self.name}, because {self.name} trains its own linear "
+                "model. Remove model.name"
             )
             raise SettingError("model", "name", reason)
         if self.ipc > 0:

@@ -154,7 +154,8 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
     logit_weight: float = in_range(1.0, 0)
     count_noise: float = in_range(3.0, 0.01)
 
-    # -------------------------------------------------------------------- the message and the client
+    # -------------------------------------------------------------------- the message and the
+    # client
 
     def broadcast(self, state: CondensedState, context: RoundContext) -> Message:
         return SumsRequest(state.parameters, 1.0, self._images(state, context))
@@ -282,8 +283,8 @@ class FedSum(TrainsInBall, SummedUploads, SyntheticImages, Measurements):
         """Returns the images and labels of all classes that have enough examples."""
         if state.images is None or state.condensed is None:
             raise ValueError(
-                "the server's state contains no images, because no round was completed. Run at least "
-                "one round"
+                "the server's state contains no images, because no round was completed. Run at "
+                "least one round"
             )
         labels = torch.arange(context.spec.classes, device=context.device)
         labels = labels.repeat_interleave(self.ipc)

@@ -8,9 +8,9 @@ The API is as stable as that of `fedsynth`.
 >>> average(models)
 {'w': tensor([1.5000])}
 
-Settings (`in_range`, `one_of`), messages and the privacy labels of their fields, states, the private
-sums of class vectors, aggregation, training, and the parts of experiments on synthetic data. Each
-name is imported on first use.
+Settings (`in_range`, `one_of`), messages and the privacy labels of their fields, states, the
+private sums of class vectors, aggregation, training, and the parts of experiments on synthetic
+data. Each name is imported on first use.
 """
 
 from __future__ import annotations

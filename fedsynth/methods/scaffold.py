@@ -93,8 +93,8 @@ class TrainsWithControls(TrainsLocally):
         super().__post_init__()
         if self.momentum:
             reason = (
-                f"must be 0 for {self.name}, got {self.momentum}, because control variates need plain "
-                "SGD steps. Set method.momentum=0"
+                f"must be 0 for {self.name}, got {self.momentum}, because control variates need "
+                "plain SGD steps. Set method.momentum=0"
             )
             raise SettingError("method", "momentum", reason)
 

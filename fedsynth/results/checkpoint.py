@@ -71,7 +71,8 @@ class Checkpoint:
         rows: the metrics of the finished rounds, one row per round. They include the values that
             only a simulation may show.
         state: the server's state after the last finished round.
-        client_states: the clients' states, by client index. In a checkpoint that was read from disk,
+        client_states: the clients' states, by client index. In a checkpoint that was read from
+            disk,
             this mapping is empty: `CheckpointFolder.client_state` reads each client state from its
             file.
         uploads: the synthetic images that each client sent in the last finished round, by client
@@ -187,7 +188,8 @@ class CheckpointFolder:
             raise self._damaged(f"{POINTER} has another format than {FORMAT}")
         if pointer["identity"] != self.identity:
             raise CheckpointError(
-                f"{self.path} was written with other settings or data. Restore the settings and data"
+                f"{self.path} was written with other settings or data. Restore the settings and "
+                "data"
             )
         return pointer
 
@@ -444,7 +446,9 @@ class LoopCheckpoints(LoopCheckpointer):
 
 
 def read_loop_state(path: Path, identity: str) -> LoopState | None:
-    """Reads a loop's checkpoint. Returns None if the file is missing, damaged or from another run."""
+    """Reads a loop's checkpoint. Returns None if the file is missing, damaged or from another
+    run.
+    """
     try:
         stored = files.read_regular(path, files.MAX_TENSORS_BYTES)
         return LoopState.from_bytes(files.without_hash(stored, f"{FORMAT} {identity}"))

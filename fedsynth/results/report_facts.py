@@ -132,7 +132,9 @@ def schedule(plan: PrivacyPlan) -> str:
 
 
 def _cap_warnings(plan: PrivacyPlan, planned: float) -> Iterator[str]:
-    """Yields a warning if the limit on ε will end the run early, or if ε is large and has no limit."""
+    """Yields a warning if the limit on ε will end the run early, or if ε is large and has no
+    limit.
+    """
     cap = plan.privacy.epsilon
     if cap is None and planned > WEAK:
         yield (
@@ -355,8 +357,8 @@ def public_items(plan: PrivacyPlan, *, simulated: bool = True) -> dict[str, str]
         items["bounds of the values"] = f"{low:g} to {high:g}, declared. Values outside are clipped"
     if spec.encoder:
         items["encoder"] = (
-            f"{spec.encoder}. It is fixed before data are read. The vector of an image depends only "
-            "on this image"
+            f"{spec.encoder}. It is fixed before data are read. The vector of an image depends "
+            "only on this image"
         )
     if run.folder is not None and run.folder.window:
         items["window"] = f"{run.folder.window} (centre and width of the levels shown), as declared"

@@ -153,8 +153,8 @@ class Architecture:
         spec = spec_from_json(decode_json(metadata["spec"]))
         if math.prod(spec.image_shape) * spec.classes > registry.MAX_PARAMETERS:
             raise OutputError(
-                f"{spec.classes} classes with images of shape {spec.image_shape} exceed the limit of "
-                f"{registry.MAX_PARAMETERS:,} values"
+                f"{spec.classes} classes with images of shape {spec.image_shape} exceed the limit "
+                f"of {registry.MAX_PARAMETERS:,} values"
             )
         if "run" in sections:
             run = resolve(_network_sections(sections), own_method=method, own_data=spec.name)

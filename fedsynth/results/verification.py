@@ -102,8 +102,8 @@ def verify_run(
     report = report_file.read_report(path)
     if report.get("method") == OWNERS_PIPELINE:
         raise PrivacyError(
-            f"{path} cannot be verified, because a DataOwner stores no settings to compare it with. "
-            "Use simulate with an output folder for runs that must be verified"
+            f"{path} cannot be verified, because a DataOwner stores no settings to compare it "
+            "with. Use simulate with an output folder for runs that must be verified"
         )
     if wrong := schema_problems(report):
         return Verification([Problem("schema", text) for text in wrong])
@@ -247,7 +247,9 @@ def _with_reason(expected: Event, stated: Sequence[Event]) -> Event:
 
 
 def _figure_problems(charges: Charges) -> list[Problem]:
-    """Lists the figures in metrics.jsonl and summary.json that contradict the plan or the ledgers."""
+    """Lists the figures in metrics.jsonl and summary.json that contradict the plan or the
+    ledgers.
+    """
     run, plan = charges.run, charges.plan
     problems = _epsilon_problems(charges)
     for row in run.rows:

@@ -63,12 +63,12 @@ def export_onnx(
 ) -> Path:
     """Writes a finished run's model as an ONNX file.
 
-    The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], values between the bounds
-    of the data set, or tokens. The normalisation is part of the graph. The output `logits` is float32
-    [N, classes]. The metadata of the file contains the names of the classes, the
-    window and slice of image files, the encoder of vectors, and the guarantee.
-    Like the model, the file is computed from the clients' releases, and so has their guarantee. It
-    contains no source code and no paths. Its logits for one image are compared with PyTorch's.
+    The input `images` is float32 [N, C, H, W] for any N: pixels in [0, 1], values between the
+    bounds of the data set, or tokens. The normalisation is part of the graph. The output `logits`
+    is float32 [N, classes]. The metadata of the file contains the names of the classes, the window
+    and slice of image files, the encoder of vectors, and the guarantee. Like the model, the file is
+    computed from the clients' releases, and so has their guarantee. It contains no source code and
+    no paths. Its logits for one image are compared with PyTorch's.
 
     Args:
         run: the run folder.

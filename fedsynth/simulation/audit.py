@@ -3,9 +3,9 @@
 An audit is a real run of the method, but it reads no private record. The clients have public random
 images with the shape of the data set's images, and about as many as the data set declares. The
 audit therefore costs no privacy, and no ledger that is kept across runs is charged. The noise and
-the sampling are those of a real run. The result is a lower bound on ε (`fedsynth.privacy.audit_bounds`).
-If it is above the ε that the audited client's ledger states, the implementation has a fault. An
-audit can find a fault, but it cannot prove privacy.
+the sampling are those of a real run. The result is a lower bound on ε
+(`fedsynth.privacy.audit_bounds`). If it is above the ε that the audited client's ledger states, the
+implementation has a fault. An audit can find a fault, but it cannot prove privacy.
 """
 
 from __future__ import annotations

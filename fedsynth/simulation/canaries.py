@@ -20,9 +20,9 @@ where v = q/2·(1 − q/2) is the variance of "in, and sampled". Then
 which is exact for orthogonal canaries. The lower bound is valid for any score, and a better score
 makes it higher.
 
-The bounds in `fedsynth.privacy.score_bounds` need independent scores. For these bounds, the releases
-with orthogonal canaries have separate scores. With ẑ_i = ū_iᵀ y/(s𝒞), a canary's score is Σ ẑ_i/σ
-over these releases.
+The bounds in `fedsynth.privacy.score_bounds` need independent scores. For these bounds, the
+releases with orthogonal canaries have separate scores. With ẑ_i = ū_iᵀ y/(s𝒞), a canary's score is
+Σ ẑ_i/σ over these releases.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ class FeatureMatching:
         for label, members in enumerate(self._members):
             if not len(members):
                 raise DataError(
-                    f"class {label} has no records, but each class needs at least one. Add records, "
-                    "or lower classes"
+                    f"class {label} has no records, but each class needs at least one. Add "
+                    "records, or lower classes"
                 )
 
     def start(self, per_class: int, seed: int) -> Tensor:

@@ -287,8 +287,9 @@ class Ledger:
         if self.bound and self.lines.dataset != dataset:
             raise LedgerError(
                 f"ledger {self.path} belongs to data set and partition "
-                f"{short_repr(self.lines.dataset)}, but this run uses {dataset!r}. Use the ledger's "
-                "data set, number of clients, partition settings and seed, or another ledger folder"
+                f"{short_repr(self.lines.dataset)}, but this run uses {dataset!r}. Use the "
+                "ledger's data set, number of clients, partition settings and seed, or another "
+                "ledger folder"
             ).with_code("ledger.dataset")
 
     @property
@@ -387,7 +388,8 @@ class Ledger:
         """Notes the hash of a finished run's files in the ledger.
 
         The run's files are checked against the note, so a file cannot be replaced together
-        with its hash in the report. A run that charged nothing since the last such line writes none.
+        with its hash in the report. A run that charged nothing since the last such line writes
+        none.
 
         Args:
             sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).

@@ -110,8 +110,8 @@ def guard_of(config: Mapping[str, Any]) -> UpdateGuard:
     folder = config.get("guard") or os.environ.get("FEDSYNTH_GUARD")
     if not folder:
         raise MessageError(
-            "the node's configuration does not set guard. Add guard='FOLDER', where FOLDER contains "
-            "guard.toml"
+            "the node's configuration does not set guard. Add guard='FOLDER', where FOLDER "
+            "contains guard.toml"
         ).with_code("guard.folder")
     name = config.get("client", f"client-{int(config.get('partition-id', 0)):03d}")
     return UpdateGuard(str(folder), str(name))

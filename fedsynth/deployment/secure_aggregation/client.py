@@ -306,8 +306,8 @@ class SumClient(Parcel):
         clients = set(present.clients)
         if len(clients) < self.terms.threshold or not clients <= set(self.shares):
             raise SecureSumError(
-                f"the server lists {len(clients)} clients with masked vectors, but the sum needs at "
-                f"least {self.terms.threshold} of the clients that sent secret shares"
+                f"the server lists {len(clients)} clients with masked vectors, but the sum needs "
+                f"at least {self.terms.threshold} of the clients that sent secret shares"
             ).with_code("sums.survivors")
         if self.number not in clients:
             raise SecureSumError(

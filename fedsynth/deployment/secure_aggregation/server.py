@@ -145,8 +145,8 @@ class SumServer:
             seed = self._secret(client, {k: message.seeds for k, message in answers.items()})
             if hashlib.sha256(seed).digest() != self._keys[client].commitment:
                 raise primitives.SecureSumError(
-                    f"the shares of client {client}'s self mask do not give the seed that the client "
-                    "committed to. Repeat the round"
+                    f"the shares of client {client}'s self mask do not give the seed that the "
+                    "client committed to. Repeat the round"
                 ).with_code("sums.self_mask")
             self_mask = primitives.derived(seed, primitives.SELF_MASK, self.terms.name)
             total = total + vector - primitives.mask(self_mask, self.terms.length)
@@ -154,8 +154,8 @@ class SumServer:
             key = self._secret(client, {k: message.keys for k, message in answers.items()})
             if primitives.public(key) != self._keys[client].mask:
                 raise primitives.SecureSumError(
-                    "the received secret shares reconstruct a mask key that does not match the public "
-                    f"key of client {client}"
+                    "the received secret shares reconstruct a mask key that does not match the "
+                    f"public key of client {client}"
                 ).with_code("sums.mask_key")
             for other in self.masked:
                 # the mask that the other one has added

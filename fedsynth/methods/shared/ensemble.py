@@ -173,8 +173,8 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
         without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
         if self.bn_weight and without:
             context.note(
-                f"the batch-norm loss cannot use the models {', '.join(without)}, because they have no "
-                "batch norm with running statistics"
+                f"the batch-norm loss cannot use the models {', '.join(without)}, because they "
+                "have no batch norm with running statistics"
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:

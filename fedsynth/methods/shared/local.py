@@ -220,7 +220,10 @@ class TrainsLocally(Measurements):
             )
             raise SettingError("method", "final", reason)
         if self.optimiser == "adam" and self.adam_refusal:
-            reason = f"must be 'sgd' for {self.name}, because {self.adam_refusal}. Set method.optimiser=sgd"
+            reason = (
+                f"must be 'sgd' for {self.name}, because {self.adam_refusal}. Set "
+                "method.optimiser=sgd"
+            )
             raise SettingError("method", "optimiser", reason)
         if self.optimiser == "adam" and self.momentum == 1:
             reason = "must be below 1 for Adam, got 1. Set method.momentum=0.9"

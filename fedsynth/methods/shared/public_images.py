@@ -55,8 +55,8 @@ class DistilsOnPublicImages(TrainsLocally, PublicImages):
     def check_model(self, model: nn.Module) -> None:
         if not self.proxy:
             reason = (
-                "is not set, but the server distils on public images. Name a public data set, or use "
-                "'noise' for random pixels"
+                "is not set, but the server distils on public images. Name a public data set, or "
+                "use 'noise' for random pixels"
             )
             raise SettingError("method", "proxy", reason)
 

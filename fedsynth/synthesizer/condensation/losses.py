@@ -126,7 +126,9 @@ def logits_gradient(
 
 
 def unit_directions(count: int, dimension: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields uniformly random unit vectors [count, dimension] forever, on the generator's device."""
+    """Yields uniformly random unit vectors [count, dimension] forever, on the generator's
+    device.
+    """
     while True:
         drawn = torch.randn(count, dimension, generator=generator, device=generator.device)
         yield drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)

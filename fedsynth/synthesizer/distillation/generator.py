@@ -141,7 +141,9 @@ def make_generator(
 
 
 def descend(loss: Tensor, *optimisers: torch.optim.Optimizer) -> None:
-    """Takes one step of each optimiser to reduce `loss`. Other networks' gradients do not change."""
+    """Takes one step of each optimiser to reduce `loss`. Other networks' gradients do not
+    change.
+    """
     parameters = []
     for optimiser in optimisers:
         for group in optimiser.param_groups:
