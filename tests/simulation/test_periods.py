@@ -194,6 +194,21 @@ class KilledError(Exception):
     pass
 
 
+def run_killed(owner: Owner, exchange: str, period: str, share: str | None) -> None:
+    """Runs a period that is killed when the server has the exchange's sum."""
+    original = FedStats.from_sum
+
+    def kill(self: FedStats, name: str, *rest: Any) -> Any:
+        if name == exchange:
+            raise KilledError
+        return original(self, name, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FedStats, "from_sum", kill)
+        with pytest.raises(KilledError):
+            owner.run(period, "killed", share)
+
+
 @pytest.mark.parametrize("period", [1, 2])
 @pytest.mark.parametrize("exchange", ["first", "main"])
 def test_a_killed_period_is_charged_once(owner: Owner, period: int, exchange: str) -> None:
@@ -201,17 +216,7 @@ def test_a_killed_period_is_charged_once(owner: Owner, period: int, exchange: st
         owner.run("1", "1")
     share = "1" if period == 2 else None
     before = len(owner.rows) if period == 2 else 0
-    with pytest.MonkeyPatch.context() as patch:
-
-        def kill(self: FedStats, name: str, *rest: Any) -> Any:
-            if name == exchange:
-                raise KilledError
-            return original(self, name, *rest)
-
-        original = FedStats.from_sum
-        patch.setattr(FedStats, "from_sum", kill)
-        with pytest.raises(KilledError):
-            owner.run(str(period), "killed", share)
+    run_killed(owner, exchange, str(period), share)
     folder = owner.ledger / "private" / ".sequences" / "client-000"
     stored = {path: path.read_bytes() for path in folder.glob(f"00{period}-*")}
     assert stored
@@ -249,17 +254,7 @@ def test_a_period_killed_after_its_files_were_noted_can_be_repeated(owner: Owner
 @pytest.mark.parametrize("exchange", ["first", "main"])
 def test_another_run_between_a_kill_and_the_repetition(owner: Owner, exchange: str) -> None:
     owner.run("1", "1")
-    with pytest.MonkeyPatch.context() as patch:
-
-        def kill(self: FedStats, name: str, *rest: Any) -> Any:
-            if name == exchange:
-                raise KilledError
-            return original(self, name, *rest)
-
-        original = FedStats.from_sum
-        patch.setattr(FedStats, "from_sum", kill)
-        with pytest.raises(KilledError):
-            owner.run("2", "killed", "1")
+    run_killed(owner, exchange, "2", "1")
     sections = {
         "run": {"method": "fedstats", "rounds": 1},
         "data": {"folder": str(owner.root / "2.npz")},
