@@ -47,12 +47,14 @@ WAIT_FREE_LOOPS = tuple((file, function) for file, functions in {
     "OneShotDistillation.train_student",
     "methods/feddf.py": "FedDF.distil",
     "methods/fedbe.py": "FedBE.distilled",
-    "methods/shared/public_images.py": "DistilsOnPublicImages.distillation_steps",
+    "methods/shared/public_images.py": "DistilsOnPublicImages.distillation_steps "
+    "DistilsOnPublicImages.server_part.<locals>.logits_of",
     "privacy/dpsgd.py": "dp_sgd",
 }.items() for function in functions.split())  # fmt: skip
 
 ALLOWED_WAITS = {  # with the reason
     ("privacy/randomness.py", "SecretGenerator.normal"): "noise is the host's: a copy a release",
+    ("core/context.py", "RoundContext.load_frozen"): "the ensemble, once for each round",
     ("data/images.py", "_constants"): "pixel constants, once for each data set",
 }
 

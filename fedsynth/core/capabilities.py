@@ -9,7 +9,8 @@ inherit.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -305,6 +306,35 @@ class PublishedEpsilon(Method):
         """
 
 
+class ServerParts(Method):
+    """A method whose server step has parts that do not depend on each other.
+
+    In a simulation on several ranks, all ranks compute them.
+    """
+
+    @abstractmethod
+    def server_part(self, shared: Tensors, context: RoundContext) -> Callable[[Tensors], Tensors]:
+        """Returns the function that computes a part's result from the part's tensors.
+
+        The result must be the same at each rank.
+
+        Args:
+            shared: the tensors that all parts need.
+            context: the context of the round.
+        """
+
+    def in_parts(
+        self, shared: Tensors, context: RoundContext
+    ) -> Callable[[Sequence[Tensors]], Iterator[Tensors]]:
+        """Returns a function that yields each part's result, in order.
+
+        Other ranks compute their parts in advance.
+        """
+        if context.all_ranks is not None:
+            return partial(context.all_ranks, shared, context)
+        return partial(map, self.server_part(shared, context))
+
+
 def unused_hooks(method: Method) -> Iterator[str]:
     """Yields the names of hooks that the method defines, but that are never called.
 
@@ -322,5 +352,5 @@ def unused_hooks(method: Method) -> Iterator[str]:
 
 CAPABILITIES: tuple[type[Method], ...] = (
     *(TwoExchanges, VaryingReleases, SyntheticImages, ImagesAtEnd, PersonalModels, OwnNetwork),
-    *(ExtendsNetwork, Measurements, PublicImages, PublishedEpsilon),
+    *(ExtendsNetwork, Measurements, PublicImages, PublishedEpsilon, ServerParts),
 )

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from fedsynth.core.messages import Packed
+from fedsynth.core.messages import Packed, Tensors
 from fedsynth.data.images import ImageData
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.privacy.randomness import Grid
@@ -53,12 +53,16 @@ def unmeasured(_model: nn.Module) -> float:
     return math.nan
 
 
+# A function (tensors that all parts need, the context, the parts) that yields the parts' results.
+AllRanks = Callable[[Tensors, "RoundContext", Sequence[Tensors]], Iterator[Tensors]]
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """The public settings and values of a round, which every step of the round receives.
 
-    Only `round`, `participants`, `report`, `note`, `measure` and `keeper` differ between the rounds
-    of a run.
+    Only `round`, `participants`, `report`, `note`, `measure`, `keeper` and `all_ranks` differ between
+    the rounds of a run.
 
     Args:
         round: the number of the round: 1, 2, …
@@ -88,6 +92,8 @@ class RoundContext:
         measure: returns the accuracy of a model on the test set, which a step may only record. It
             is NaN if there is no test set, or if the test images are private and the run has DP.
         keeper: saves checkpoints of long loops.
+        all_ranks: computes parts of the server's step at all ranks of a simulation (`ServerParts`).
+            None in a single process.
         precision: the numeric type of condensation's passes over real images, of plain training and
             of distillation. It changes results only by rounding, as do `memory_bytes` and
             `compiled`.
@@ -126,6 +132,7 @@ class RoundContext:
     note: Callable[[str], None] = _ignore
     measure: Callable[[nn.Module], float] = unmeasured
     keeper: LoopCheckpointer = field(default_factory=LoopCheckpointer)
+    all_ranks: AllRanks | None = None
     precision: torch.dtype = torch.float32
     memory_bytes: int = 4 * 2**30
     compiled: bool = False
@@ -163,6 +170,15 @@ class RoundContext:
         if self.client_architectures is None:
             return self.architecture
         return self.client_architectures[client]
+
+    def load_frozen(self, models: Mapping[int, Tensors]) -> list[nn.Module]:
+        """Returns the clients' networks, in evaluation mode and without gradients.
+
+        Args:
+            models: the parameters and buffers by client.
+        """
+        loaded = (self.load(parameters, client) for client, parameters in models.items())
+        return [model.requires_grad_(False).eval() for model in loaded]
 
     def load(self, parameters: Mapping[str, torch.Tensor], client: int | None = None) -> nn.Module:
         """Returns a network with the given parameters and buffers, on the run's device.

@@ -40,6 +40,24 @@ LONGEST_HEADER = 8 * 2**20  # bytes (50,000 tensors' names): parsed JSON takes m
 Tensors = Mapping[str, Tensor]
 
 
+def flattened(models: Mapping[int, Tensors]) -> dict[str, Tensor]:
+    """Gives each tensor of each model the name `number/name`.
+
+    >>> list(flattened({3: {"weight": torch.ones(2)}}))
+    ['3/weight']
+    """
+    return {f"{k}/{name}": t for k, tensors in models.items() for name, t in tensors.items()}
+
+
+def unflattened(tensors: Tensors) -> dict[int, dict[str, Tensor]]:
+    """Returns the models whose tensors `flattened` has named."""
+    models: dict[int, dict[str, Tensor]] = {}
+    for label, tensor in tensors.items():
+        number, name = label.split("/", 1)
+        models.setdefault(int(number), {})[name] = tensor
+    return models
+
+
 def released() -> Any:
     """Declares a dataclass field that holds only the noisy results of a privacy mechanism."""
     return field(metadata={"dp": "released"})

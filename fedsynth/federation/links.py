@@ -166,7 +166,12 @@ class Links:
                 return None
         if frame is None:
             raise self._loss()
-        if frame.kind in ("step", "answer"):  # the peer has received all that was sent to it
+        if frame.kind in (
+            "step",
+            "parts",
+            "answer",
+            "part",
+        ):  # the peer has received all that was sent to it
             self._sending.pop(frame.peer, None)
         if "code" not in frame.facts:
             return frame

@@ -4,7 +4,8 @@ Rank 0 is the server. It also has every client's ledger and state, and writes al
 exchange, the clients of the round are shared out over all ranks by their estimated cost. Rank 0
 charges the clients of another rank and then sends their states and the request to this rank. The
 rank computes the clients' steps, as `InProcess` does, and sends the uploads and the new states
-back. A client's step depends neither on the rank nor on the number of ranks.
+back. A client's step depends neither on the rank nor on the number of ranks. If the server's step
+has independent parts (`ServerParts`), the ranks take turns to compute them.
 
 In a private run, a rank draws the noise of its clients with its own secret keys. It has ledgers in
 memory only, which mirror the charges that rank 0 has made before.
@@ -12,24 +13,27 @@ memory only, which mirror the charges that rank 0 has made before.
 The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages:
 
     rank 0 sends    start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
-                    with the request and the states, end {results} with the model
+                    with the request and the states, parts {round, participants, count} of the
+                    server's step with their tensors, end {results} with the model
     others send     hello {fedsynth, torch, settings and data}, report {clients, stage, completed,
                     total}, note {text}, answer {clients, refusals, rejected} with uploads and
-                    states, error {text, code}
+                    states, part {} with the result of a part, error {text, code}
     all send        stop {text, code} if the run fails, and bye {} after the last message of a run
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any, cast
 
 import torch
 
 from fedsynth.config.participation import CRASHED, TIMED_OUT
-from fedsynth.core.capabilities import exchange_of
+from fedsynth.core.capabilities import ServerParts, exchange_of
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Method
@@ -47,7 +51,7 @@ REPORT_SECONDS = 1.0  # between two reports of a rank's progress
 
 @dataclass(frozen=True)
 class NamedTensors(Packed):
-    """Tensors that one rank sends to another: a client's state or the final model.
+    """Tensors that one rank sends to another, such as a client's state or the final model.
 
     Args:
         tensors: the tensors by name.
@@ -137,7 +141,7 @@ class Ranks(InProcess):
                     self.clients[number].charge(exchange, context)  # its rank draws the noise
         except BudgetExceededError as error:
             return protocol.Replies(refusals=(protocol.Refusal(str(error), spent=error.spent),))
-        facts = {"exchange": exchange, "round": context.round, "participants": context.participants}
+        facts = {"exchange": exchange, **_round_facts(context)}
         packed = {"request": message.to_bytes()}
         stepping = [peer for peer in self._links.peers if shares[peer]]
         for peer in stepping:
@@ -155,6 +159,40 @@ class Ranks(InProcess):
             if not refusals:
                 messages |= self._received(exchange, answer, context, lost)
         return protocol.Replies(messages, tuple(refusals), lost, rejected)
+
+    def compute_parts(
+        self, shared: Tensors, context: RoundContext, parts: Sequence[Tensors]
+    ) -> Iterator[Tensors]:
+        """Computes parts of the server's step at all ranks, and yields their results in order.
+
+        Part i is computed at rank i modulo the number of ranks.
+
+        Args:
+            shared: the tensors that all parts need.
+            context: the context of the round.
+            parts: each part's tensors.
+        """
+        size, facts = self._links.size, _round_facts(context)
+        for peer in self._links.peers:
+            assigned = parts[peer::size]
+            if assigned:
+                packed = {str(i): NamedTensors(part).to_bytes() for i, part in enumerate(assigned)}
+                packed["shared"] = NamedTensors(shared).to_bytes()
+                self._links.send(peer, "parts", {**facts, "count": len(assigned)}, packed)
+        compute = cast(ServerParts, self.clients[0].method).server_part(shared, context)
+        received: dict[int, deque[Frame]] = {peer: deque() for peer in self._links.peers}
+        for number, part in enumerate(parts):
+            peer = number % size
+            if peer == 0:
+                yield compute(part)
+                continue
+            while not received[peer]:
+                frame = self._links.next([peer])
+                if frame.kind == "part":
+                    received[frame.peer].append(frame)
+                elif frame.kind == "note":
+                    context.note(frame.facts["text"])
+            yield _tensors(received[peer].popleft(), "result", context.device)
 
     def _shares(self, context: RoundContext, numbers: Sequence[int]) -> list[list[int]]:
         """Divides the clients in `numbers` among the ranks, and returns one list per rank."""
@@ -247,23 +285,49 @@ def serve(backend: InProcess, links: Links, frame: Frame | None) -> Frame:
         if frame.kind == "start":
             sizes, sigma = frame.facts["sizes"], frame.facts["noise_multiplier"]
             backend.start(protocol.RunTerms(sizes and tuple(sizes), sigma))
+        elif frame.kind == "parts":
+            _answer_parts(backend, links, frame)
         else:
             _answer(backend, links, frame)
         frame = None
 
 
+def _round_facts(context: RoundContext) -> dict[str, Any]:
+    return {"round": context.round, "participants": context.participants}
+
+
+def _context(backend: InProcess, links: Links, frame: Frame, clients: int) -> RoundContext:
+    """Returns the context of the round in which rank 0 has sent a frame.
+
+    Args:
+        clients: the number of clients whose progress is reported.
+    """
+    participants = frame.facts["participants"]
+    return replace(
+        backend.clients[0].context,
+        round=frame.facts["round"],
+        participants=participants and tuple(participants),
+        report=reporter(links, clients),
+        note=lambda text: links.send(0, "note", {"text": text}),
+    )
+
+
+def _answer_parts(backend: InProcess, links: Links, frame: Frame) -> None:
+    """Computes parts of the server's step that rank 0 has requested, and sends each result."""
+    links.locate = lambda: ", in a part of the server's step"
+    context = _context(backend, links, frame, 1)
+    method = cast(ServerParts, backend.clients[0].method)
+    compute = method.server_part(_tensors(frame, "shared", context.device), context)
+    for number in range(frame.facts["count"]):
+        result = compute(_tensors(frame, str(number), context.device))
+        links.send(0, "part", parts={"result": NamedTensors(result).to_bytes()})
+
+
 def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
     """Computes the step that rank 0 has requested, and sends the answer."""
     numbers, exchange = frame.facts["clients"], frame.facts["exchange"]
-    participants = frame.facts["participants"]
     clients = [backend.clients[number] for number in numbers]
-    context = replace(
-        clients[0].context,
-        round=frame.facts["round"],
-        participants=participants and tuple(participants),
-        report=reporter(links, len(numbers)),
-        note=lambda text: links.send(0, "note", {"text": text}),
-    )
+    context = _context(backend, links, frame, len(numbers))
     request = exchange_of(clients[0].method, exchange).request.from_bytes(frame.parts["request"])
     for client in clients:
         client.rollback(_state(frame, client.number, context.device))
@@ -308,5 +372,9 @@ def _packed_states(states: Mapping[int, Tensors]) -> dict[str, bytes]:
 
 def _state(frame: Frame, client: int, device: torch.device) -> Tensors:
     """Returns a client's state from a frame, or an empty dict if the frame has none."""
-    packed = frame.parts.get(f"state {client}")
-    return {} if packed is None else NamedTensors.from_bytes(packed).to(device).tensors
+    name = f"state {client}"
+    return _tensors(frame, name, device) if name in frame.parts else {}
+
+
+def _tensors(frame: Frame, name: str, device: torch.device) -> Tensors:
+    return NamedTensors.from_bytes(frame.parts[name]).to(device).tensors

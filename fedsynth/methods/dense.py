@@ -11,12 +11,13 @@ Second, the student is trained to predict the ensemble's output on all images ge
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Tensors
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.synthesizer.distillation.ensemble import OneShotDistillation, average_of_logits
 
@@ -58,12 +59,12 @@ class Dense(DataFreeEnsembleDistillation):
     server_momentum: float = 0.9
 
     def distil(
-        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
+        self, models: Mapping[int, Tensors], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """Trains the generator and then the student in each epoch (Algorithm 1)."""
         training = OneShotDistillation(
             self,
-            models,
+            context.load_frozen(models),
             average_of_logits,  # Eq. 1
             student,
             context.spec,

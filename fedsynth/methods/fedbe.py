@@ -26,7 +26,7 @@ post-processing of their uploads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import ClassVar
@@ -100,17 +100,14 @@ class FedBE(DistilsOnPublicImages):
     ) -> AveragingState:
         mean = average(uploads)
         clients = [upload.parameters for upload in uploads.values()]
-        ensemble = [
-            context.load(parameters).requires_grad_(False).eval()
-            for parameters in (mean, *clients, *self.drawn(uploads, mean, context))
-        ]
-
-        def teacher(x: Tensor) -> Tensor:
-            log_p = [computed(m, x, context.precision).log_softmax(dim=1) for m in ensemble]
-            return torch.stack(log_p).logsumexp(dim=0) / self.temperature  # of M + K + 1 times p
-
-        student = self.distilled(teacher, context.load(mean), context)
+        ensemble = dict(enumerate((mean, *clients, *self.drawn(uploads, mean, context))))
+        student = self.distilled(ensemble, context.load(mean), context)
         return replace(state, parameters=student.state_dict())
+
+    def teach(self, models: Sequence[nn.Module], x: Tensor, context: RoundContext) -> Tensor:
+        """Returns the logits of the mean of the models' probabilities."""
+        log_p = [computed(m, x, context.precision).log_softmax(dim=1) for m in models]
+        return torch.stack(log_p).logsumexp(dim=0) / self.temperature  # of M + K + 1 times p
 
     def drawn(
         self, uploads: Mapping[int, ModelParameters], mean: Tensors, context: RoundContext
@@ -137,14 +134,14 @@ class FedBE(DistilsOnPublicImages):
             yield model
 
     def distilled(
-        self, teacher: Callable[[Tensor], Tensor], student: nn.Module, context: RoundContext
+        self, models: Mapping[int, Tensors], student: nn.Module, context: RoundContext
     ) -> nn.Module:
         """Trains the student. Returns the average of its weights at the ends of SWA cycles."""
         averaged = copy.deepcopy(student).requires_grad_(False)
         sgd = torch.optim.SGD(student.parameters(), 1.0, 0.9, weight_decay=1e-5)
         schedule = torch.optim.lr_scheduler.LambdaLR(sgd, self.rate)
         changed = {"averaged": averaged, "schedule": schedule}
-        for step in self.distillation_steps(teacher, student, sgd, context, **changed):
+        for step in self.distillation_steps(models, student, sgd, context, **changed):
             schedule.step()
             cycles, rest = divmod(step + 1 - self.swa_start, self.cycle)
             if cycles > 0 and rest == 0:

@@ -8,7 +8,7 @@ student) on public images (`methods/shared/public_images.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedsynth.core.capabilities import HeterogeneousClients
 from fedsynth.core.context import RoundContext
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import Presets
 from fedsynth.methods.shared.ensemble import EnsembleDistillation, EnsembleState
 from fedsynth.methods.shared.public_images import DistilsOnPublicImages
@@ -46,15 +47,15 @@ class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     start: str = "average"
 
     def distil(
-        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
+        self, models: Mapping[int, Tensors], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """Trains the student to match the averaged logits on public images (Algorithm 1)."""
-
-        def teacher(x: Tensor) -> Tensor:
-            return torch.stack([computed(m, x, context.precision) for m in models]).mean(dim=0)
-
         adam = torch.optim.Adam(student.parameters(), self.server_lr)
         schedule: Any = torch.optim.lr_scheduler.CosineAnnealingLR(adam, max(1, self.server_steps))
-        for _ in self.distillation_steps(teacher, student, adam, context, schedule=schedule):
+        for _ in self.distillation_steps(models, student, adam, context, schedule=schedule):
             schedule.step()
         return EnsembleState({})
+
+    def teach(self, models: Sequence[nn.Module], x: Tensor, context: RoundContext) -> Tensor:
+        """Returns the average of the models' logits."""
+        return torch.stack([computed(m, x, context.precision) for m in models]).mean(dim=0)

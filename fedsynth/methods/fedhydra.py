@@ -17,7 +17,7 @@ Algorithm 1 prints one update per epoch. U is saved in the run folder.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -25,8 +25,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedsynth.core.capabilities import ServerParts
 from fedsynth.core.context import RoundContext
-from fedsynth.core.messages import Tensors
+from fedsynth.core.messages import Tensors, flattened, unflattened
 from fedsynth.core.method import Presets
 from fedsynth.methods.shared.ensemble import DataFreeEnsembleDistillation, EnsembleState
 from fedsynth.synthesizer.distillation import ensemble, stratification
@@ -34,7 +35,7 @@ from fedsynth.validation import in_range, one_of
 
 
 @dataclass(frozen=True)
-class FedHydra(DataFreeEnsembleDistillation):
+class FedHydra(DataFreeEnsembleDistillation, ServerParts):
     """FedHydra: the server trains a student to match the clients' class-weighted logits.
 
     A weight measures how well the client's model can teach the class.
@@ -98,25 +99,14 @@ class FedHydra(DataFreeEnsembleDistillation):
     stratification_floor: float = in_range(1e-8, 1e-12)
 
     def distil(
-        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
+        self, models: Mapping[int, Tensors], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """Measures the clients' models, and then trains the generator and the student in each
         epoch.
 
         It implements the server's part of Algorithm 1, lines 9 to 25.
         """
-        losses = stratification.pair_losses(  # Algorithm 2
-            models,
-            context.spec,
-            context.seed,
-            context.device,
-            steps=self.stratification_steps,
-            batch=self.stratification_batch,
-            learning_rate=self.stratification_lr,
-            latent=self.latent,
-            width=self.generator_width,
-            loop=context.server_loop,
-        )
+        losses = self.stratify(models, context)  # Algorithm 2
         U = stratification.guidance(losses, self.stratification_floor)  # Eqs. 1 to 3
         U_r, U_c = stratification.stratified_weights(
             U, in_place=self.columns == "in-place"
@@ -124,7 +114,7 @@ class FedHydra(DataFreeEnsembleDistillation):
         targets = ensemble.average_of_logits if self.lessons == "average" else None
         training = ensemble.OneShotDistillation(
             self,
-            models,
+            context.load_frozen(models),
             self.aggregate(U_r, U_c),  # Eqs. 8 to 12
             student,
             context.spec,
@@ -140,6 +130,36 @@ class FedHydra(DataFreeEnsembleDistillation):
             training.measure_student(epoch)
         matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
         return self.result(training, context, matrices)
+
+    def stratify(self, models: Mapping[int, Tensors], context: RoundContext) -> Tensor:
+        """Returns the losses of each client's and class's generator, [T_G, C, m] (Algorithm 2)."""
+        losses_TCM = torch.zeros(
+            self.stratification_steps, context.spec.classes, len(models), device=context.device
+        )
+        parts = [flattened({client: model}) for client, model in models.items()]
+        compute, results = self.in_parts({}, context), None
+        for k in context.server_loop("stratification", len(parts), {"losses": losses_TCM}):
+            results = results or compute(parts[k:])
+            losses_TCM[:, :, k] = next(results)["losses"]
+        return losses_TCM
+
+    def server_part(self, shared: Tensors, context: RoundContext) -> Callable[[Tensors], Tensors]:
+        def losses_of(client: Tensors) -> Tensors:
+            (model,) = context.load_frozen(unflattened(client))
+            losses_TC = stratification.pair_losses(
+                model,
+                context.spec,
+                context.seed,
+                context.device,
+                steps=self.stratification_steps,
+                batch=self.stratification_batch,
+                learning_rate=self.stratification_lr,
+                latent=self.latent,
+                width=self.generator_width,
+            )
+            return {"losses": losses_TC}
+
+        return losses_of
 
     def aggregate(self, U_r: Tensor, U_c: Tensor) -> ensemble.Aggregate:
         """Returns the function that computes the prediction P of the ensemble (Algorithm 3)."""

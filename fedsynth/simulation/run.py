@@ -270,6 +270,12 @@ class Simulation(ActiveRun):
                 self.folder.release()
             self.observer.ended(summary)
 
+    def plain_context(self, number: int) -> RoundContext:
+        context = super().plain_context(number)
+        if isinstance(self.backend, Ranks):
+            context = replace(context, all_ranks=self.backend.compute_parts)
+        return context
+
     def round_context(self, number: int) -> RoundContext:
         context = self.plain_context(number)
         if self.checkpoints is None:

@@ -38,6 +38,7 @@ EQUAL: dict[str, dict[str, dict[str, Any]]] = {
     "alignment, two exchanges": case("fedaf", method={"knowledge_from": "first-exchange"}),
     "distillation each round": case("fedkf", run={"participation": 0.5, "rounds": 3}),
     "one-shot distillation": case("fedhydra", run={"rounds": 1}),
+    "distillation on public images": case("feddf", method={"server_steps": 20}),
     "statistics": case("fedstats"),
 }
 # Cases with passes over several clients, whose last bits depend on who shares a pass.

@@ -84,14 +84,14 @@ class EnsembleDistillation(TrainsLocally):
     start: str = one_of("server", "average")
 
     def distil(
-        self, models: Sequence[nn.Module], student: nn.Module, context: RoundContext
+        self, models: Mapping[int, Tensors], student: nn.Module, context: RoundContext
     ) -> EnsembleState:
         """Trains the student in place by distilling the clients' models.
 
         Returns a state without the student's parameters, which `server_step` adds.
 
         Args:
-            models: the clients' models, frozen and in evaluation mode.
+            models: the parameters and buffers of the clients' models, by client.
             student: the model to train.
             context: the context of the round.
         """
@@ -100,11 +100,7 @@ class EnsembleDistillation(TrainsLocally):
     def server_step(
         self, state: EnsembleState, uploads: Mapping[int, ModelParameters], context: RoundContext
     ) -> EnsembleState:
-        models = [
-            context.load(u.parameters, client).requires_grad_(False).eval()
-            for client, u in uploads.items()
-            if u.weight > 0
-        ]
+        models = {client: u.parameters for client, u in uploads.items() if u.weight > 0}
         if not models:
             return state
         initial = state.parameters

@@ -8,9 +8,6 @@ and its rows sum to 1. The matrix Ū_c weights the classes for each client, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from math import ceil
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -20,14 +17,10 @@ from fedsynth.data.images import pixel_constants
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.seeding import torch_generator
 from fedsynth.synthesizer.distillation.generator import Generator, descend, make_generator
-from fedsynth.training.loop import State
-
-# The number of generators in memory at a time, with their gradients and images.
-PAIRS = 64
 
 
 def pair_losses(
-    models: Sequence[nn.Module],
+    model: nn.Module,
     spec: DatasetSpec,
     seed: int,
     device: torch.device,
@@ -37,18 +30,16 @@ def pair_losses(
     learning_rate: float = 1e-3,
     latent: int = 100,
     width: int = 64,
-    loop: Callable[[str, int, State], Iterable[int]] = lambda name, steps, state: range(steps),
 ) -> Tensor:
-    """Trains a generator for each (model, class) pair, and returns its losses: [T_G, C, m].
+    """Trains a generator for each class on one model, and returns its losses: [T_G, C].
 
     L_{k,j} is model k's loss on its generator's images for class j (Algorithm 2, lines 4 to 15).
 
-    All generators begin with the same weights and noise, so that their losses are comparable. Up to
-    PAIRS generators are trained together. Each model processes its C generators' images in one
-    pass.
+    All generators begin with the same weights and noise, so that their losses are comparable, also
+    between models. The model processes the images of all C generators in one pass.
 
     Args:
-        models: the models in evaluation mode. Their weights are not changed.
+        model: the model in evaluation mode. Its weights are not changed.
         spec: the data set's specification.
         seed: the seed of the generators' weights and noise.
         device: the device of all tensors.
@@ -56,34 +47,24 @@ def pair_losses(
         batch, latent, width: the batch size, noise length and width of the generators. The paper
             does not state them.
         learning_rate: Adam's learning rate. The paper has one rate for all generators, 1e-3.
-        loop: a function (name, number of steps, objects that change) -> 0, 1, …, such as
-            `RoundContext.server_loop`, which saves checkpoints.
     """
     classes = spec.classes
-    at_once = max(1, PAIRS // classes)
-    losses_TCM = torch.zeros(steps, classes, len(models), device=device)
+    losses_TC = torch.zeros(steps, classes, device=device)
     y = torch.arange(classes, device=device).repeat_interleave(batch)
     mean, std = pixel_constants(spec, device)
-    for group in loop("stratification", ceil(len(models) / at_once), {"losses": losses_TCM}):
-        members = slice(at_once * group, at_once * (group + 1))
-        m = len(models[members])
-        generator = make_generator(spec, seed, latent=latent, width=width, running=False)
-        stacked = _repeated(generator.to(device), m * classes)
-        adam = torch.optim.Adam(list(stacked.values()), learning_rate)
-        draws = torch_generator(seed, "stratification noise", device=device)
-        z = torch.randn(batch, latent, generator=draws, device=device)
-        for step in range(steps):
-            with torch.enable_grad():
-                pixels = _pixels(generator, stacked, z)
-                images = ((pixels - mean) / std).reshape(m, classes * batch, *spec.image_shape)
-                losses = []
-                for model, x in zip(models[members], images, strict=True):
-                    losses_N = F.cross_entropy(model(x), y, reduction="none")
-                    losses.append(losses_N.view(classes, -1).mean(dim=1))
-                losses_CM = torch.stack(losses, dim=1)
-                descend(losses_CM.sum(), adam)
-            losses_TCM[step, :, members] = losses_CM.detach()
-    return losses_TCM
+    generator = make_generator(spec, seed, latent=latent, width=width, running=False)
+    stacked = _repeated(generator.to(device), classes)
+    adam = torch.optim.Adam(list(stacked.values()), learning_rate)
+    draws = torch_generator(seed, "stratification noise", device=device)
+    z = torch.randn(batch, latent, generator=draws, device=device)
+    for step in range(steps):
+        with torch.enable_grad():
+            x = ((_pixels(generator, stacked, z) - mean) / std).flatten(0, 1)
+            losses_N = F.cross_entropy(model(x), y, reduction="none")
+            losses_C = losses_N.view(classes, -1).mean(dim=1)
+            descend(losses_C.sum(), adam)
+        losses_TC[step] = losses_C.detach()
+    return losses_TC
 
 
 def _repeated(generator: Generator, count: int) -> dict[str, Tensor]:
