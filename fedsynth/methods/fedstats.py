@@ -276,11 +276,11 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         width = low_pass(context.spec.image_shape).dimension
         pictures = PixelMoments.unpacked(small, width, context.spec.classes)
         if self.has_principal(context.privacy, context):
-            teacher: Any = context.load(state.parameters).requires_grad_(False)
+            compute = self.in_parts(state.parameters, context)
             number = state.parameters["shortened"].numel()
             draws = torch_generator(context.seed, "fedstats' subspace")
             shape = context.spec.image_shape
-            directions = principal_directions(pictures, teacher.embed_pixels, number, shape, draws)
+            directions = principal_directions(pictures, compute, number, shape, draws)
             state = _with_parameters(state, {"directions": directions})
         return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
 

@@ -9,7 +9,10 @@ from torch import Tensor
 
 from fedsynth.methods.statistics import pictures
 from fedsynth.methods.statistics.pictures import PixelMoments, rendered
-from fedsynth.synthesizer.condensation.from_statistics import ReleasedStatistics
+from fedsynth.synthesizer.condensation.from_statistics import (
+    ReleasedStatistics,
+    in_one_process,
+)
 
 SHAPE = (1, 16, 16)
 CELLS = 14
@@ -31,7 +34,7 @@ def moments() -> PixelMoments:
 
 
 def statistics(class_means: Tensor, weight: Tensor) -> ReleasedStatistics:
-    return ReleasedStatistics(lambda x: x.flatten(1), weight, class_means)
+    return ReleasedStatistics(in_one_process(lambda x: x.flatten(1)), weight, class_means)
 
 
 @pytest.mark.parametrize("name", pictures.STYLES)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from fedsynth import FedAvg, RunResult, load_dataset, resolve, simulate
 from fedsynth.core.messages import Tensors
@@ -40,6 +41,9 @@ EQUAL: dict[str, dict[str, dict[str, Any]]] = {
     "one-shot distillation": case("fedhydra", run={"rounds": 1}),
     "distillation on public images": case("feddf", method={"server_steps": 20}),
     "statistics": case("fedstats"),
+    "images from statistics": case(
+        "fedstats", method={"ipc": 8, "drawn_ipc": 4, "image_steps": 2, "pictures": "yes"}
+    ),
 }
 # Cases with passes over several clients, whose last bits depend on who shares a pass.
 CLOSE = {
@@ -62,7 +66,11 @@ def facts(result: RunResult) -> dict[str, Any]:
     """Returns exact facts of a run, with the digest of the model."""
     rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result.metrics]
     uploads = {str(k): digest(dict(upload.arrays())) for k, upload in result.uploads.items()}
-    return {"model": digest(result.model.state_dict()), "rows": rows, "uploads": uploads}
+    made = {"model": digest(result.model.state_dict()), "artefacts": digest(result.artefacts)}
+    images = result.folder / "synthetic.safetensors" if result.folder else None
+    if images is not None and images.exists():
+        made["images"] = digest(load_file(images))
+    return {**made, "rows": rows, "uploads": uploads}
 
 
 def numbers(result: RunResult) -> list[float]:
@@ -72,7 +80,10 @@ def numbers(result: RunResult) -> list[float]:
 
 def equal(folder: Path) -> dict[str, Any]:
     values: dict[str, Any]
-    values = {name: facts(simulate(settings_of(EQUAL[name]), quiet=True)) for name in EQUAL}
+    values = {}
+    for name, sections in EQUAL.items():
+        output = folder if "ipc" in sections["method"] else None
+        values[name] = facts(simulate(settings_of(sections), output=output, quiet=True))
     for name, sections in CLOSE.items():
         values[name] = numbers(simulate(settings_of(sections), quiet=True))
     return values

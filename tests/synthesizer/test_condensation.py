@@ -459,15 +459,15 @@ def test_student_training_is_reproducible() -> None:
     assert torch.equal(rng_state, torch.get_rng_state())
 
 
-def statistics() -> images_from.ReleasedStatistics:
+def embed(pixels: Tensor) -> Tensor:
     features = feature_map("whitened-scattering", SHAPE)
-    means = torch.randn(3, features.dimension, generator=draws())
+    return embedded(features(pixels), torch.zeros(features.dimension), features.radius)
+
+
+def statistics() -> images_from.ReleasedStatistics:
+    means = torch.randn(3, feature_map("whitened-scattering", SHAPE).dimension, generator=draws())
     means = 0.3 * F.normalize(means - means.mean(dim=0), dim=1)
-
-    def embed(pixels: Tensor) -> Tensor:
-        return embedded(features(pixels), torch.zeros(features.dimension), features.radius)
-
-    return images_from.ReleasedStatistics(embed, 20 * means, means)
+    return images_from.ReleasedStatistics(images_from.in_one_process(embed), 20 * means, means)
 
 
 def start_images(released: images_from.ReleasedStatistics, seed: int = 0) -> Tensor:
@@ -480,12 +480,12 @@ def test_images_start_in_their_classes_and_approach_the_means() -> None:
     assert torch.equal(start, start_images(released))
     assert not torch.equal(start, start_images(released, seed=1))
     assert len(start.flatten(0, 1).flatten(1).unique(dim=0)) == 6
-    scores = released.embed(start.flatten(0, 1)) @ released.weight.T
+    scores = embed(start.flatten(0, 1)) @ released.weight.T
     correct = scores.argmax(dim=1) == torch.arange(3).repeat_interleave(2)
     assert float(correct.float().mean()) > 0.8
     steps = images_from.ImageSteps(image_steps=30)
     images = images_from.images_from_statistics(released, start, steps)
-    z = [released.embed(batch.flatten(0, 1)).unflatten(0, (3, 2)) for batch in (start, images)]
+    z = [embed(batch.flatten(0, 1)).unflatten(0, (3, 2)) for batch in (start, images)]
     assert released.distance(z[1]) < 0.7 * released.distance(z[0])
     assert torch.equal(start, start_images(released))  # not changed in place
     assert 0 <= float(images.min()) <= float(images.max()) <= 1
@@ -496,7 +496,7 @@ def test_gradient_in_parts_equals_autograd(monkeypatch: pytest.MonkeyPatch) -> N
     released = statistics()
     pixels = start_images(released).flatten(0, 1).requires_grad_(True)
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
-    z = released.embed(pixels)
+    z = embed(pixels)
     loss = released.distance(z.unflatten(0, (3, 2))) + 0.7 * images_from.total_variation(pixels)
     wrong = F.cross_entropy(z @ released.weight.T, labels)
     (expected,) = torch.autograd.grad(loss + 0.3 * wrong, pixels)

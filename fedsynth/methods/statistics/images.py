@@ -12,6 +12,7 @@ without optimisation. The released classifier gives all images soft labels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedsynth.core.capabilities import ImagesAtEnd
+from fedsynth.core.capabilities import ImagesAtEnd, ServerParts
 from fedsynth.core.context import RoundContext, ServerState
+from fedsynth.core.messages import Tensors
 from fedsynth.core.method import State
 from fedsynth.core.sums import Pool
 from fedsynth.data.images import normalise, to_stored
@@ -65,7 +67,7 @@ class ImagesState(ServerState):
 
 
 @dataclass(frozen=True)
-class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
+class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
     """A method whose server generates images from released statistics after the last round.
 
     `ImageSteps` documents the optimisation's settings.
@@ -130,7 +132,8 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         """
         weight, shape = teacher.classifier.weight, context.spec.image_shape
         means = state.class_means
-        statistics = from_statistics.ReleasedStatistics(teacher.embed_pixels, weight, means)
+        compute = self.in_parts(state.parameters, context)
+        statistics = from_statistics.ReleasedStatistics(compute, weight, means)
         draws = torch_generator(context.seed, "fedstats' start images")
 
         def start(count: int, candidates: int) -> Tensor:
@@ -151,6 +154,10 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd):
         if self.drawn_ipc:
             parts.append(start(self.drawn_ipc, FEW_CANDIDATES))
         return to_stored(torch.cat(parts, dim=1).flatten(0, 1), context.spec)
+
+    def server_part(self, shared: Tensors, context: RoundContext) -> Callable[[Tensors], Tensors]:
+        teacher: Any = context.load(shared).requires_grad_(False)
+        return partial(from_statistics.compute_part, teacher.embed_pixels)
 
     def synthetic(
         self, state: ImagesState, context: RoundContext

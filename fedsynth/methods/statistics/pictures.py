@@ -37,7 +37,11 @@ from fedsynth.features.random_images import random_images
 from fedsynth.features.scattering import CONSTANT, cells_of
 from fedsynth.methods.statistics.moments import second_and_crossed
 from fedsynth.privacy.products import Moments
-from fedsynth.synthesizer.condensation.from_statistics import AT_ONCE, ReleasedStatistics
+from fedsynth.synthesizer.condensation.from_statistics import (
+    Parts,
+    ReleasedStatistics,
+    embedded,
+)
 
 # The first and the last image of a class differ from the class mean by these fractions of the
 # released standard deviation.
@@ -210,7 +214,7 @@ def rendered(
     """
     style = _similar_style(moments, statistics, shape, generator)
     candidates_CICHW = style(moments, math.ceil(CANDIDATES * count), shape, generator)
-    z_CId = _embedded(statistics.embed, candidates_CICHW, statistics.weight.device)
+    z_CId = _embedded(statistics.compute, candidates_CICHW, statistics.weight.device)
     logits = z_CId @ statistics.weight.T
     chosen = []
     for label, images in enumerate(candidates_CICHW):
@@ -232,7 +236,7 @@ def _similar_style(
     similarity, device = {}, statistics.weight.device
     for name, style in STYLES.items():
         images_CICHW = style(moments, COMPARED, shape, generator)
-        means_Cd = _embedded(statistics.embed, images_CICHW, device).mean(dim=1)
+        means_Cd = _embedded(statistics.compute, images_CICHW, device).mean(dim=1)
         centred_Cd = means_Cd - means_Cd.mean(dim=0)
         similarity[name] = F.cosine_similarity(centred_Cd, statistics.class_means, dim=1).mean()
     return STYLES[max(similarity, key=lambda name: float(similarity[name]))]
@@ -240,7 +244,7 @@ def _similar_style(
 
 def principal_directions(
     moments: PixelMoments,
-    embed: Callable[[Tensor], Tensor],
+    compute: Parts,
     count: int,
     shape: Shape,
     generator: torch.Generator,
@@ -252,7 +256,7 @@ def principal_directions(
 
     Args:
         moments: the released moments of small pictures.
-        embed: a function that returns z [N, d] of images with pixels in [0, 1].
+        compute: computes the embeddings z of images (`compute_part`).
         count: the number of directions.
         shape: the shape (channels, H, W) of an image.
         generator: a CPU generator.
@@ -261,18 +265,14 @@ def principal_directions(
     images_CICHW = torch.cat(
         [style(moments, per_style, shape, generator) for style in STYLES.values()], dim=1
     )
-    z_Nd = _embedded(embed, images_CICHW, moments.means.device).flatten(0, 1).double()
+    z_Nd = _embedded(compute, images_CICHW, moments.means.device).flatten(0, 1).double()
     _, vectors = torch.linalg.eigh(z_Nd.T @ z_Nd)
     return vectors[:, -count:].float()
 
 
-def _embedded(
-    embed: Callable[[Tensor], Tensor], images_CICHW: Tensor, device: torch.device
-) -> Tensor:
+def _embedded(compute: Parts, images_CICHW: Tensor, device: torch.device) -> Tensor:
     """Computes the embeddings z of images, [C, I, d]."""
-    parts = images_CICHW.flatten(0, 1).to(device).split(AT_ONCE)
-    with torch.no_grad():
-        z_Nd = torch.cat(list(map(embed, parts)))
+    z_Nd = embedded(compute, images_CICHW.flatten(0, 1).to(device))
     return z_Nd.unflatten(0, images_CICHW.shape[:2])
 
 

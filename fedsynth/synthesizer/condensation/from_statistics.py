@@ -16,13 +16,15 @@ pixels are similar. The last term is the total variation, as in Mahendran & Veda
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedsynth.core.messages import Tensors
 from fedsynth.features.random_images import random_images
 from fedsynth.validation import in_range
 
@@ -31,19 +33,57 @@ CANDIDATES = 10
 
 AT_ONCE = 48
 
+# A function that yields the results of parts of the images, each as `compute_part`.
+Parts = Callable[[Sequence[Tensors]], Iterator[Tensors]]
+
+
+def compute_part(embed: Callable[[Tensor], Tensor], part: Tensors) -> Tensors:
+    """Computes the embeddings z of a part of the images.
+
+    With a pull, the loss's gradient with respect to the pixels is computed, too.
+
+    Args:
+        embed: a differentiable function, pixels in [0, 1] [N, C, H, W] -> z [N, d].
+        part: "pixels" [N, C, H, W], and optionally "pull" [N, d], the loss's gradient with respect
+            to z, and "roughness", the weight of the total variation.
+
+    Returns:
+        "z", and with a pull "gradient" [N, C, H, W].
+    """
+    if "pull" not in part:
+        with torch.no_grad():
+            return {"z": embed(part["pixels"])}
+    leaf = part["pixels"].clone().requires_grad_(True)
+    with torch.enable_grad():
+        z = embed(leaf)
+        rough = float(part["roughness"]) * total_variation(leaf)
+        (gradient,) = torch.autograd.grad((z * part["pull"]).sum() + rough, leaf)
+    return {"z": z.detach(), "gradient": gradient}
+
+
+def in_one_process(embed: Callable[[Tensor], Tensor]) -> Parts:
+    """Returns a function that computes the parts of the images one after another."""
+    return partial(map, partial(compute_part, embed))
+
+
+def embedded(compute: Parts, pixels_NCHW: Tensor) -> Tensor:
+    """Computes the embeddings z of images in parts, [N, d]."""
+    parts = [{"pixels": part} for part in pixels_NCHW.split(AT_ONCE)]
+    return torch.cat([result["z"] for result in compute(parts)])
+
 
 @dataclass(frozen=True, eq=False)
 class ReleasedStatistics:
     """Public values for synthesising images: an embedding, a classifier and class means.
 
     Attributes:
-        embed: a differentiable function, pixels in [0, 1] [N, C, H, W] -> z [N, d].
+        compute: computes the embeddings z of images, and gradients (`compute_part`).
         weight: the weight of the released classifier of z, [classes, d].
         class_means: t_c, the class means of z minus their common mean, [classes, d]. The common
             mean is about 0 if z is centred with the released mean of the features.
     """
 
-    embed: Callable[[Tensor], Tensor]
+    compute: Parts
     weight: Tensor
     class_means: Tensor
 
@@ -118,8 +158,8 @@ def public_start(
     device = statistics.weight.device
     classes = len(statistics.weight)
     drawn = random_images(candidates * classes * ipc, image_shape, generator).to(device)
-    with torch.no_grad():
-        logits = [statistics.embed(part) @ statistics.weight.T for part in drawn.split(AT_ONCE)]
+    parts = [{"pixels": part} for part in drawn.split(AT_ONCE)]
+    logits = [result["z"] @ statistics.weight.T for result in statistics.compute(parts)]
     scores = torch.log_softmax(torch.cat(logits), dim=1)
     chosen = []
     for label in range(classes):
@@ -149,8 +189,7 @@ def images_from_statistics(
     shape = start_CICHW.shape
     pixels = start_CICHW.flatten(0, 1).clone().requires_grad_(True)
     labels = torch.arange(shape[0], device=pixels.device).repeat_interleave(shape[1])
-    with torch.no_grad():
-        z = torch.cat(list(map(statistics.embed, pixels.split(AT_ONCE))))
+    z = embedded(statistics.compute, pixels.detach())
     adam = torch.optim.Adam([pixels], lr=settings.image_lr)
     for step in range(settings.image_steps):
         adam.param_groups[0]["lr"] = settings.image_lr * (1 - step / settings.image_steps)
@@ -181,15 +220,13 @@ def _gradient(
     Only `AT_ONCE` images' graph is in memory at a time. The derivative with respect to z comes from
     the previous step, so each step computes features only once.
     """
-    gradients, embedded = [], []
+    parts = []
     for part, pull in zip(pixels.split(AT_ONCE), pulled_Nd.split(AT_ONCE), strict=True):
-        leaf = part.clone().requires_grad_(True)
-        with torch.enable_grad():
-            z = statistics.embed(leaf)
-            rough = settings.smoothness * len(part) / len(pixels) * total_variation(leaf)
-            gradients += torch.autograd.grad((z * pull).sum() + rough, leaf)
-        embedded.append(z.detach())
-    return torch.cat(gradients), torch.cat(embedded)
+        roughness = settings.smoothness * len(part) / len(pixels)
+        weight = torch.tensor(roughness, dtype=torch.float64)
+        parts.append({"pixels": part, "pull": pull, "roughness": weight})
+    results = list(statistics.compute(parts))
+    return torch.cat([r["gradient"] for r in results]), torch.cat([r["z"] for r in results])
 
 
 def total_variation(x_NCHW: Tensor) -> Tensor:
