@@ -93,6 +93,14 @@ WORKS = {
     "FedHydra, LeNet-5, 10 clients": Work(
         "fedhydra", 10, LENET, {**ONE_SHOT, "stratification_steps": 10}, images=300, rounds=1
     ),
+    "FedDF, LeNet-5, 10 clients": Work(
+        "feddf",
+        10,
+        LENET,
+        {"server_steps": 100, "local_epochs": 1, "proxy": "noise"},
+        images=300,
+        rounds=1,
+    ),
     "DP-SGD, LeNet-5, 20 clients": Work(
         "fedavg", 20, LENET, {"local_steps": 5}, images=600, privacy=PRIVATE
     ),
