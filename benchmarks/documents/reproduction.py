@@ -8,6 +8,7 @@ import statistics
 from typing import Any
 
 from fedsynth.experiments.comparison import (
+    Judgement,
     Line,
     changed_settings,
     format_number,
@@ -142,16 +143,24 @@ def _claims() -> str:
     """The verdicts on the core papers' claims, by the finished runs of the small editions."""
     body = []
     for name in SMALL:
-        for entry in judgements(preset(name).edition("small"), _rows()):
+        table = preset(name).edition("small")
+        averaged = judgements(table, _rows(), averaged=True)
+        for entry, other in zip(judgements(table, _rows()), averaged, strict=True):
             counts = [len(values) for values in entry.differences.values()]
             if min(counts):
-                rival = entry.closest
-                spread = format_number(*Spread.of(entry.differences[rival]))
-                seeds = str(min(counts))
-                texts = [entry.claim.text, entry.data, f"{spread} ({rival})", seeds, entry.verdict]
-                body.append([entry.claim.source, *texts])
-    head = ["source", "claim", "data", "smallest difference", "seeds", "verdict"]
-    return markdown(head, body)
+                texts = [entry.claim.text, entry.data, _smallest(entry), entry.verdict]
+                own = ["", ""]
+                if other.differences != entry.differences:
+                    own = [_smallest(other), other.verdict]
+                body.append([entry.claim.source, *texts, *own, str(min(counts))])
+    head = ["source", "claim", "data", "smallest difference", "verdict"]
+    return markdown([*head, "averaged students", "verdict", "seeds"], body)
+
+
+def _smallest(entry: Judgement) -> str:
+    """Returns the smallest difference, with the rival."""
+    spread = format_number(*Spread.of(entry.differences[entry.closest]))
+    return f"{spread} ({entry.closest})"
 
 
 @table("reproduction-curves")

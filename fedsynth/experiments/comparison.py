@@ -36,6 +36,8 @@ _REACHED = {
 }
 WITHIN, ABOVE, BELOW, NONE = "within", "above", "below", "no verdict"
 FACTOR = 2.0
+# The curve of averaged students' accuracies.
+AVERAGED = "models.average.test_accuracy"
 # Verdicts on claims.
 HOLDS, FAILS, UNRESOLVED = "holds", "does not hold", "not resolved"
 
@@ -65,15 +67,22 @@ class Line:
         return Spread.of(list(self.values.values()))
 
     @property
-    def averaged(self) -> Spread:
-        """The mean and the standard deviation of the accuracies of averaged students.
+    def averaged_values(self) -> dict[int, float]:
+        """The accuracies of averaged students, in %, by seed.
 
-        Runs record these accuracies with `OneShotSettings.student_weights`.
+        Runs record these accuracies (`OneShotSettings.student_weights`). Others have none.
         """
         if self.number.metric != "test_accuracy_pct":
-            return Spread.of([])
-        curves = [run["curve"].get("models.average.test_accuracy", ()) for run in self.runs]
-        return Spread.of([100 * value for curve in curves for value in _recorded(curve)[-1:]])
+            return {}
+        curves = {run["seed"]: run["curve"].get(AVERAGED, ()) for run in self.runs}
+        return {
+            seed: 100 * value for seed, curve in curves.items() for value in _recorded(curve)[-1:]
+        }
+
+    @property
+    def averaged(self) -> Spread:
+        """The mean and the standard deviation of the accuracies of averaged students."""
+        return Spread.of(list(self.averaged_values.values()))
 
     @property
     def hours(self) -> float:
@@ -259,7 +268,11 @@ def _resolved_sign(differences: Sequence[float]) -> int:
 
 
 def judgements(
-    table: presets.Preset, rows: Mapping[str, Row], changes: Changes | None = None
+    table: presets.Preset,
+    rows: Mapping[str, Row],
+    changes: Changes | None = None,
+    *,
+    averaged: bool = False,
 ) -> list[Judgement]:
     """Checks the claims of a published table with the results of finished runs.
 
@@ -268,13 +281,15 @@ def judgements(
 
     Args:
         table: the table's preset. rows: the finished runs' rows by run hash (`rows_by_hash`).
-            changes: the runs' changed settings.
+            changes: the runs' changed settings. averaged: whether averaged students replace the
+            last ones of the methods that have them.
     """
     values: dict[tuple[str, str], dict[tuple[str, str], Mapping[int, float]]] = {}
     for cell in filterfalse(table.refusal, table.cells):
         place = values.setdefault((cell.dataset, cell.partition), {})
         for line in lines(table, [cell], range(table.seeds), rows, changes):
-            place[cell.method, line.number.metric] = line.values
+            students = line.averaged_values if averaged else {}
+            place[cell.method, line.number.metric] = {**line.values, **students}
     result = []
     for claim, (data, measurements) in product(table.claims, values.items()):
         names = [(method, claim.metric) for method in (claim.ahead, *claim.of)]

@@ -519,7 +519,8 @@ def test_changed_runs_have_no_verdict() -> None:
     assert (line.verdict, reproduced.verdict) == ("not run", WITHIN)
     changed = replace(reproduced, changes={"partition": {"alpha": 100.0}})
     assert changed.verdict == "changed: no verdict"
-    run = {"curve": {"test_accuracy": [0.4, 0.3], "models.average.test_accuracy": [None, 0.5]}}
+    curve = {"test_accuracy": [0.4, 0.3], "models.average.test_accuracy": [None, 0.5]}
+    run = {"seed": 0, "curve": curve}
     assert (replace(line, runs=[run]).averaged.mean, line.averaged.mean) == (50.0, None)
 
 
@@ -556,7 +557,8 @@ def claim_rows(table: presets.Preset, accuracies: dict[str, list[float]]) -> dic
     for cell in table.select(dataset="mnist", alpha=0.1):
         for job in jobs_of(table, [cell], range(len(accuracies.get(cell.method, [])))):
             accuracy = accuracies[cell.method][job.entries["seed"]]
-            run = {"curve": {"test_accuracy": [accuracy]}, "upload_floats": 1, "seed": 0}
+            seed = job.entries["seed"]
+            run = {"curve": {"test_accuracy": [accuracy]}, "upload_floats": 1, "seed": seed}
             rows[job.hash] = {**run, "client_upload_bytes": 1}
     return rows
 
@@ -580,4 +582,13 @@ def test_claims_hold_if_interval_of_every_rival_excludes_zero() -> None:
     assert mixed.data == "mnist dirichlet(0.1)"
     smaller = replace(table, claims=(replace(table.claims[0], lower=True),))
     values = {"feddm": [0.4] * 5, **{name: [0.5, 0.51, 0.5, 0.51, 0.5] for name in rivals}}
-    assert comparison.judgements(smaller, claim_rows(table, values))[0].verdict == comparison.HOLDS
+    rows = claim_rows(table, values)
+    assert comparison.judgements(smaller, rows)[0].verdict == comparison.HOLDS
+    for run in rows.values():
+        if run["curve"]["test_accuracy"] == [0.4]:
+            run["curve"]["models.average.test_accuracy"] = [0.6]
+    verdicts = [
+        comparison.judgements(table, rows, averaged=averaged)[0].verdict
+        for averaged in (False, True)
+    ]
+    assert verdicts == [comparison.FAILS, comparison.HOLDS]
