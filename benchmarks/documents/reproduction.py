@@ -141,18 +141,23 @@ def _fedfa() -> str:
 @table("reproduction-claims")
 def _claims() -> str:
     """The verdicts on the core papers' claims, by the finished runs of the small editions."""
-    body = []
+    body, before = [], ["", ""]
     for name in SMALL:
         table = preset(name).edition("small")
         averaged = judgements(table, _rows(), averaged=True)
         for entry, other in zip(judgements(table, _rows()), averaged, strict=True):
             counts = [len(values) for values in entry.differences.values()]
             if min(counts):
-                texts = [entry.claim.text, entry.data, _smallest(entry), entry.verdict]
+                stated = [entry.claim.source, entry.claim.text]
+                if stated == before:
+                    stated = ["", ""]
+                else:
+                    before = stated
+                texts = [entry.data, _smallest(entry), entry.verdict]
                 own = ["", ""]
                 if other.differences != entry.differences:
                     own = [_smallest(other), other.verdict]
-                body.append([entry.claim.source, *texts, *own, str(min(counts))])
+                body.append([*stated, *texts, *own, str(min(counts))])
     head = ["source", "claim", "data", "smallest difference", "verdict"]
     return markdown([*head, "averaged students", "verdict", "seeds"], body)
 
