@@ -18,6 +18,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -91,7 +92,8 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """The size in bytes of the sent tensors, plus 8 bytes for each plain number."""
-        return sum(t.nbytes for _, t in self.numbers())
+        plain = sum(isinstance(getattr(self, f.name), int | float) for f in fields(self))
+        return sum(t.nbytes for _, t in self.arrays()) + 8 * plain
 
     @property
     def floats(self) -> int:
@@ -147,7 +149,7 @@ class Packed:
         if header.type != cls.__name__:
             raise MessageError(f"expected a {cls.__name__} message, got {header.type!r:.80}")
         values: dict[str, Any] = {}
-        hints = get_type_hints(cls)
+        hints = _hints_of(cls)
         for f in fields(cls):
             what = f"{cls.__name__}.{f.name}"
             value = _pop_field(what, f.name, header.values, tensors)
@@ -221,6 +223,9 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
     except (ValueError, KeyError) as error:
         reason = f"the bytes are not a valid fedsynth message: {one_line(error)}"
         raise MessageError(reason) from None
+
+
+_hints_of = lru_cache(maxsize=64)(get_type_hints)  # which are slow
 
 
 def _allows(hint: Any, value: object) -> bool:

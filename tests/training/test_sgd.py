@@ -73,23 +73,25 @@ def train(clients: list[Learner], *progress: Any) -> None:
         lambda k: SgdSettings(2, 64, MomentumSgd(0.1)),
     ],
 )
-@pytest.mark.parametrize("few", [1, 4])
+@pytest.mark.parametrize(("few", "cached"), [(1, 2**26), (4, 2**26), (1, 2**14)])
 def test_joint_training_equals_separate_training(
-    settings: Any, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    settings: Any, few: int, cached: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images, labels = IMAGES.to(device), LABELS.to(device)
     monkeypatch.setattr(many_clients, "FEW", few)
     monkeypatch.setattr(many_clients, "BLOCK", 2)
     clients = learners(settings, True, device=device)
     starts = [flatten(client.model) for client in clients]
-    train_together(clients, lambda i: images[i], lambda i: labels[i])
+    monkeypatch.setattr(many_clients, "CACHED_BYTES", cached)
+    trained = train_together(clients, lambda i: images[i], lambda i: labels[i])
+    assert all(map(torch.equal, starts, [flatten(client.model) for client in clients]))
     separate = learners(settings, True, device=device)
-    for size, client, start, c in zip(SIZES, clients, starts, separate, strict=True):
+    for size, weights, start, c in zip(SIZES, trained, starts, separate, strict=True):
         x, y = images[c.examples], labels[c.examples]
         train_on(c.model, x.__getitem__, y, c.settings, c.generator, Objective(penalty=c.penalty))
         expected = flatten(c.model)
-        torch.testing.assert_close(flatten(client.model), expected, atol=2e-6, rtol=1e-5)
-        assert torch.equal(start, flatten(client.model)) == (size == 0)
+        torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-5)
+        assert torch.equal(start, weights) == (size == 0)
 
 
 @pytest.mark.parametrize("few", [1, 4])
@@ -213,16 +215,15 @@ def test_optimisers_train_one_network_or_many(
     monkeypatch.setattr(many_clients, "BLOCK", 1)
     settings, parts = SgdSettings(2, 4, rule), torch.arange(24).split([9, 3, 12])
     learners = [Learner(dense(16, 3), p, settings, seeded(k)) for k, p in enumerate(parts)]
-    train_together(learners, IMAGES.__getitem__, LABELS.__getitem__)
+    trained = train_together(learners, IMAGES.__getitem__, LABELS.__getitem__)
     single = dense(16, 3)
     images, labels = IMAGES[parts[2]], LABELS[parts[2]]
     train_on(single, images.__getitem__, labels, settings, seeded(2))
-    models = (*(learner.model for learner in learners), single)
-    for k, model in zip((0, 1, 2, 2), models, strict=True):
+    for k, weights in zip((0, 1, 2, 2), (*trained, flatten(single)), strict=True):
         order = seeded(k)
         epochs = [parts[k][torch.randperm(len(parts[k]), generator=order)] for _ in range(2)]
         expected = numpy_training(rule, [b.numpy() for epoch in epochs for b in epoch.split(4)])
-        np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
