@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from types import UnionType
@@ -120,6 +120,18 @@ class Packed:
         >>> ModelParameters.from_bytes(sent).weight
         5.0
         """
+        values = self.header_values()
+        header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
+        # one entry, because safetensors writes several entries in random order
+        return safetensors.torch.save(tensors, {"header": json.dumps(header)})
+
+    def header_values(self) -> dict[str, Any]:
+        """Returns the numbers, the Nones, and the keys of the mappings, by field.
+
+        Raises:
+            MessageError: as for `to_bytes`.
+        """
         values: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -132,10 +144,7 @@ class Packed:
                     f"the message field {type(self).__name__}.{f.name} must be a finite number, "
                     f"a tensor, a mapping or None, got {value!r:.80}"
                 ).with_code("message.value")
-        header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
-        # one entry, because safetensors writes several entries in random order
-        return safetensors.torch.save(tensors, {"header": json.dumps(header)})
+        return values
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
@@ -148,22 +157,32 @@ class Packed:
         tensors, header = _unpacked(sent)
         if header.type != cls.__name__:
             raise MessageError(f"expected a {cls.__name__} message, got {header.type!r:.80}")
-        values: dict[str, Any] = {}
+        return cls.made_of(tensors, header.values)
+
+    @classmethod
+    def made_of(cls, tensors: dict[str, Tensor], values: dict[str, Any]) -> Self:
+        """Creates an instance from its `arrays` and `header_values`, which are emptied.
+
+        Raises:
+            MessageError: a field is missing, unexpected or of another type, or a number is not
+                finite.
+        """
+        found: dict[str, Any] = {}
         hints = _hints_of(cls)
         for f in fields(cls):
             what = f"{cls.__name__}.{f.name}"
-            value = _pop_field(what, f.name, header.values, tensors)
+            value = _pop_field(what, f.name, values, tensors)
             if not _allows(hints[f.name], value):
                 expected = getattr(hints[f.name], "__name__", hints[f.name])
                 raise MessageError(
                     f"the received field {what} must have the type {expected}, got "
                     f"{type(value).__name__}"
                 ).with_code("message.type")
-            values[f.name] = value
-        unused = sorted([*tensors, *header.values])
+            found[f.name] = value
+        unused = sorted([*tensors, *values])
         if unused:
             raise MessageError(f"the {cls.__name__} contains the unknown entry {unused[0]!r:.80}")
-        return cls(**values)
+        return cls(**found)
 
     def to(self, device: torch.device | str) -> Self:
         """Returns a copy of the dataclass with all tensors on `device`."""
@@ -225,7 +244,8 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
         raise MessageError(reason) from None
 
 
-_hints_of = lru_cache(maxsize=64)(get_type_hints)  # which are slow
+# cached, because it is slow
+_hints_of: Callable[[type], dict[str, Any]] = lru_cache(maxsize=64)(get_type_hints)
 
 
 def _allows(hint: Any, value: object) -> bool:

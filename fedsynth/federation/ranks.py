@@ -9,7 +9,8 @@ back. A client's step depends neither on the rank nor on the number of ranks.
 In a private run, a rank draws the noise of its clients with its own secret keys. It has ledgers in
 memory only, which mirror the charges that rank 0 has made before.
 
-The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages:
+The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages.
+Those of many clients are packed together (`stacked`):
 
     rank 0 sends    start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
                     with the request and the states, end {results} with the model
@@ -25,8 +26,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fedsynth.config.participation import CRASHED, TIMED_OUT
 from fedsynth.core.capabilities import exchange_of
@@ -43,6 +46,8 @@ from fedsynth.training.loop import LoopCheckpointer
 from fedsynth.version import __version__
 
 REPORT_SECONDS = 1.0  # between two reports of a rank's progress
+STACK_BYTES = 2**25  # of the messages that are stacked: a memory bound
+P = TypeVar("P", bound=Packed)
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,9 @@ class Ranks(InProcess):
         packed = {"request": message.to_bytes()}
         stepping = [peer for peer in self._links.peers if shares[peer]]
         for peer in stepping:
-            states = {k: self.clients[k].load_state(exchange, context) for k in shares[peer]}
-            parts = packed | _packed_states(states)
-            self._links.send(peer, "step", {**facts, "clients": shares[peer]}, parts)
+            states, parts = _packed_states(self.clients, shares[peer], exchange, context)
+            stated = {**facts, "clients": shares[peer], "states": states}
+            self._links.send(peer, "step", stated, packed | parts)
         exchanged = Exchanged(self._links, context, len(numbers))
         report = partial(exchanged.report, 0, len(shares[0]))
         replies = super().step(exchange, message, replace(context, report=report), shares[0])
@@ -170,17 +175,14 @@ class Ranks(InProcess):
     ) -> dict[int, Message]:
         """Stores the states in a rank's answer, and returns the uploads."""
         upload = exchange_of(self.clients[0].method, exchange).upload
-        messages: dict[int, Message] = {}
+        states = unstacked(NamedTensors, "states", answer, context.device)
         for number in answer.facts["clients"]:
             client = self.clients[number]
             if lost.get(number) == TIMED_OUT:
                 client.rollback(client.client_state)
             elif lost.get(number) != CRASHED:
-                client.store_state(exchange, _state(answer, number, context.device), context)
-            if f"upload {number}" in answer.parts:
-                sent = upload.from_bytes(answer.parts[f"upload {number}"])
-                messages[number] = sent.to(context.device)
-        return messages
+                client.store_state(exchange, _state(states, number), context)
+        return unstacked(upload, "uploads", answer, context.device)
 
 
 class Exchanged:
@@ -265,22 +267,21 @@ def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
         note=lambda text: links.send(0, "note", {"text": text}),
     )
     request = exchange_of(clients[0].method, exchange).request.from_bytes(frame.parts["request"])
+    sent = unstacked(NamedTensors, "states", frame, context.device)
     for client in clients:
-        client.rollback(_state(frame, client.number, context.device))
+        client.rollback(_state(sent, client.number))
     links.locate = lambda: f", one of the clients {backend.stepping}"
     replies = backend.step(exchange, request.to(context.device), context, numbers)
-    parts = _packed_states({client.number: client.load_state(MAIN, context) for client in clients})
+    states, parts = _packed_states(backend.clients, numbers, MAIN, context)
     for client in clients:
         client.rollback({})  # rank 0 keeps the states
-    rejected = {}
-    for number, message in replies.messages.items():
-        try:
-            parts[f"upload {number}"] = message.to_bytes()
-        except MessageError as error:
-            rejected[number] = str(error)
     refusals = [(r.reason, r.kind, r.spent) for r in replies.refusals]
+    messages, rejected = dict(replies.messages), dict[int, str]()
+    del replies  # `stacked` frees the uploads
+    uploads, packed = stacked("uploads", messages, rejected)
     answer = {"clients": numbers, "refusals": refusals, "rejected": rejected}
-    links.send(0, "answer", answer, parts)
+    answer |= {"states": states, "uploads": uploads}
+    links.send(0, "answer", answer, parts | packed)
 
 
 def reporter(links: Links, clients: int) -> Callable[..., None]:
@@ -302,11 +303,82 @@ def reporter(links: Links, clients: int) -> Callable[..., None]:
     return report
 
 
-def _packed_states(states: Mapping[int, Tensors]) -> dict[str, bytes]:
-    return {f"state {k}": NamedTensors(state).to_bytes() for k, state in states.items() if state}
+def stacked(
+    name: str, messages: dict[int, P], rejected: dict[int, str]
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Packs the messages of many clients. Tensors of the same name, dtype and shape are stacked.
+
+    This is much faster than `Packed.to_bytes` for each message.
+
+    Args:
+        name: the name in the frame.
+        messages: the messages by client. They are removed, to free the memory.
+        rejected: receives the reasons of messages that cannot be packed, by client.
+
+    Returns:
+        Each stack's facts: the type, the clients, the values of the other fields, and the names of
+        the tensors. The parts of the frame.
+    """
+    stacks: dict[Any, list[Any]] = {}
+    total = 0
+    for number in list(messages):
+        message = messages.pop(number)
+        try:
+            values = message.header_values()
+        except MessageError as error:
+            rejected[number] = str(error)
+            continue
+        tensors = {key: tensor.detach() for key, tensor in message.arrays()}
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        layout = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
+        kind = (total // STACK_BYTES, type(message).__name__, layout)
+        stacks.setdefault(kind, []).append((number, values, tensors))
+    facts: list[Any] = []
+    parts: dict[str, Tensor] = {}
+    for kind in list(stacks):
+        numbers, headers, members = zip(*stacks.pop(kind), strict=True)
+        for key in members[0]:
+            parts[f"{name} {len(facts)} {key}"] = torch.stack([m[key] for m in members]).cpu()
+        facts.append([kind[1], numbers, headers, list(members[0])])
+    return facts, parts
 
 
-def _state(frame: Frame, client: int, device: torch.device) -> Tensors:
-    """Returns a client's state from a frame, or an empty dict if the frame has none."""
-    packed = frame.parts.get(f"state {client}")
-    return {} if packed is None else NamedTensors.from_bytes(packed).to(device).tensors
+def unstacked(kind: type[P], name: str, frame: Frame, device: torch.device) -> dict[int, P]:
+    """Unpacks what `stacked` has packed, and removes it from the frame.
+
+    Args:
+        kind: the type of the messages.
+        name: the name in the frame.
+        frame: the frame.
+        device: the device of the tensors.
+
+    Returns:
+        The messages by client.
+
+    Raises:
+        MessageError: a message has another type.
+    """
+    messages: dict[int, P] = {}
+    for place, (stated, numbers, values, keys) in enumerate(frame.facts[name]):
+        if stated != kind.__name__:
+            raise MessageError(f"expected a {kind.__name__} message, got {stated!r:.80}")
+        rows = [frame.parts.pop(f"{name} {place} {key}").to(device).unbind() for key in keys]
+        for number, value, *tensors in zip(numbers, values, *rows, strict=True):
+            # a view would keep the whole stack in memory, and its copy would copy it
+            copies = dict(zip(keys, map(torch.clone, tensors), strict=True))
+            messages[number] = kind.made_of(copies, value)
+    return messages
+
+
+def _packed_states(
+    clients: Sequence[ClientRuntime], numbers: Sequence[int], exchange: str, context: RoundContext
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Packs the clients' states, without those that are empty."""
+    states = {number: clients[number].load_state(exchange, context) for number in numbers}
+    named = {number: NamedTensors(state) for number, state in states.items() if state}
+    return stacked("states", named, {})
+
+
+def _state(states: Mapping[int, NamedTensors], client: int) -> Tensors:
+    """Returns a client's state, or an empty dict if the frame has none."""
+    return states[client].tensors if client in states else {}
