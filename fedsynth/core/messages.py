@@ -74,12 +74,13 @@ class Packed:
 
         A tensor in a mapping has the name `field.key`.
         """
-        for f in fields(self):
-            value = getattr(self, f.name)
+        for name in _names_of(type(self)):
+            value = getattr(self, name)
             if isinstance(value, Tensor):
-                yield f.name, value
+                yield name, value
             elif isinstance(value, Mapping):
-                yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
+                for key, tensor in value.items():
+                    yield f"{name}.{key}", tensor
 
     def numbers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, value) for each tensor, then for each plain number as a float64 scalar."""
@@ -92,7 +93,7 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """The size in bytes of the sent tensors, plus 8 bytes for each plain number."""
-        plain = sum(isinstance(getattr(self, f.name), int | float) for f in fields(self))
+        plain = sum(isinstance(getattr(self, n), int | float) for n in _names_of(type(self)))
         return sum(t.nbytes for _, t in self.arrays()) + 8 * plain
 
     @property
@@ -244,7 +245,10 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
         raise MessageError(reason) from None
 
 
-# cached, because it is slow
+# Each type's field names and type hints. They are cached, as a server needs them for each upload.
+_names_of: Callable[[type], tuple[str, ...]] = lru_cache(maxsize=64)(
+    lambda kind: tuple(f.name for f in fields(kind))
+)
 _hints_of: Callable[[type], dict[str, Any]] = lru_cache(maxsize=64)(get_type_hints)
 
 

@@ -134,7 +134,7 @@ class Array:
                 )
 
     def _fits(self, value: Tensor) -> bool:
-        sizes = tuple(value.shape)
+        sizes = value.shape
         if self.shape[:1] != (None,):
             return sizes == self.shape
         same_rows = len(sizes) == len(self.shape) and sizes[1:] == self.shape[1:]
@@ -176,12 +176,13 @@ class Named:
             raise UploadRejectedError(
                 name, f"must be a mapping of names to tensors, got {type(value).__name__}"
             )
-        extra = sorted(map(str, value.keys() - self.arrays.keys()))
-        if extra:
-            raise UploadRejectedError(name, f"contains the unknown entry {extra[0]!r:.80}")
-        missing = sorted(self.arrays.keys() - value.keys())
-        if missing and not self.partial:
-            raise UploadRejectedError(name, f"is missing the entry {missing[0]!r:.80}")
+        if value.keys() != self.arrays.keys():
+            extra = sorted(map(str, value.keys() - self.arrays.keys()))
+            if extra:
+                raise UploadRejectedError(name, f"contains the unknown entry {extra[0]!r:.80}")
+            missing = sorted(self.arrays.keys() - value.keys())
+            if not self.partial:
+                raise UploadRejectedError(name, f"is missing the entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
@@ -296,7 +297,7 @@ Span = tuple[str, int, int, bool, str]
 def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:
     """Returns the memory range of each named tensor, except for empty tensors."""
     return [
-        (str(t.device), t.data_ptr(), t.data_ptr() + _reach(t), server, name)
+        (str(t.device), start := t.data_ptr(), start + _reach(t), server, name)
         for name, t in tensors
         if t.numel()
     ]

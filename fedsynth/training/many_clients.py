@@ -42,7 +42,7 @@ BLOCK = 32  # steps whose batches are laid out at a time
 # Number of parameter copies in memory while a client trains: the weights, the gradient, the
 # velocity, a penalty, intermediate values and the upload.
 COPIES = 15
-CACHED_BYTES = 2**26  # of the copies that a CPU trains at once
+CACHED_BYTES = 2**26  # of the learners that a CPU trains at once, as its caches are small
 
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
 DENSE = (nn.Linear, PaddedLinear, nn.Flatten, nn.Identity, nn.Sequential, *ACTIVATIONS)
@@ -120,76 +120,40 @@ def train_together(
     Raises:
         ValueError: a penalty is not a `Pull`.
     """
+    common = learners[0].settings
     queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
-    starts = {id(model): flatten(model) for model in {learner.model for learner in learners}}
-    start = starts[id(learners[0].model)]
-    parts = 1
-    if start.device.type == "cpu":  # whose caches hold few learners
-        parts = min(len(queues), -(-len(queues) * COPIES * start.nbytes // CACHED_BYTES))
-    total = sum(queue.steps for queue in queues)
-    completed = 0
-    weights: dict[int, Tensor] = {}
-
-    def progress(further: int) -> None:
-        nonlocal completed
-        completed += further
-        report(completed, total)
-
-    for part in np.array_split(np.arange(len(queues)), parts):
-        some = queues[part[0] : part[-1] + 1]
-        flat_KP = torch.stack([starts[id(queue.learner.model)] for queue in some])
-        state = _train_jointly(some, flat_KP, images, labels, progress)
-        for queue, flat, *rows in zip(some, flat_KP, *state, strict=True):
-            if queue.unfinished:
-                flat = _finish(queue, flat, tuple(rows), images, labels)
-            weights[id(queue.learner)] = flat.clone()  # which keeps no other row in memory
-    report(total, total)
-    return [weights[id(learner)] for learner in learners]
-
-
-def _train_jointly(
-    queues: Sequence[_Queue],
-    flat_KP: Tensor,
-    images: sgd.LookUp,
-    labels: sgd.LookUp,
-    progress: Callable[[int], None],
-) -> tuple[Tensor, ...]:
-    """Trains learners in place until only a few have steps left.
-
-    Args:
-        queues: the learners' batches, by descending number of steps.
-        flat_KP: the learners' weights.
-        images, labels: as for `train_together`.
-        progress: called with further numbers of finished steps.
-
-    Returns:
-        The state of the optimiser.
-    """
-    common = queues[0].learner
     steps_K = np.array([queue.steps for queue in queues])  # descending
+    starts = {id(model): flatten(model) for model in {learner.model for learner in learners}}
+    flat_KP = torch.stack([starts[id(queue.learner.model)] for queue in queues])
     pulls = _stacked_pulls([queue.learner.penalty for queue in queues], flat_KP)
-    state = common.settings.optimiser.init(flat_KP)
+    state = common.optimiser.init(flat_KP)
+    completed, total = 0, int(steps_K.sum())
     step = 0
-    few = min(FEW, 2) if is_softmax_regression(common.model) else FEW
+    few = min(FEW, 2) if is_softmax_regression(learners[0].model) else FEW
     # the first `active` learners have steps left
     while (active := int(np.count_nonzero(steps_K > step))) >= few:
         which_SAB, share_SAB = _lay_out(queues[:active], BLOCK)
         looked_up = sgd.fetched(images, labels, list(which_SAB.flatten(1)))
-        completed = 0
         for share_AB, (x, y) in zip(share_SAB, looked_up, strict=True):
             running = int(np.count_nonzero(steps_K > step))
             w = flat_KP[:running]
             x_ABCHW = x.view(*share_AB.shape, *x.shape[1:])[:running]
             labels_AB = y.view(share_AB.shape)[:running]
-            grad = _gradients(common.model, w, x_ABCHW, labels_AB, share_AB[:running])
+            grad = _gradients(learners[0].model, w, x_ABCHW, labels_AB, share_AB[:running])
             if pulls is not None:
                 weight, center, linear = (part[:running] for part in pulls)
                 grad += linear + weight * (w - center)
-            common.settings.optimiser.update(w, grad, tuple(rows[:running] for rows in state))
+            common.optimiser.update(w, grad, tuple(rows[:running] for rows in state))
             completed += running
             step += 1
-        progress(completed)
-    return state
+        report(completed, total)
+    weights = {}
+    for queue, flat, *rows in zip(queues, flat_KP, *state, strict=True):
+        if queue.unfinished:
+            flat = _finish(queue, flat, tuple(rows), images, labels)
+        weights[id(queue.learner)] = flat.clone()  # which keeps no other row in memory
+    report(total, total)
+    return [weights[id(learner)] for learner in learners]
 
 
 class _Queue:

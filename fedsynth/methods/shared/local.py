@@ -420,7 +420,11 @@ class TrainsLocally(Measurements):
     def client_bytes(self, context: RoundContext) -> int | None:
         if context.client_architectures is not None or context.privacy is not None:
             return None
-        return many_clients.learner_bytes(context.architecture, self.batch, context.spec)
+        needed = many_clients.learner_bytes(context.architecture, self.batch, context.spec)
+        if needed is None or context.device.type != "cpu":
+            return needed
+        # so that a CPU trains no more clients at once than its caches hold
+        return needed * max(1, context.memory_bytes // 2 // many_clients.CACHED_BYTES)
 
     def client_cost(self, examples: int, context: RoundContext) -> float:
         return min(examples, self.local_steps) or examples
