@@ -116,7 +116,7 @@ class Array:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             raise UploadRejectedError(name, f"must be a tensor, got {type(value).__name__}")
-        _require_dense(name, value)
+        require_dense(name, value)
         if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
@@ -201,7 +201,7 @@ class Free:
             for key, item in value.items():
                 self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
-            _require_dense(name, value)
+            require_dense(name, value)
             if value.nbytes > self.nbytes:
                 reason = f"must have at most {self.nbytes} bytes, got {value.nbytes}"
                 raise UploadRejectedError(name, reason)
@@ -257,6 +257,13 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
         if not minimum <= extreme <= maximum:
             reason = f"must have values between {minimum:g} and {maximum:g}, got {extreme:.6g}"
             raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
+
+
+def check_type(upload: object, kind: type) -> None:
+    """Raises UploadRejectedError if an upload has another type than `kind`."""
+    if type(upload) is not kind:
+        reason = f"must have the type {kind.__name__}, got {type(upload).__name__}"
+        raise UploadRejectedError("the message", reason)
 
 
 def check_fields(
@@ -337,8 +344,8 @@ def _reach(tensor: Tensor) -> int:
     return (sum((size - 1) * step for size, step in sizes) + 1) * tensor.element_size()
 
 
-def _require_dense(name: str, tensor: Tensor) -> None:
-    """Rejects sparse and meta tensors."""
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raises UploadRejectedError for sparse and meta tensors."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise UploadRejectedError(name, "must be a dense tensor, got a sparse or a meta tensor")
 

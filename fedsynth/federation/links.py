@@ -74,7 +74,7 @@ class Links:
         locate: a function that names the clients whose step this rank computes.
 
     Raises:
-        RankError: not all ranks can be connected in time.
+        RankError: not all ranks can be connected in time, or this rank's number is too high.
         SettingError: the environment variable `SECONDS` is not a number of seconds.
     """
 
@@ -84,6 +84,11 @@ class Links:
             seconds = float(seconds)
         check_number(None, SECONDS, seconds, 0, MAX_SECONDS)
         self._seconds = seconds
+        if not rank.is_valid():
+            raise RankError(
+                f"the environment variable RANK is {rank.this_rank()}, but must be below WORLD_SIZE, "
+                f"which is {rank.num_ranks()}. Start with torchrun, or unset RANK and WORLD_SIZE"
+            ).with_code("ranks.number")
         if torch.cuda.is_available():
             torch.cuda.set_device(rank.local_rank() % torch.cuda.device_count())
         try:
@@ -276,7 +281,7 @@ def connect() -> Links | None:
     Returns None in a program with a single process.
 
     Raises:
-        RankError: not all ranks can be connected in time.
+        RankError: not all ranks can be connected in time, or this rank's number is too high.
     """
     if rank.num_ranks() == 1:
         return None

@@ -36,7 +36,8 @@ from fedsynth.core.capabilities import exchange_of
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Method
-from fedsynth.errors import BudgetExceededError, MessageError
+from fedsynth.core.uploads import check_type, require_dense
+from fedsynth.errors import BudgetExceededError, MessageError, UploadRejectedError
 from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.federation.in_process import InProcess
@@ -278,7 +279,8 @@ def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
     refusals = [(r.reason, r.kind, r.spent) for r in replies.refusals]
     messages, rejected = dict(replies.messages), dict[int, str]()
     del replies  # `stacked` frees the uploads
-    uploads, packed = stacked("uploads", messages, rejected)
+    kind = exchange_of(clients[0].method, exchange).upload
+    uploads, packed = stacked(kind, "uploads", messages, rejected)
     answer = {"clients": numbers, "refusals": refusals, "rejected": rejected}
     answer |= {"states": states, "uploads": uploads}
     links.send(0, "answer", answer, parts | packed)
@@ -304,42 +306,45 @@ def reporter(links: Links, clients: int) -> Callable[..., None]:
 
 
 def stacked(
-    name: str, messages: dict[int, P], rejected: dict[int, str]
+    kind: type[P], name: str, messages: dict[int, P], rejected: dict[int, str]
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """Packs the messages of many clients. Tensors of the same name, dtype and shape are stacked.
 
     This is much faster than `Packed.to_bytes` for each message.
 
     Args:
+        kind: the type of the messages.
         name: the name in the frame.
         messages: the messages by client. They are removed, to free the memory.
         rejected: receives the reasons of messages that cannot be packed, by client.
 
     Returns:
-        Each stack's facts: the type, the clients, the values of the other fields, and the names of
-        the tensors. The parts of the frame.
+        Each stack's facts: the clients, their `header_values`, and the names of the tensors. The
+        parts of the frame.
     """
     stacks: dict[Any, list[Any]] = {}
     total = 0
     for number in list(messages):
         message = messages.pop(number)
         try:
+            check_type(message, kind)
             values = message.header_values()
-        except MessageError as error:
+            tensors = {key: tensor.detach() for key, tensor in message.arrays()}
+            for key, tensor in tensors.items():
+                require_dense(key, tensor)
+        except (MessageError, UploadRejectedError) as error:
             rejected[number] = str(error)
             continue
-        tensors = {key: tensor.detach() for key, tensor in message.arrays()}
         total += sum(tensor.nbytes for tensor in tensors.values())
         layout = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
-        kind = (total // STACK_BYTES, type(message).__name__, layout)
-        stacks.setdefault(kind, []).append((number, values, tensors))
+        stacks.setdefault((total // STACK_BYTES, layout), []).append((number, values, tensors))
     facts: list[Any] = []
     parts: dict[str, Tensor] = {}
-    for kind in list(stacks):
-        numbers, headers, members = zip(*stacks.pop(kind), strict=True)
+    for stack in list(stacks):
+        numbers, headers, members = zip(*stacks.pop(stack), strict=True)
         for key in members[0]:
             parts[f"{name} {len(facts)} {key}"] = torch.stack([m[key] for m in members]).cpu()
-        facts.append([kind[1], numbers, headers, list(members[0])])
+        facts.append([numbers, headers, list(members[0])])
     return facts, parts
 
 
@@ -356,17 +361,15 @@ def unstacked(kind: type[P], name: str, frame: Frame, device: torch.device) -> d
         The messages by client.
 
     Raises:
-        MessageError: a message has another type.
+        MessageError: a field is missing, unexpected or of another type.
     """
     messages: dict[int, P] = {}
-    for place, (stated, numbers, values, keys) in enumerate(frame.facts[name]):
-        if stated != kind.__name__:
-            raise MessageError(f"expected a {kind.__name__} message, got {stated!r:.80}")
+    for place, (numbers, headers, keys) in enumerate(frame.facts[name]):
         rows = [frame.parts.pop(f"{name} {place} {key}").to(device).unbind() for key in keys]
-        for number, value, *tensors in zip(numbers, values, *rows, strict=True):
-            # a view would keep the whole stack in memory, and its copy would copy it
+        for number, values, *tensors in zip(numbers, headers, *rows, strict=True):
+            # a view would keep the whole stack in memory, and its deep copy would copy it
             copies = dict(zip(keys, map(torch.clone, tensors), strict=True))
-            messages[number] = kind.made_of(copies, value)
+            messages[number] = kind.made_of(copies, values)
     return messages
 
 
@@ -376,7 +379,7 @@ def _packed_states(
     """Packs the clients' states, without those that are empty."""
     states = {number: clients[number].load_state(exchange, context) for number in numbers}
     named = {number: NamedTensors(state) for number, state in states.items() if state}
-    return stacked("states", named, {})
+    return stacked(NamedTensors, "states", named, {})
 
 
 def _state(states: Mapping[int, NamedTensors], client: int) -> Tensors:

@@ -180,7 +180,9 @@ class _Queue:
         while len(self._drawn) < limit and self._undrawn:
             order = torch.randperm(len(examples), generator=self.learner.generator)
             order = order.to(examples.device, non_blocking=True)
-            padded = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1)
+            padded = examples[order]
+            if len(examples) % size:
+                padded = nn.functional.pad(padded, (0, -len(examples) % size), value=-1)
             batches = padded.view(-1, size)[: self._undrawn]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches]) if len(self._drawn) else batches

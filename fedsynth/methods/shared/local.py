@@ -82,7 +82,8 @@ class Trained:
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
     """Returns an upload that contains only the trained model, and an empty client state."""
-    return ModelParameters(model.state_dict(), trained.weight), {}
+    # a dict, because the state dict's metadata has more objects than it has tensors
+    return ModelParameters(dict(model.state_dict()), trained.weight), {}
 
 
 @dataclass(frozen=True)
