@@ -168,7 +168,7 @@ class Packed:
             MessageError: a field is missing, unexpected or of another type, or a number is not
                 finite.
         """
-        found: dict[str, Any] = {}
+        by_field: dict[str, Any] = {}
         hints = _hints_of(cls)
         for f in fields(cls):
             what = f"{cls.__name__}.{f.name}"
@@ -179,11 +179,11 @@ class Packed:
                     f"the received field {what} must have the type {expected}, got "
                     f"{type(value).__name__}"
                 ).with_code("message.type")
-            found[f.name] = value
+            by_field[f.name] = value
         unused = sorted([*tensors, *values])
         if unused:
             raise MessageError(f"the {cls.__name__} contains the unknown entry {unused[0]!r:.80}")
-        return cls(**found)
+        return cls(**by_field)
 
     def to(self, device: torch.device | str) -> Self:
         """Returns a copy of the dataclass with all tensors on `device`."""

@@ -37,14 +37,14 @@ def replicator(model: nn.Module) -> Callable[[Tensor], nn.Module]:
     sizes = list(map(Tensor.numel, parameters))
 
     def copied(module: nn.Module, new: Mapping[int, nn.Parameter]) -> nn.Module:
-        made: nn.Module = object.__new__(type(module))
-        own, parts = module._parameters.items(), module._modules.items()
-        made.__dict__.update(
+        result: nn.Module = object.__new__(type(module))
+        direct, parts = module._parameters.items(), module._modules.items()
+        result.__dict__.update(
             module.__dict__,
-            _parameters={name: p if p is None else new[id(p)] for name, p in own},
+            _parameters={name: p if p is None else new[id(p)] for name, p in direct},
             _modules={name: part if part is None else copied(part, new) for name, part in parts},
         )
-        return made
+        return result
 
     def replica(flat: Tensor) -> nn.Module:
         new = {}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fedsynth.models.flat import flatten
+from fedsynth.models.flat import flatten, replicator
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
@@ -91,6 +91,24 @@ def test_joint_training_equals_separate_training(
         expected = flatten(c.model)
         torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-5)
         assert torch.equal(start, weights) == (size == 0)
+
+
+def test_replicas_share_all_but_their_parameters() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 3)).requires_grad_(False)
+    old, x = flatten(model), IMAGES[:5, 0, 0]
+    replica = replicator(model)
+    weights = [old + 1.0, old - 1.0]
+    for flat, copied in zip(weights, map(replica, weights), strict=True):
+        expected = copy.deepcopy(model)
+        torch.nn.utils.vector_to_parameters(flat, expected.parameters())
+        assert repr(copied) == repr(expected)
+        assert torch.equal(copied(x), expected(x))
+        assert torch.equal(flatten(copied), flat)
+        assert copied.state_dict().keys() == model.state_dict().keys()
+        copied.train(False).requires_grad_(True)
+    assert torch.equal(flatten(model), old)
+    assert model.training and not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("few", [1, 4])
