@@ -310,8 +310,6 @@ def stacked(
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """Packs the messages of many clients. Tensors of the same name, dtype and shape are stacked.
 
-    This is much faster than `Packed.to_bytes` for each message.
-
     Args:
         kind: the type of the messages.
         name: the name in the frame.
@@ -336,7 +334,7 @@ def stacked(
             rejected[number] = str(error)
             continue
         total += sum(tensor.nbytes for tensor in tensors.values())
-        layout = tuple((key, tensor.dtype, tensor.shape) for key, tensor in tensors.items())
+        layout = tuple((key, t.dtype, t.shape, t.device) for key, t in tensors.items())
         stacks.setdefault((total // STACK_BYTES, layout), []).append((number, values, tensors))
     facts: list[Any] = []
     parts: dict[str, Tensor] = {}
@@ -349,16 +347,7 @@ def stacked(
 
 
 def unstacked(kind: type[P], name: str, frame: Frame, device: torch.device) -> dict[int, P]:
-    """Unpacks what `stacked` has packed, and removes it from the frame.
-
-    Args:
-        kind: the type of the messages.
-        name: the name in the frame.
-        frame: the frame.
-        device: the device of the tensors.
-
-    Returns:
-        The messages by client.
+    """Removes from a frame what `stacked` has packed, and returns the messages by client.
 
     Raises:
         MessageError: a field is missing, unexpected or of another type.
@@ -379,9 +368,12 @@ def _packed_states(
     """Packs the clients' states, without those that are empty."""
     states = {number: clients[number].load_state(exchange, context) for number in numbers}
     named = {number: NamedTensors(state) for number, state in states.items() if state}
-    return stacked(NamedTensors, "states", named, {})
+    rejected: dict[int, str] = {}
+    packed = stacked(NamedTensors, "states", named, rejected)
+    for number, reason in rejected.items():
+        raise MessageError(f"the state of client {number} cannot be sent: {reason}")
+    return packed
 
 
 def _state(states: Mapping[int, NamedTensors], client: int) -> Tensors:
-    """Returns a client's state, or an empty dict if the frame has none."""
-    return states[client].tensors if client in states else {}
+    return states[client].tensors if client in states else {}  # which is not sent

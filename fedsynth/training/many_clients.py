@@ -149,9 +149,8 @@ def train_together(
         report(completed, total)
     weights = {}
     for queue, flat, *rows in zip(queues, flat_KP, *state, strict=True):
-        if queue.unfinished:
-            flat = _finish(queue, flat, tuple(rows), images, labels)
-        weights[id(queue.learner)] = flat.clone()  # which keeps no other row in memory
+        finished = _finish(queue, flat, tuple(rows), images, labels)
+        weights[id(queue.learner)] = finished.clone()  # which keeps no other row in memory
     report(total, total)
     return [weights[id(learner)] for learner in learners]
 
@@ -165,11 +164,6 @@ class _Queue:
         self.steps = self._undrawn = sgd.steps_of(learner.settings, len(learner.examples))
         self._drawn = learner.examples.new_empty(0, batch)
 
-    @property
-    def unfinished(self) -> bool:
-        """True if batches are left."""
-        return bool(self._undrawn or len(self._drawn))
-
     def take(self, limit: int) -> Tensor:
         """Removes the next batches from the queue, at most `limit`.
 
@@ -180,9 +174,7 @@ class _Queue:
         while len(self._drawn) < limit and self._undrawn:
             order = torch.randperm(len(examples), generator=self.learner.generator)
             order = order.to(examples.device, non_blocking=True)
-            padded = examples[order]
-            if len(examples) % size:
-                padded = nn.functional.pad(padded, (0, -len(examples) % size), value=-1)
+            padded = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1)
             batches = padded.view(-1, size)[: self._undrawn]
             self._undrawn -= len(batches)
             self._drawn = torch.cat([self._drawn, batches]) if len(self._drawn) else batches
@@ -210,6 +202,8 @@ def _finish(
     """Trains a learner for its remaining steps, and returns its weights [P]."""
     learner = queue.learner
     remaining = queue.take(queue.steps)
+    if not len(remaining):
+        return flat
     network = FlatNetwork(replicator(learner.model)(flat), requires_grad=True)
     objective = sgd.Objective(penalty=learner.penalty)
     step = sgd.make_step(network, state, learner.settings, objective)

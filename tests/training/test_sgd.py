@@ -108,7 +108,8 @@ def test_replicas_share_all_but_their_parameters() -> None:
         assert copied.state_dict().keys() == model.state_dict().keys()
         copied.train(False).requires_grad_(True)
     assert torch.equal(flatten(model), old)
-    assert model.training and not any(p.requires_grad for p in model.parameters())
+    assert model.training
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("few", [1, 4])
