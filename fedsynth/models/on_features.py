@@ -368,9 +368,5 @@ def regression_gradients(
         logits += bias[:, None]
     wrong = logits.softmax(dim=2) * share_AB[..., None]
     wrong.scatter_add_(2, labels_AB[..., None], -share_AB[..., None])
-    gradient = torch.empty_like(flat_AP)
-    weight_part = gradient[:, : classes * width].unflatten(1, (classes, width))
-    torch.bmm(wrong.transpose(1, 2), x_ABD, out=weight_part)
-    if bias.shape[1]:
-        torch.sum(wrong, dim=1, out=gradient[:, classes * width :])
-    return gradient
+    gradient = (wrong.transpose(1, 2) @ x_ABD).flatten(1)
+    return torch.cat([gradient, wrong.sum(dim=1)], dim=1) if bias.shape[1] else gradient
