@@ -27,6 +27,11 @@ def this_rank() -> int:
     return int(os.environ["RANK"]) if num_ranks() > 1 else 0
 
 
+def is_valid() -> bool:
+    """Returns False if the environment has a rank that does not exist, as an old variable has."""
+    return this_rank() < num_ranks()
+
+
 def local_rank() -> int:
     """Returns the rank of this process on its machine, or 0 without torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
@@ -38,7 +43,7 @@ def speaks(code: str) -> bool:
     Rank 0 prints the errors of all ranks. If rank 0 is lost, rank 1 prints that. What happens before
     the ranks are connected is printed once on each machine.
     """
-    if this_rank() == 0:
+    if this_rank() == 0 or not is_valid():
         return True
     if code == "ranks.server":
         return this_rank() == 1

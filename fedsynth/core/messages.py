@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from types import UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
@@ -91,12 +92,13 @@ class Packed:
 
         A tensor in a mapping has the name `field.key`.
         """
-        for f in fields(self):
-            value = getattr(self, f.name)
+        for name in _names_of(type(self)):
+            value = getattr(self, name)
             if isinstance(value, Tensor):
-                yield f.name, value
+                yield name, value
             elif isinstance(value, Mapping):
-                yield from ((f"{f.name}.{key}", tensor) for key, tensor in value.items())
+                for key, tensor in value.items():
+                    yield f"{name}.{key}", tensor
 
     def numbers(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, value) for each tensor, then for each plain number as a float64 scalar."""
@@ -109,7 +111,8 @@ class Packed:
     @property
     def nbytes(self) -> int:
         """The size in bytes of the sent tensors, plus 8 bytes for each plain number."""
-        return sum(t.nbytes for _, t in self.numbers())
+        plain = sum(isinstance(getattr(self, n), int | float) for n in _names_of(type(self)))
+        return sum(t.nbytes for _, t in self.arrays()) + 8 * plain
 
     @property
     def floats(self) -> int:
@@ -136,6 +139,18 @@ class Packed:
         >>> ModelParameters.from_bytes(sent).weight
         5.0
         """
+        values = self.header_values()
+        header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
+        # one entry, because safetensors writes several entries in random order
+        return safetensors.torch.save(tensors, {"header": json.dumps(header)})
+
+    def header_values(self) -> dict[str, Any]:
+        """Returns the numbers, the Nones, and the keys of the mappings, by field.
+
+        Raises:
+            MessageError: as for `to_bytes`.
+        """
         values: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -148,10 +163,7 @@ class Packed:
                     f"the message field {type(self).__name__}.{f.name} must be a finite number, "
                     f"a tensor, a mapping or None, got {value!r:.80}"
                 ).with_code("message.value")
-        header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
-        # one entry, because safetensors writes several entries in random order
-        return safetensors.torch.save(tensors, {"header": json.dumps(header)})
+        return values
 
     @classmethod
     def from_bytes(cls, sent: bytes) -> Self:
@@ -164,22 +176,32 @@ class Packed:
         tensors, header = _unpacked(sent)
         if header.type != cls.__name__:
             raise MessageError(f"expected a {cls.__name__} message, got {header.type!r:.80}")
-        values: dict[str, Any] = {}
-        hints = get_type_hints(cls)
+        return cls.made_of(tensors, header.values)
+
+    @classmethod
+    def made_of(cls, tensors: dict[str, Tensor], values: dict[str, Any]) -> Self:
+        """Creates an instance from its `arrays` and `header_values`, which are emptied.
+
+        Raises:
+            MessageError: a field is missing, unexpected or of another type, or a number is not
+                finite.
+        """
+        by_field: dict[str, Any] = {}
+        hints = _hints_of(cls)
         for f in fields(cls):
             what = f"{cls.__name__}.{f.name}"
-            value = _pop_field(what, f.name, header.values, tensors)
+            value = _pop_field(what, f.name, values, tensors)
             if not _allows(hints[f.name], value):
                 expected = getattr(hints[f.name], "__name__", hints[f.name])
                 raise MessageError(
                     f"the received field {what} must have the type {expected}, got "
                     f"{type(value).__name__}"
                 ).with_code("message.type")
-            values[f.name] = value
-        unused = sorted([*tensors, *header.values])
+            by_field[f.name] = value
+        unused = sorted([*tensors, *values])
         if unused:
             raise MessageError(f"the {cls.__name__} contains the unknown entry {unused[0]!r:.80}")
-        return cls(**values)
+        return cls(**by_field)
 
     def to(self, device: torch.device | str) -> Self:
         """Returns a copy of the dataclass with all tensors on `device`."""
@@ -239,6 +261,13 @@ def _unpacked(sent: bytes) -> tuple[dict[str, Tensor], _Header]:
     except (ValueError, KeyError) as error:
         reason = f"the bytes are not a valid fedsynth message: {one_line(error)}"
         raise MessageError(reason) from None
+
+
+# Each type's field names and type hints. They are cached, as a server needs them for each upload.
+_names_of: Callable[[type], tuple[str, ...]] = lru_cache(maxsize=64)(
+    lambda kind: tuple(f.name for f in fields(kind))
+)
+_hints_of: Callable[[type], dict[str, Any]] = lru_cache(maxsize=64)(get_type_hints)
 
 
 def _allows(hint: Any, value: object) -> bool:

@@ -116,7 +116,7 @@ class Array:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Tensor):
             raise UploadRejectedError(name, f"must be a tensor, got {type(value).__name__}")
-        _require_dense(name, value)
+        require_dense(name, value)
         if value.dtype != self.dtype or not self._fits(value):
             raise UploadRejectedError(
                 name,
@@ -134,7 +134,7 @@ class Array:
                 )
 
     def _fits(self, value: Tensor) -> bool:
-        sizes = tuple(value.shape)
+        sizes = value.shape
         if self.shape[:1] != (None,):
             return sizes == self.shape
         same_rows = len(sizes) == len(self.shape) and sizes[1:] == self.shape[1:]
@@ -176,12 +176,13 @@ class Named:
             raise UploadRejectedError(
                 name, f"must be a mapping of names to tensors, got {type(value).__name__}"
             )
-        extra = sorted(map(str, value.keys() - self.arrays.keys()))
-        if extra:
-            raise UploadRejectedError(name, f"contains the unknown entry {extra[0]!r:.80}")
-        missing = sorted(self.arrays.keys() - value.keys())
-        if missing and not self.partial:
-            raise UploadRejectedError(name, f"is missing the entry {missing[0]!r:.80}")
+        if value.keys() != self.arrays.keys():
+            extra = sorted(map(str, value.keys() - self.arrays.keys()))
+            if extra:
+                raise UploadRejectedError(name, f"contains the unknown entry {extra[0]!r:.80}")
+            missing = sorted(self.arrays.keys() - value.keys())
+            if not self.partial:
+                raise UploadRejectedError(name, f"is missing the entry {missing[0]!r:.80}")
         for key, tensor in value.items():
             self.arrays[key].check(f"{name}.{key}", tensor)
 
@@ -200,7 +201,7 @@ class Free:
             for key, item in value.items():
                 self.check(f"{name}.{key}", item)
         elif isinstance(value, Tensor):
-            _require_dense(name, value)
+            require_dense(name, value)
             if value.nbytes > self.nbytes:
                 reason = f"must have at most {self.nbytes} bytes, got {value.nbytes}"
                 raise UploadRejectedError(name, reason)
@@ -258,6 +259,13 @@ def check_values(name: str, value: Tensor, minimum: float, maximum: float) -> No
             raise UploadRejectedError(name, reason, diverged=value.is_floating_point())
 
 
+def check_type(upload: object, kind: type) -> None:
+    """Raises UploadRejectedError if an upload has another type than `kind`."""
+    if type(upload) is not kind:
+        reason = f"must have the type {kind.__name__}, got {type(upload).__name__}"
+        raise UploadRejectedError("the message", reason)
+
+
 def check_fields(
     upload: Message, rules: Mapping[str, Rule], server_memory: Iterable[Span] = ()
 ) -> None:
@@ -296,7 +304,7 @@ Span = tuple[str, int, int, bool, str]
 def memory_spans(tensors: Iterable[tuple[str, Tensor]], *, server: bool = False) -> list[Span]:
     """Returns the memory range of each named tensor, except for empty tensors."""
     return [
-        (str(t.device), t.data_ptr(), t.data_ptr() + _reach(t), server, name)
+        (str(t.device), start := t.data_ptr(), start + _reach(t), server, name)
         for name, t in tensors
         if t.numel()
     ]
@@ -336,8 +344,8 @@ def _reach(tensor: Tensor) -> int:
     return (sum((size - 1) * step for size, step in sizes) + 1) * tensor.element_size()
 
 
-def _require_dense(name: str, tensor: Tensor) -> None:
-    """Rejects sparse and meta tensors."""
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raises UploadRejectedError for sparse and meta tensors."""
     if tensor.layout != torch.strided or tensor.is_meta:
         raise UploadRejectedError(name, "must be a dense tensor, got a sparse or a meta tensor")
 

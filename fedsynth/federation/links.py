@@ -1,8 +1,8 @@
 """The torch.distributed connections between the ranks of a simulation.
 
 Messages go through a gloo group, also between ranks with GPUs, since packed messages are bytes in
-main memory. A message is a safetensors file, whose reading executes no code. Threads receive the
-messages, so that signals always interrupt the main thread.
+main memory. A message is a header in JSON and the contents of its parts, whose reading executes no
+code. Threads receive the messages, so that signals always interrupt the main thread.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from threading import Lock, Thread
 from types import MappingProxyType
 from typing import Any, cast
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fedsynth import rank
-from fedsynth.data.files import unpack_tensors
 from fedsynth.errors import DivergedError, FedsynthError, one_line
 from fedsynth.validation import MAX_SECONDS, check_number
 
@@ -38,9 +36,10 @@ STOP_SECONDS = 5.0
 FOREVER = timedelta(days=1000)  # for gloo: the server may compute for days
 FINAL = ("end", "stop", "bye")  # the kinds of the last frame of a run
 EMPTY: Mapping[str, Any] = MappingProxyType({})
-# The types of the values that JSON can encode, and of the packed messages, by name.
+# The types of the values that JSON can encode, and of the parts (bytes or tensors), by name.
 Facts = Mapping[str, Any]
-Parts = Mapping[str, bytes]
+Parts = Mapping[str, Any]
+BYTES = "bytes"  # stands for the dtype of a part that is bytes
 
 
 class RankError(FedsynthError, code="ranks.failed"):
@@ -56,14 +55,14 @@ class Frame:
         run: the number of the run in the program.
         kind: the kind of the frame (`fedsynth.federation.ranks`).
         facts: values that JSON can encode.
-        parts: packed messages by name.
+        parts: bytes, or tensors on the CPU, by name.
     """
 
     peer: int
     run: int
     kind: str
     facts: Facts
-    parts: Parts
+    parts: dict[str, Any]
 
 
 class Links:
@@ -75,7 +74,7 @@ class Links:
         locate: a function that names the clients whose step this rank computes.
 
     Raises:
-        RankError: not all ranks can be connected in time.
+        RankError: not all ranks can be connected in time, or this rank's number is too high.
         SettingError: the environment variable `SECONDS` is not a number of seconds.
     """
 
@@ -85,6 +84,11 @@ class Links:
             seconds = float(seconds)
         check_number(None, SECONDS, seconds, 0, MAX_SECONDS)
         self._seconds = seconds
+        if not rank.is_valid():
+            raise RankError(
+                f"the environment variable RANK is {rank.this_rank()}, but must be below WORLD_SIZE, "
+                f"which is {rank.num_ranks()}. Start with torchrun, or unset RANK and WORLD_SIZE"
+            ).with_code("ranks.number")
         if torch.cuda.is_available():
             torch.cuda.set_device(rank.local_rank() % torch.cuda.device_count())
         try:
@@ -104,7 +108,7 @@ class Links:
         self._lost: set[int] = set()
         self._frames: SimpleQueue[Frame | None] = SimpleQueue()
         self._heard: dict[int, float] = {}
-        self._lock = Lock()  # of the two messages of a frame
+        self._lock = Lock()  # of the messages of a frame
         self._sending: dict[int, list[tuple[Any, Tensor]]] = {}
         rank.connected = True
 
@@ -119,9 +123,15 @@ class Links:
                 dist.recv(length, peer, group=self._group)
                 content = torch.empty(int(length), dtype=torch.uint8)
                 dist.recv(content, peer, group=self._group)
-                tensors, metadata = unpack_tensors(content.numpy().tobytes())
-                parts = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-                frame = Frame(peer, **json.loads(metadata["header"]), parts=parts)
+                header = json.loads(content.numpy().tobytes())
+                parts: dict[str, Any] = {}
+                for name, dtype, shape in header.pop("parts"):
+                    kind = torch.uint8 if dtype == BYTES else getattr(torch, dtype)
+                    part = torch.empty(shape, dtype=kind)
+                    if part.numel():
+                        dist.recv(part.view(-1).view(torch.uint8), peer, group=self._group)
+                    parts[name] = part.numpy().tobytes() if dtype == BYTES else part
+                frame = Frame(peer, **header, parts=parts)
                 self._heard[peer] = time.monotonic()
                 if frame.run != self._run:  # a run that has failed
                     continue
@@ -135,14 +145,25 @@ class Links:
         self._frames.put(None)
 
     def send(self, peer: int, kind: str, facts: Facts = EMPTY, parts: Parts = EMPTY) -> None:
-        """Sends a frame without waiting until it has arrived."""
-        header = json.dumps({"run": self._run, "kind": kind, "facts": dict(facts)})
-        tensors = {name: _bytes(part) for name, part in parts.items()}
-        content = _bytes(safetensors.torch.save(tensors, {"header": header}))
+        """Sends a frame without waiting until it has arrived.
+
+        Tensors must be contiguous and on the CPU. They must not change.
+        """
+        described = []
+        contents = []
+        for name, part in parts.items():
+            is_tensor = isinstance(part, Tensor)
+            content = part if is_tensor else _bytes(part)
+            dtype = str(part.dtype).removeprefix("torch.") if is_tensor else BYTES
+            described.append([name, dtype, list(content.shape)])
+            if content.numel():
+                contents.append(content.view(-1).view(torch.uint8))
+        facts = {"run": self._run, "kind": kind, "facts": dict(facts), "parts": described}
+        header = _bytes(json.dumps(facts).encode())
         sending = self._sending.setdefault(peer, [])  # gloo reads the tensors later
         # The connection may be closed, which `_read` notices.
         with suppress(RuntimeError), self._lock:
-            for tensor in (torch.tensor([len(content)]), content):
+            for tensor in (torch.tensor([len(header)]), header, *contents):
                 sending.append((dist.isend(tensor, peer, group=self._group), tensor))
         self._heard[peer] = time.monotonic()
 
@@ -265,7 +286,7 @@ def connect() -> Links | None:
     Returns None in a program with a single process.
 
     Raises:
-        RankError: not all ranks can be connected in time.
+        RankError: not all ranks can be connected in time, or this rank's number is too high.
     """
     if rank.num_ranks() == 1:
         return None

@@ -10,7 +10,8 @@ has independent parts (`ServerParts`), the ranks take turns to compute them.
 In a private run, a rank draws the noise of its clients with its own secret keys. It has ledgers in
 memory only, which mirror the charges that rank 0 has made before.
 
-The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages:
+The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages.
+Those of many clients are packed together (`stacked`):
 
     rank 0 sends    start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
                     with the request and the states, parts {round, participants, count} of the
@@ -28,16 +29,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from fedsynth.config.participation import CRASHED, TIMED_OUT
 from fedsynth.core.capabilities import ServerParts, exchange_of
 from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Method
-from fedsynth.errors import BudgetExceededError, MessageError
+from fedsynth.core.uploads import check_type, require_dense
+from fedsynth.errors import BudgetExceededError, MessageError, UploadRejectedError
 from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.federation.in_process import InProcess
@@ -47,6 +50,8 @@ from fedsynth.training.loop import LoopCheckpointer
 from fedsynth.version import __version__
 
 REPORT_SECONDS = 1.0  # between two reports of a rank's progress
+STACK_BYTES = 2**25  # of the messages that are stacked: a memory bound
+P = TypeVar("P", bound=Packed)
 
 
 @dataclass(frozen=True)
@@ -145,9 +150,9 @@ class Ranks(InProcess):
         packed = {"request": message.to_bytes()}
         stepping = [peer for peer in self._links.peers if shares[peer]]
         for peer in stepping:
-            states = {k: self.clients[k].load_state(exchange, context) for k in shares[peer]}
-            parts = packed | _packed_states(states)
-            self._links.send(peer, "step", {**facts, "clients": shares[peer]}, parts)
+            states, parts = _packed_states(self.clients, shares[peer], exchange, context)
+            stated = {**facts, "clients": shares[peer], "states": states}
+            self._links.send(peer, "step", stated, packed | parts)
         exchanged = Exchanged(self._links, context, len(numbers))
         report = partial(exchanged.report, 0, len(shares[0]))
         replies = super().step(exchange, message, replace(context, report=report), shares[0])
@@ -208,17 +213,14 @@ class Ranks(InProcess):
     ) -> dict[int, Message]:
         """Stores the states in a rank's answer, and returns the uploads."""
         upload = exchange_of(self.clients[0].method, exchange).upload
-        messages: dict[int, Message] = {}
+        states = unstacked(NamedTensors, "states", answer, context.device)
         for number in answer.facts["clients"]:
             client = self.clients[number]
             if lost.get(number) == TIMED_OUT:
                 client.rollback(client.client_state)
             elif lost.get(number) != CRASHED:
-                client.store_state(exchange, _state(answer, number, context.device), context)
-            if f"upload {number}" in answer.parts:
-                sent = upload.from_bytes(answer.parts[f"upload {number}"])
-                messages[number] = sent.to(context.device)
-        return messages
+                client.store_state(exchange, _state(states, number), context)
+        return unstacked(upload, "uploads", answer, context.device)
 
 
 class Exchanged:
@@ -329,22 +331,22 @@ def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
     clients = [backend.clients[number] for number in numbers]
     context = _context(backend, links, frame, len(numbers))
     request = exchange_of(clients[0].method, exchange).request.from_bytes(frame.parts["request"])
+    sent = unstacked(NamedTensors, "states", frame, context.device)
     for client in clients:
-        client.rollback(_state(frame, client.number, context.device))
+        client.rollback(_state(sent, client.number))
     links.locate = lambda: f", one of the clients {backend.stepping}"
     replies = backend.step(exchange, request.to(context.device), context, numbers)
-    parts = _packed_states({client.number: client.load_state(MAIN, context) for client in clients})
+    states, parts = _packed_states(backend.clients, numbers, MAIN, context)
     for client in clients:
         client.rollback({})  # rank 0 keeps the states
-    rejected = {}
-    for number, message in replies.messages.items():
-        try:
-            parts[f"upload {number}"] = message.to_bytes()
-        except MessageError as error:
-            rejected[number] = str(error)
     refusals = [(r.reason, r.kind, r.spent) for r in replies.refusals]
+    messages, rejected = dict(replies.messages), dict[int, str]()
+    del replies  # `stacked` frees the uploads
+    kind = exchange_of(clients[0].method, exchange).upload
+    uploads, packed = stacked(kind, "uploads", messages, rejected)
     answer = {"clients": numbers, "refusals": refusals, "rejected": rejected}
-    links.send(0, "answer", answer, parts)
+    answer |= {"states": states, "uploads": uploads}
+    links.send(0, "answer", answer, parts | packed)
 
 
 def reporter(links: Links, clients: int) -> Callable[..., None]:
@@ -366,14 +368,78 @@ def reporter(links: Links, clients: int) -> Callable[..., None]:
     return report
 
 
-def _packed_states(states: Mapping[int, Tensors]) -> dict[str, bytes]:
-    return {f"state {k}": NamedTensors(state).to_bytes() for k, state in states.items() if state}
+def stacked(
+    kind: type[P], name: str, messages: dict[int, P], rejected: dict[int, str]
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Packs the messages of many clients. Tensors of the same name, dtype and shape are stacked.
+
+    Args:
+        kind: the type of the messages.
+        name: the name in the frame.
+        messages: the messages by client. They are removed, to free the memory.
+        rejected: receives the reasons of messages that cannot be packed, by client.
+
+    Returns:
+        Each stack's facts: the clients, their `header_values`, and the names of the tensors. The
+        parts of the frame.
+    """
+    stacks: dict[Any, list[Any]] = {}
+    total = 0
+    for number in list(messages):
+        message = messages.pop(number)
+        try:
+            check_type(message, kind)
+            values = message.header_values()
+            tensors = {key: tensor.detach() for key, tensor in message.arrays()}
+            for key, tensor in tensors.items():
+                require_dense(key, tensor)
+        except (MessageError, UploadRejectedError) as error:
+            rejected[number] = str(error)
+            continue
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        layout = tuple((key, t.dtype, t.shape, t.device) for key, t in tensors.items())
+        stacks.setdefault((total // STACK_BYTES, layout), []).append((number, values, tensors))
+    facts: list[Any] = []
+    parts: dict[str, Tensor] = {}
+    for stack in list(stacks):
+        numbers, headers, members = zip(*stacks.pop(stack), strict=True)
+        for key in members[0]:
+            parts[f"{name} {len(facts)} {key}"] = torch.stack([m[key] for m in members]).cpu()
+        facts.append([numbers, headers, list(members[0])])
+    return facts, parts
 
 
-def _state(frame: Frame, client: int, device: torch.device) -> Tensors:
-    """Returns a client's state from a frame, or an empty dict if the frame has none."""
-    name = f"state {client}"
-    return _tensors(frame, name, device) if name in frame.parts else {}
+def unstacked(kind: type[P], name: str, frame: Frame, device: torch.device) -> dict[int, P]:
+    """Removes from a frame what `stacked` has packed, and returns the messages by client.
+
+    Raises:
+        MessageError: a field is missing, unexpected or of another type.
+    """
+    messages: dict[int, P] = {}
+    for place, (numbers, headers, keys) in enumerate(frame.facts[name]):
+        rows = [frame.parts.pop(f"{name} {place} {key}").to(device).unbind() for key in keys]
+        for number, values, *tensors in zip(numbers, headers, *rows, strict=True):
+            # a view would keep the whole stack in memory, and its deep copy would copy it
+            copies = dict(zip(keys, map(torch.clone, tensors), strict=True))
+            messages[number] = kind.made_of(copies, values)
+    return messages
+
+
+def _packed_states(
+    clients: Sequence[ClientRuntime], numbers: Sequence[int], exchange: str, context: RoundContext
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Packs the clients' states, without those that are empty."""
+    states = {number: clients[number].load_state(exchange, context) for number in numbers}
+    named = {number: NamedTensors(state) for number, state in states.items() if state}
+    rejected: dict[int, str] = {}
+    packed = stacked(NamedTensors, "states", named, rejected)
+    for number, reason in rejected.items():
+        raise MessageError(f"the state of client {number} cannot be sent: {reason}")
+    return packed
+
+
+def _state(states: Mapping[int, NamedTensors], client: int) -> Tensors:
+    return states[client].tensors if client in states else {}  # which is not sent
 
 
 def _tensors(frame: Frame, name: str, device: torch.device) -> Tensors:

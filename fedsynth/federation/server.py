@@ -21,7 +21,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message
 from fedsynth.core.method import Method
 from fedsynth.core.sums import SummedUploads
-from fedsynth.core.uploads import check_fields, memory_spans
+from fedsynth.core.uploads import check_fields, check_type, memory_spans
 from fedsynth.errors import LedgerError, RequestRefusedError, UploadRejectedError
 from fedsynth.federation import protocol
 from fedsynth.federation.privacy_plan import PrivacyPlan
@@ -88,9 +88,7 @@ class Server:
         server_memory = memory_spans(self._next.arrays(), server=True)
         for client, reply in sorted(replies.items()):
             try:
-                if type(reply) is not expected:
-                    reason = f"must have the type {expected.__name__}, got {type(reply).__name__}"
-                    raise UploadRejectedError("the message", reason)
+                check_type(reply, expected)
                 check_fields(
                     reply, self.method.upload_rules(exchange, client, context), server_memory
                 )

@@ -6,7 +6,7 @@ untrusted weights that do not fit or are not finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,34 @@ def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
     Other names are ignored.
     """
     return torch.cat([values[name].detach().reshape(-1) for name, _ in model.named_parameters()])
+
+
+def replicator(model: nn.Module) -> Callable[[Tensor], nn.Module]:
+    """Returns a function from a vector [P] to a copy of the network with these parameters.
+
+    The parameters are views of the vector. The copies share all else with `model`, so that they
+    are made much faster than by `copy.deepcopy`. The network must have no buffers.
+    """
+    parameters = list(model.parameters())
+    sizes = list(map(Tensor.numel, parameters))
+
+    def copied(module: nn.Module, new: Mapping[int, nn.Parameter]) -> nn.Module:
+        result: nn.Module = object.__new__(type(module))
+        direct, parts = module._parameters.items(), module._modules.items()
+        result.__dict__.update(
+            module.__dict__,
+            _parameters={name: p if p is None else new[id(p)] for name, p in direct},
+            _modules={name: part if part is None else copied(part, new) for name, part in parts},
+        )
+        return result
+
+    def replica(flat: Tensor) -> nn.Module:
+        new = {}
+        for p, part in zip(parameters, flat.split_with_sizes(sizes), strict=True):
+            new[id(p)] = nn.Parameter(part.view_as(p), p.requires_grad)
+        return copied(model, new)
+
+    return replica
 
 
 class FlatNetwork:

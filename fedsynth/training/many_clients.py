@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedsynth.data.registry import DatasetSpec
-from fedsynth.models.flat import FlatNetwork, flatten
+from fedsynth.models.flat import FlatNetwork, flatten, replicator
 from fedsynth.models.on_features import (
     input_size,
     is_softmax_regression,
@@ -42,6 +42,7 @@ BLOCK = 32  # steps whose batches are laid out at a time
 # Number of parameter copies in memory while a client trains: the weights, the gradient, the
 # velocity, a penalty, intermediate values and the upload.
 COPIES = 15
+CACHED_BYTES = 2**26  # of the learners that a CPU trains at once, as its caches are small
 
 ACTIVATIONS = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU)
 DENSE = (nn.Linear, PaddedLinear, nn.Flatten, nn.Identity, nn.Sequential, *ACTIVATIONS)
@@ -102,15 +103,15 @@ def train_together(
     images: sgd.LookUp,
     labels: sgd.LookUp,
     report: Callable[[int, int], None] = lambda completed, total: None,
-) -> None:
-    """Trains all learners' models at once, in place.
+) -> list[Tensor]:
+    """Trains copies of all learners' models at once, and returns each learner's weights [P].
 
-    The result is that of `train_on` for each learner, up to rounding.
+    The result is that of `train_on` for each learner, up to rounding. The models do not change.
 
     Args:
-        learners: at least one learner. All models must have the same architecture, must be on the
-            same device, and must satisfy `trains_together`. Their settings may differ only in
-            epochs and steps, and have no radius.
+        learners: at least one learner. Learners may have the same model. All models must have the
+            same architecture, must be on the same device, and must satisfy `trains_together`. Their
+            settings may differ only in epochs and steps, and have no radius.
         images, labels: functions that return the normalised images [M, C, H, W] and the labels [M]
             of the examples at the given indices [M].
         report: called with the number of finished steps and the total number of steps, summed over
@@ -122,7 +123,8 @@ def train_together(
     common = learners[0].settings
     queues = sorted(map(_Queue, learners), key=lambda queue: -queue.steps)
     steps_K = np.array([queue.steps for queue in queues])  # descending
-    flat_KP = torch.stack([flatten(queue.learner.model) for queue in queues])
+    starts = {id(model): flatten(model) for model in {learner.model for learner in learners}}
+    flat_KP = torch.stack([starts[id(queue.learner.model)] for queue in queues])
     pulls = _stacked_pulls([queue.learner.penalty for queue in queues], flat_KP)
     state = common.optimiser.init(flat_KP)
     completed, total = 0, int(steps_K.sum())
@@ -145,10 +147,12 @@ def train_together(
             completed += running
             step += 1
         report(completed, total)
-    for number, queue in enumerate(queues):
-        client_state = tuple(rows[number] for rows in state)
-        _finish(queue, flat_KP[number], client_state, images, labels)
+    weights = {}
+    for queue, flat, *rows in zip(queues, flat_KP, *state, strict=True):
+        finished = _finish(queue, flat, tuple(rows), images, labels)
+        weights[id(queue.learner)] = finished.clone()  # which keeps no other row in memory
     report(total, total)
+    return [weights[id(learner)] for learner in learners]
 
 
 class _Queue:
@@ -173,7 +177,7 @@ class _Queue:
             padded = nn.functional.pad(examples[order], (0, -len(examples) % size), value=-1)
             batches = padded.view(-1, size)[: self._undrawn]
             self._undrawn -= len(batches)
-            self._drawn = torch.cat([self._drawn, batches])
+            self._drawn = torch.cat([self._drawn, batches]) if len(self._drawn) else batches
         next_batches = self._drawn[:limit]
         self._drawn = self._drawn[limit:]
         return next_batches
@@ -194,14 +198,13 @@ def _lay_out(queues: Sequence[_Queue], steps: int) -> tuple[Tensor, Tensor]:
 
 def _finish(
     queue: _Queue, flat: Tensor, state: tuple[Tensor, ...], images: sgd.LookUp, labels: sgd.LookUp
-) -> None:
-    """Trains a learner for its remaining steps, and writes the weights into its model."""
+) -> Tensor:
+    """Trains a learner for its remaining steps, and returns its weights [P]."""
     learner = queue.learner
-    nn.utils.vector_to_parameters(flat.clone(), learner.model.parameters())
     remaining = queue.take(queue.steps)
     if not len(remaining):
-        return
-    network = FlatNetwork(learner.model, requires_grad=True)
+        return flat
+    network = FlatNetwork(replicator(learner.model)(flat), requires_grad=True)
     objective = sgd.Objective(penalty=learner.penalty)
     step = sgd.make_step(network, state, learner.settings, objective)
     sizes = [learner.settings.batch] * sgd.batches_of(len(learner.examples), learner.settings.batch)
@@ -211,6 +214,7 @@ def _finish(
         parts.append(batch[: sizes[number % len(sizes)]])
     for x, y in sgd.fetched(images, labels, parts):
         step(x, y)
+    return network.flat
 
 
 def _stacked_pulls(

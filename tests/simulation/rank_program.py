@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedsynth import FedAvg, RunResult, load_dataset, resolve, simulate
-from fedsynth.core.messages import Tensors
+from fedsynth.core.messages import Message, Tensors
 from fedsynth.errors import DivergedError, FedsynthError
 from fedsynth.federation import ranks
 from fedsynth.federation.links import RankError, connect
@@ -119,6 +121,29 @@ def private(folder: Path) -> dict[str, Any]:
     return {"uploads": uploads, "folder": str(result.folder), "metrics": len(result.metrics)}
 
 
+def rejected(folder: Path) -> dict[str, Any]:
+    """Lets three clients send invalid uploads."""
+    original = FedAvg.client_step
+
+    def broken(self: FedAvg, message: Any, clients: Any, *rest: Any) -> Any:
+        results: list[Any] = original(self, message, clients, *rest)
+        for place, number in enumerate(clients.ids):
+            upload, state = results[place]
+            name, weight = next(iter(upload.parameters.items()))
+            bad = {
+                0: replace(upload, weight=-1.0),
+                1: replace(upload, parameters={**upload.parameters, name: weight * math.nan}),
+                2: replace(upload, parameters={name: weight[1:]}),
+                3: Message(),
+            }
+            results[place] = bad.get(number, upload), state
+        return results
+
+    with patch.object(FedAvg, "client_step", broken):
+        settings = settings_of(case("fedavg", partition={"clients": 8}, run={"quorum": 0.5}))
+        return facts(simulate(settings, quiet=True))
+
+
 def failing(folder: Path) -> dict[str, Any]:
     """Lets runs fail, and returns the errors of this rank. Then a run succeeds."""
     settings = settings_of(case("fedavg"))
@@ -168,7 +193,7 @@ def hanging(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal, interrupted, resumed, private, failing, hanging)
+    for function in (equal, interrupted, resumed, private, rejected, failing, hanging)
 }
 
 

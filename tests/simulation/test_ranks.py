@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedsynth import FedAvg, resolve
 from fedsynth.cli.app import app
+from fedsynth.core.messages import Message
 from fedsynth.federation import ranks, run_data
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
@@ -95,7 +98,7 @@ def values(folder: Path, name: str, rank: int = 0) -> Any:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of one process, which also leaves an interrupted run to two ranks."""
     folder = tmp_path_factory.mktemp("alone")
-    rank_program.main("equal,interrupted", folder)
+    rank_program.main("equal,interrupted,rejected", folder)
     rank_program.main("resumed", folder / "whole")
     return folder
 
@@ -105,7 +108,7 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of two ranks."""
     folder = tmp_path_factory.mktemp("two")
     (alone / "interrupted").rename(folder / "interrupted")
-    names = "equal,resumed,interrupted,private,failing,hanging"
+    names = "equal,resumed,interrupted,private,rejected,failing,hanging"
     with started(2, *PROGRAM, names, str(folder)) as both:
         ((code, _, err),) = ended(both[:1])  # the other one hangs in the end
         assert code == 0, err
@@ -115,6 +118,13 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", rank_program.EQUAL)
 def test_two_ranks_give_equal_results(name: str, alone: Path, two: Path) -> None:
     assert values(two, "equal")[name] == values(alone, "equal")[name]
+
+
+def test_an_invalid_upload_is_rejected_with_its_own_reason(alone: Path, two: Path) -> None:
+    expected = values(alone, "rejected")
+    assert values(two, "rejected") == expected
+    for row in expected["rows"]:
+        assert len(set(row["rejected"].values())) == 4
 
 
 @pytest.mark.parametrize("name", rank_program.CLOSE)
@@ -232,6 +242,23 @@ def test_a_missing_rank_and_a_port_that_is_taken_are_reported() -> None:
     assert "EADDRINUSE" in results[0][2]
 
 
+@pytest.mark.parametrize(("number", "size"), [("2", "2"), ("0", "0")])
+def test_a_rank_that_does_not_exist_is_reported(number: str, size: str) -> None:
+    stale = {"RANK": number, "WORLD_SIZE": size, "LOCAL_RANK": number, "MASTER_PORT": "1"}
+    run = subprocess.run(
+        [sys.executable, *TRAIN],
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", **stale},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    expected = f"RANK is {number}, but must be below WORLD_SIZE, which is {size}. Start with"
+    assert line.startswith(f"fedsynth: error: the environment variable {expected}")
+
+
 def test_torchrun_starts_a_run(tmp_path: Path) -> None:
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [*launcher, *TRAIN, "--rounds", "2", "--output", str(tmp_path)]
@@ -307,6 +334,42 @@ def test_tensors_move_between_devices(name: str, monkeypatch: pytest.MonkeyPatch
     actual, _ = run_on_fake_gpu(sections, monkeypatch)
     assert links.steps
     assert expected["model"] == actual["model"]
+
+
+@dataclass(frozen=True)
+class Mixed(Message):
+    """A message with all kinds of fields."""
+
+    parameters: Mapping[str, Tensor]
+    mask: Tensor
+    known: Tensor | None
+    weight: float
+
+
+def test_messages_of_many_clients_are_packed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(k: int, size: int = 3, weight: float = 1.5) -> Mixed:
+        parameters = {"a.b": torch.full((size, 2), float(k)).T, "count": torch.tensor(k)}
+        return Mixed(
+            parameters, torch.arange(size) == k, torch.zeros(0, 2) if k % 2 else None, weight
+        )
+
+    sent: dict[int, Any] = {0: mixed(0), 2: mixed(2), 1: mixed(1), 3: mixed(3, size=4), 5: mixed(5)}
+    expected = {k: message.to_bytes() for k, message in sent.items()}
+    sparse = replace(mixed(6), mask=torch.ones(3).to_sparse())
+    sent |= {4: mixed(4, weight=math.nan), 6: sparse, 7: Message()}
+    for limit, stacks in ((2**25, 3), (1, 5)):
+        monkeypatch.setattr(ranks, "STACK_BYTES", limit)
+        rejected: dict[int, str] = {}
+        facts, parts = ranks.stacked(Mixed, "uploads", remaining := dict(sent), rejected)
+        assert (len(facts), remaining, list(rejected)) == (stacks, {}, [4, 6, 7])
+        assert "weight must be a finite number" in rejected[4]
+        assert "mask must be a dense tensor" in rejected[6]
+        assert "the message must have the type Mixed, got Message" in rejected[7]
+        frame = Frame(1, 1, "answer", {"uploads": json.loads(json.dumps(facts))}, parts)
+        received = ranks.unstacked(Mixed, "uploads", frame, torch.device("cpu"))
+        assert {k: message.to_bytes() for k, message in received.items()} == expected
+        for _, tensor in received[0].arrays():  # a tensor of its own, not a view of the stack
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_clients_are_shared_out_by_cost() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from fedsynth.models.flat import flatten
+from fedsynth.models.flat import flatten, replicator
 from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
@@ -82,14 +82,34 @@ def test_joint_training_equals_separate_training(
     monkeypatch.setattr(many_clients, "BLOCK", 2)
     clients = learners(settings, True, device=device)
     starts = [flatten(client.model) for client in clients]
-    train_together(clients, lambda i: images[i], lambda i: labels[i])
+    trained = train_together(clients, lambda i: images[i], lambda i: labels[i])
+    assert all(map(torch.equal, starts, [flatten(client.model) for client in clients]))
     separate = learners(settings, True, device=device)
-    for size, client, start, c in zip(SIZES, clients, starts, separate, strict=True):
+    for size, weights, start, c in zip(SIZES, trained, starts, separate, strict=True):
         x, y = images[c.examples], labels[c.examples]
         train_on(c.model, x.__getitem__, y, c.settings, c.generator, Objective(penalty=c.penalty))
         expected = flatten(c.model)
-        torch.testing.assert_close(flatten(client.model), expected, atol=2e-6, rtol=1e-5)
-        assert torch.equal(start, flatten(client.model)) == (size == 0)
+        torch.testing.assert_close(weights, expected, atol=2e-6, rtol=1e-5)
+        assert torch.equal(start, weights) == (size == 0)
+
+
+def test_replicas_share_all_but_their_parameters() -> None:
+    layer = nn.Linear(4, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 3)).requires_grad_(False)
+    old, x = flatten(model), IMAGES[:5, 0, 0]
+    replica = replicator(model)
+    weights = [old + 1.0, old - 1.0]
+    for flat, copied in zip(weights, map(replica, weights), strict=True):
+        expected = copy.deepcopy(model)
+        torch.nn.utils.vector_to_parameters(flat, expected.parameters())
+        assert repr(copied) == repr(expected)
+        assert torch.equal(copied(x), expected(x))
+        assert torch.equal(flatten(copied), flat)
+        assert copied.state_dict().keys() == model.state_dict().keys()
+        copied.train(False).requires_grad_(True)
+    assert torch.equal(flatten(model), old)
+    assert model.training
+    assert not any(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("few", [1, 4])
@@ -213,16 +233,15 @@ def test_optimisers_train_one_network_or_many(
     monkeypatch.setattr(many_clients, "BLOCK", 1)
     settings, parts = SgdSettings(2, 4, rule), torch.arange(24).split([9, 3, 12])
     learners = [Learner(dense(16, 3), p, settings, seeded(k)) for k, p in enumerate(parts)]
-    train_together(learners, IMAGES.__getitem__, LABELS.__getitem__)
+    trained = train_together(learners, IMAGES.__getitem__, LABELS.__getitem__)
     single = dense(16, 3)
     images, labels = IMAGES[parts[2]], LABELS[parts[2]]
     train_on(single, images.__getitem__, labels, settings, seeded(2))
-    models = (*(learner.model for learner in learners), single)
-    for k, model in zip((0, 1, 2, 2), models, strict=True):
+    for k, weights in zip((0, 1, 2, 2), (*trained, flatten(single)), strict=True):
         order = seeded(k)
         epochs = [parts[k][torch.randperm(len(parts[k]), generator=order)] for _ in range(2)]
         expected = numpy_training(rule, [b.numpy() for epoch in epochs for b in epoch.split(4)])
-        np.testing.assert_allclose(flatten(model).numpy(), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedsynth.core.capabilities import Measurements
 from fedsynth.core.client import ExactClientView, Group, PrivateClientView
@@ -49,6 +49,7 @@ from fedsynth.methods.shared.aggregation import (
     counted_uploads,
     update_cache,
 )
+from fedsynth.models.flat import replicator
 from fedsynth.models.registry import parameter_count
 from fedsynth.privacy.disclosure import COUNT, Disclosure, public
 from fedsynth.privacy.dpsgd import DpSgdSettings, check_model
@@ -81,7 +82,8 @@ class Trained:
 
 def plain_upload(model: nn.Module, trained: Trained) -> tuple[Message, ClientState]:
     """Returns an upload that contains only the trained model, and an empty client state."""
-    return ModelParameters(model.state_dict(), trained.weight), {}
+    # a dict, because the state dict's metadata has more objects than it has tensors
+    return ModelParameters(dict(model.state_dict()), trained.weight), {}
 
 
 @dataclass(frozen=True)
@@ -362,22 +364,27 @@ class TrainsLocally(Measurements):
         All objectives must be plain (`sgd.Objective.plain`).
         """
         straggler_epochs = self.straggler_epochs(context)
-        learners = []
-        for client, objective, state in zip(clients.split(), objectives, states, strict=True):
+        learners: list[many_clients.Learner] = []
+        views = clients.split()
+        same_start = type(self).start_model is TrainsLocally.start_model
+        replicas: list[Callable[[Tensor], nn.Module]] = []
+        for client, objective, state in zip(views, objectives, states, strict=True):
             (number,) = client.ids
-            model = self.start_model(number, message, state, context)
+            if not (replicas and same_start):
+                model = self.start_model(number, message, state, context)
+                replica = replicator(model)
+            replicas.append(replica)
             epochs = straggler_epochs.get(number)
             learners.append(self._learner(model, client, objective, epochs, context))
         report = partial(context.report, "local training")
-        many_clients.train_together(learners, clients.images, clients.labels, report)
+        weights = many_clients.train_together(learners, clients.images, clients.labels, report)
         results: Results = []
-        views = clients.split()
-        for view, learner, objective, state in zip(
-            views, learners, objectives, states, strict=True
+        for view, learner, objective, state, flat, replica in zip(
+            views, learners, objectives, states, weights, replicas, strict=True
         ):
             epochs = straggler_epochs.get(view.ids[0])
             trained = _trained(learner, view)
-            results.append(self._result(learner.model, trained, objective, state, epochs))
+            results.append(self._result(replica(flat), trained, objective, state, epochs))
         return results
 
     def _learner(
@@ -414,7 +421,11 @@ class TrainsLocally(Measurements):
     def client_bytes(self, context: RoundContext) -> int | None:
         if context.client_architectures is not None or context.privacy is not None:
             return None
-        return many_clients.learner_bytes(context.architecture, self.batch, context.spec)
+        needed = many_clients.learner_bytes(context.architecture, self.batch, context.spec)
+        if needed is None or context.device.type != "cpu":
+            return needed
+        # so that a CPU trains no more clients at once than its caches hold
+        return needed * max(1, context.memory_bytes // 2 // many_clients.CACHED_BYTES)
 
     def client_cost(self, examples: int, context: RoundContext) -> float:
         return min(examples, self.local_steps) or examples
