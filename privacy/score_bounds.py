@@ -28,6 +28,12 @@ each canary and step. The sums are then independent, but only asymptotically Gau
 noise of their own, and repeated audits, add canaries that are independent of the others. A release
 is rounded after the noise is added, which changes x_i by less than its 24th bit.
 
+Unused directions. Let u_{m+1}, u_{m+2} … be further unit vectors, so that all are orthonormal. No
+contribution has a part in them, so their scores are ⟨u_i, ξ⟩, summed with the same weights: they
+are independent of all others, and have the law of absent canaries. The Gaussian pair counts them as
+absent canaries. The frame u is drawn from the invariant law and an absent canary influences nothing,
+so that this holds for any mechanism: the absent and the unused directions are exchangeable.
+
 Order statistics assume no more than this independence. Given the releases, the coins of the
 canaries are independent, and a guess about canary i is wrong with a probability of at least
 γ_i = 1/(1 + e^|L_i|), where L_i is the log-likelihood ratio. The number of wrong guesses among r is

@@ -27,10 +27,11 @@ Sections = dict[str, dict[str, Any]]
 CONDENSE = {"iterations": 2, "ipc": 1, "server_epochs": 1}
 TRAIN = {"local_steps": 8, "batch": 20}
 SAMPLED = "DP-SGD, q = 0.1"
-# The canaries of one run, which are at most the coordinates of a release, and the settings.
+# The canaries of one run, which are at most half the coordinates of a release, so that there are as
+# many unused directions, and the settings.
 MECHANISMS: dict[str, tuple[int, Sections]] = {
     "statistics": (
-        500,
+        250,
         {
             "run": {"method": "fedstats"},
             "method": {
@@ -40,11 +41,11 @@ MECHANISMS: dict[str, tuple[int, Sections]] = {
         },
     ),
     "residual": (
-        1000,
+        500,
         {"run": {"method": "feddm"}, "method": CONDENSE, "privacy": {"mechanism": "residual"}},
     ),
     "gradient": (
-        500,
+        250,
         {
             "run": {"method": "feddm"},
             "method": {**CONDENSE, "iterations": 1},
@@ -53,7 +54,7 @@ MECHANISMS: dict[str, tuple[int, Sections]] = {
         },
     ),
     "features": (
-        1000,
+        500,
         {
             "run": {"method": "feddm"},
             "method": {**CONDENSE, "count_noise": 10.0},
