@@ -250,6 +250,7 @@ class AuditedSums(GaussianSumMechanism):
         super().__init__(*sums)
         self._canaries = canaries
         self._members = canaries.members(self._groups)
+        self._largest = max(map(len, self._members))
         # the canary at each of the client's records, −1 for the rest
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
         # the position of each canary within its group
@@ -274,8 +275,7 @@ class AuditedSums(GaussianSumMechanism):
         self._signed_clip = self._release.sensitivity
         if self._width > 1:  # counts have no direction to turn
             self._signed_clip *= (-1.0) ** (self._release.round + self.steps_left)
-        largest = max(map(len, self._members))
-        self._directions = self._canaries.directions(largest, self._width)
+        self._directions = self._canaries.directions(self._largest, self._width)
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
@@ -341,7 +341,6 @@ class AuditedSums(GaussianSumMechanism):
         row = self._release
         residual = released.to(self._rest) - self._rest
         signals, unused = torch.zeros_like(self._canaries.scores), []
-        largest = max(map(len, self._members))
         for y, members in zip(residual, self._members, strict=True):
             if not len(members):
                 continue
@@ -349,7 +348,7 @@ class AuditedSums(GaussianSumMechanism):
             seen = y[directions.columns].to(u)
             of_group = (u @ seen / (row.noise_multiplier * row.sensitivity**2)).cpu()
             signals[members] = of_group[: len(members)]
-            unused.append(of_group[largest:])
+            unused.append(of_group[self._largest :])
             ratios = log_likelihood_ratios(
                 seen,
                 u[: len(members)],
