@@ -29,10 +29,10 @@ noise of their own, and repeated audits, add canaries that are independent of th
 is rounded after the noise is added, which changes x_i by less than its 24th bit.
 
 Unused directions. Let u_{m+1}, u_{m+2} … be further unit vectors, so that all are orthonormal. No
-contribution has a part in them, so their scores are ⟨u_i, ξ⟩, summed with the same weights: they
-are independent of all others, and have the law of absent canaries. The Gaussian pair counts them as
-absent canaries. The frame u is drawn from the invariant law and an absent canary influences nothing,
-so that this holds for any mechanism: the absent and the unused directions are exchangeable.
+contribution of a canary has a part in them, and that of the other records is subtracted. So their
+scores ⟨u_i, ξ⟩, summed over the same releases with the same weights, are independent of all others
+and have the law of absent canaries. The Gaussian pair counts them as such, which makes its interval
+smaller: the mean of the absent scores has less error.
 
 Order statistics assume no more than this independence. Given the releases, the coins of the
 canaries are independent, and a guess about canary i is wrong with a probability of at least

@@ -1,9 +1,9 @@
 """Canary audits of correct mechanisms and of broken twins: the lower bounds, and what is refuted.
 
 Each row is one audit as `fedsynth privacy audit` makes it, with small networks and few steps. The
-bounds depend on the networks only in that a release needs unused directions. Coins, sampling and noise are secret and differ from call to call. A
-twin is the product with one fault planted. A claim of ε = 1 is audited with 10,000 canaries (in
-several runs), a claim of 3 with 1,000.
+bounds depend on the networks only in that a release needs unused directions. Coins, sampling and
+noise are secret and differ from call to call. A twin is the product with one fault planted. A claim
+of ε = 1 is audited with 10,000 canaries (in several runs), a claim of 3 with 1,000.
 """
 
 from __future__ import annotations

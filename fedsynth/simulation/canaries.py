@@ -168,9 +168,8 @@ class Canaries:
     absent: list[Tensor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scores = torch.zeros(len(self.labels), dtype=torch.float64)
-        self.independent = torch.zeros(len(self.labels), dtype=torch.float64)
-        self.unused = torch.zeros(len(self.labels), dtype=torch.float64)
+        zeros = torch.zeros(3, len(self.labels), dtype=torch.float64)
+        self.scores, self.independent, self.unused = zeros
         self._directions: dict[tuple[int, int], Directions] = {}
 
     def __len__(self) -> int:
