@@ -60,9 +60,10 @@ def run(script: Path, folder: Path, workspace: Path) -> Path:
     recipe.add_client_input_filter(GuardFilter(str(folder.absolute())), tasks=TASKS)
     recipe.add_client_output_filter(GuardFilter(str(folder.absolute())), tasks=TASKS)
     allowed = {"class_allow_list": [*DEFAULT_CLASS_ALLOW_LIST, "fedsynth"]}
+    site = {**allowed, "allow_log_streaming": False}
     local = workspace / "guarded" / "local"
     local.mkdir(parents=True, exist_ok=True)
-    (local / "resources.json.default").write_text(json.dumps({"format_version": 2, **allowed}))
+    (local / "resources.json.default").write_text(json.dumps({"format_version": 2, **site}))
     recipe.execute(SimEnv(num_clients=SITES, workspace_root=str(workspace)))
     return workspace / "guarded" / "server" / "simulate_job" / "models" / "server.npy"
 

@@ -214,17 +214,12 @@ class UpdateGuard:
         names = [name for name, array in public.items() if self._released(name, array)]
         leaving = {name: torch.zeros_like(t) if difference else t for name, t in public.items()}
         if names:
-            update = [
-                trained[name].to("cpu", torch.float64)
-                - (0 if difference else public[name].to("cpu", torch.float64))
-                for name in names
-            ]
+            update = [(_exact(trained[name]) - _exact(leaving[name])).flatten() for name in names]
             digest = _digest([*request, difference, self._stated], public)
-            noisy = self._answer(digest, torch.cat([part.flatten() for part in update]))
-            sizes = [public[name].numel() for name in names]
-            for name, part in zip(names, noisy.to(torch.float64).split(sizes), strict=True):
+            noisy = self._answer(digest, torch.cat(update)).double()
+            for name, part in zip(names, noisy.split(list(map(len, update))), strict=True):
                 base = leaving[name]
-                total = base.to("cpu", torch.float64) + part.view(base.shape)
+                total = _exact(base) + part.view(base.shape)
                 leaving[name] = total.to(base.device, base.dtype)
         return {
             name: tensor if isinstance(received[name], Tensor) else tensor.numpy()
@@ -290,6 +285,10 @@ def _tensor(name: str, value: Any) -> Tensor:
             f"array {short_repr(name)} cannot be converted to numbers (type "
             f"{type(value).__name__}). Remove it from the job's model"
         ).with_code("guard.arrays") from None
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", torch.float64)
 
 
 def _digest(request: Sequence[object], received: Mapping[str, Tensor]) -> str:

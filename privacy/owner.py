@@ -165,19 +165,26 @@ class DataOwner:
         """Returns the total ε of all releases in the ledger, at δ = `delta`."""
         return epsilon(self._ledger.releases, self.delta)
 
-    def charge(self, plan: ReleasePlan, total_epsilon: float | None = None) -> GaussianSumMechanism:
+    def charge(
+        self,
+        plan: ReleasePlan,
+        total_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+    ) -> GaussianSumMechanism:
         """Creates a mechanism with the least noise that the budget allows, and records its cost.
 
         Args:
             plan: the clip, sampling rate, number of steps and dimension of the mechanism.
             total_epsilon: the ε that all releases in the ledger may have together after this
                 charge. None allows the whole budget.
+            noise_multiplier: σ. None uses the least σ that `total_epsilon` allows.
 
         Returns:
             The charged mechanism, for `class_sums` or `dp_sgd`.
 
         Raises:
-            BudgetExceededError: almost nothing of `total_epsilon` is left.
+            BudgetExceededError: almost nothing of `total_epsilon` is left, or too little for
+                `noise_multiplier`.
             PrivacySettingError: the plan shares its noise with other clients, or its exchange is
                 not "main".
         """
@@ -195,9 +202,11 @@ class DataOwner:
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
-        sigma = calibrate_noise_multiplier(
-            target, self.delta, lambda sigma: [*rows, plan.release(number, sigma, unit=self.unit)]
-        )
+        sigma = noise_multiplier
+        if sigma is None:
+            sigma = calibrate_noise_multiplier(
+                target, self.delta, lambda σ: [*rows, plan.release(number, σ, unit=self.unit)]
+            )
         # with the target as the cap, as other threads or processes may have charged meanwhile
         guard = replace(self._guard, caps=[EpsilonCap(target, self.delta)])
         mechanism = charge_round([plan], number, sigma, guard, self._secret).take(plan.name)
@@ -256,6 +265,7 @@ class DataOwner:
         clip: float,
         quantity: str = "class means",
         total_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
     ) -> Tensor:
         """Releases a noisy mean vector for each class.
 
@@ -267,7 +277,7 @@ class DataOwner:
                 depend only on its own record.
             clip: the bound on the L2 norm of a vector. Longer vectors are scaled down to it.
             quantity: the name of the release in the ledger and the report.
-            total_epsilon: see `charge`.
+            total_epsilon, noise_multiplier: see `charge`.
 
         Returns:
             The noisy means [classes, D].
@@ -288,7 +298,8 @@ class DataOwner:
             dimension=self.classes * values(self.public_records(2)).shape[1],
             groups=self.classes,
         )
-        sums = self.class_sums([self.charge(plan, total_epsilon)], of_records)
+        mechanism = self.charge(plan, total_epsilon, noise_multiplier)
+        sums = self.class_sums([mechanism], of_records)
         return sums * (self.classes / self.nominal_size)
 
     def check_independent(
@@ -377,6 +388,7 @@ class DataOwner:
         clip: float,
         loss: dpsgd.ExampleLoss | None = None,
         total_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
     ) -> None:
         """Trains a model in place with DP-SGD.
 
@@ -390,7 +402,7 @@ class DataOwner:
             clip: the bound on the L2 norm of one example's gradient.
             loss: a function of (model, x, y) that returns the loss of each example. None uses
                 cross-entropy.
-            total_epsilon: see `charge`.
+            total_epsilon, noise_multiplier: see `charge`.
 
         Raises:
             ForbiddenLayerError: DP-SGD cannot train the model. Nothing was charged.
@@ -416,7 +428,7 @@ class DataOwner:
         optimiser = _TorchOptimiser(optimizer)
         weights = torch.zeros(plan.dimension, device=self.device)
         optimiser.update(weights, weights.clone(), optimiser.init(weights))  # may raise
-        mechanism = self.charge(plan, total_epsilon)
+        mechanism = self.charge(plan, total_epsilon, noise_multiplier)
         dpsgd.dp_sgd(
             model,
             lambda indices: (self._x[indices.to(self.device)], self._y[indices].to(self.device)),

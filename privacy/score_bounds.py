@@ -28,6 +28,12 @@ each canary and step. The sums are then independent, but only asymptotically Gau
 noise of their own, and repeated audits, add canaries that are independent of the others. A release
 is rounded after the noise is added, which changes x_i by less than its 24th bit.
 
+Unused directions. Let u_{m+1}, u_{m+2} … be further unit vectors, so that all are orthonormal. No
+contribution of a canary has a part in them, and that of the other records is subtracted. So their
+scores ⟨u_i, ξ⟩, summed over the same releases with the same weights, are independent of all others
+and have the law of absent canaries. The Gaussian pair counts them as such, which makes its interval
+smaller: the mean of the absent scores has less error.
+
 Order statistics assume no more than this independence. Given the releases, the coins of the
 canaries are independent, and a guess about canary i is wrong with a probability of at least
 γ_i = 1/(1 + e^|L_i|), where L_i is the log-likelihood ratio. The number of wrong guesses among r is

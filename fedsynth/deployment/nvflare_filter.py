@@ -16,7 +16,8 @@ PATH is `fedsynth.deployment.nvflare_filter.GuardFilter`, and FOLDER contains gu
 Every result is rebuilt from checked parts. Weights, or their differences, pass the guard. Metrics
 are the nominal values of guard.toml. Results of other kinds are refused. All failures of a job have
 the same code, since a job could state records by the choice of a code. Federated events, such as
-those of NVFlare's SummaryWriter, pass no filter, so they are switched off.
+those of NVFlare's SummaryWriter, pass no filter, so they are switched off. A site's logs pass none
+either, so a site that sends them to the server gets no task.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from nvflare.apis.fl_constant import FilterKey, FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.app_common.app_constant import AppConstants
+from nvflare.app_common.logging.constants import is_log_streaming_allowed
 from nvflare.widgets.widget import WidgetID
 
 from fedsynth.errors import FedsynthError, MessageError
@@ -56,8 +58,16 @@ class GuardFilter(DXOFilter):  # type: ignore[misc]  # NVFlare is not type-check
         """Stores a task's data, or makes a task's result private.
 
         A refused result is replaced by an error code, and the site's log has the reason.
+
+        Raises:
+            MessageError: the site sends logs to the server. NVFlare then refuses the task.
         """
         if fl_ctx.get_prop(FLContextKey.FILTER_DIRECTION) == FilterKey.IN:
+            if is_log_streaming_allowed(fl_ctx):
+                raise MessageError(
+                    "the site sends logs of jobs to the server, which pass no guard. Set "
+                    '"allow_log_streaming": false in local/resources.json'
+                ).with_code("guard.logs")
             fl_ctx.set_prop(RECEIVED, _copy(shareable), private=True, sticky=False)
             fl_ctx.get_engine().get_widget(WidgetID.FED_EVENT_RUNNER).ready = False
             return shareable

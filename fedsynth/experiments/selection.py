@@ -395,10 +395,13 @@ class _Trials:
 
 def _result(plan: SelectionPlan, best: _Best | None) -> dict[str, Any]:
     """Returns the content of selection.json, which consists of public and released values."""
-    result: dict[str, Any] = {
-        "run": None,
-        "values": None,
-        "score": None,
+    chosen: dict[str, Any] = dict.fromkeys(("run", "values", "score"))
+    if best is not None:
+        values = dict(plan.sweep.cells[best.candidate].values)
+        score = best.trial.score / plan.held_out
+        chosen = {"run": best.folder.name, "values": values, "score": score}
+    return {
+        **chosen,
         "score_noise": plan.score_noise,
         "epsilon": plan.epsilon,
         "delta": plan.plans[0].privacy.delta,
@@ -406,8 +409,3 @@ def _result(plan: SelectionPlan, best: _Best | None) -> dict[str, Any]:
         "expected_trials": plan.selection.mean,
         "candidates": len(plan.sweep.cells),
     }
-    if best is not None:
-        result["run"] = best.folder.name
-        result["values"] = dict(plan.sweep.cells[best.candidate].values)
-        result["score"] = best.trial.score / plan.held_out
-    return result

@@ -385,7 +385,7 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
         if start is not None and charged:
             end = _rows_at_end(ledger.lines.releases, start.rows, charged)
             notes = [note for note in ledger.lines.files if note[0] >= end]
-            hashed = [sha256 for rows, sha256 in notes if rows == notes[0][0]]
+            hashed = [sha256 for rows, sha256 in notes if rows == min(notes)[0]]
             # a later line could state the hash of other files, and one of a repeated period does
             hashes[client] = hashed[-1:] if has_periods(run.settings.method) else hashed[:1]
     return hashes

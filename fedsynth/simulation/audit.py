@@ -221,7 +221,9 @@ def independent_bounds(
     # with few sampled steps, the scores are far from Gaussian, and a correct run could be refuted
     if sampling == 0 or expected <= epsilon(Totals.of(rows), delta):
         exact = "" if sampling == 0 else " (with sampling: only asymptotically)"
-        pair = gaussian_pair(scores[included], scores[~included], delta, confidence)
+        unused = torch.cat([seen.unused for seen in all_canaries]).numpy()
+        absent = np.concatenate([scores[~included], unused])
+        pair = gaussian_pair(scores[included], absent, delta, confidence)
         yield Bound("Gaussian pair", law + exact, pair)
     if len({σ for σ, q in steps if q < 1}) == 1:
         sampled = torch.cat([part for seen in all_canaries for part in seen.sampled]).numpy()

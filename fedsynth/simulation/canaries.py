@@ -22,7 +22,8 @@ makes it higher.
 
 The bounds in `fedsynth.privacy.score_bounds` need independent scores. For these bounds, the
 releases with orthogonal canaries have separate scores. With ẑ_i = ū_iᵀ y/(s𝒞), a canary's score is
-Σ ẑ_i/σ over these releases.
+Σ ẑ_i/σ over these releases. Further orthogonal directions, which no record uses, are scored like
+canaries that are not in the data.
 """
 
 from __future__ import annotations
@@ -103,10 +104,10 @@ def shrinking(rows_ND: Tensor, clip: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Directions:
-    """The unit vectors of the canaries.
+    """The unit vectors of the canaries, and after them unused ones.
 
     Attributes:
-        units: the unit vectors [N, K], without the coordinates that are zero for all canaries.
+        units: the unit vectors [N, K], without the coordinates that are zero for all of them.
         columns: the K coordinates of a release to which `units` refers.
         orthogonal: True if the unit vectors are orthogonal.
     """
@@ -119,13 +120,15 @@ class Directions:
 def draw_directions(count: int, width: int, generator: torch.Generator) -> Directions:
     """Draws `count` random unit vectors for releases with `width` coordinates.
 
-    The vectors are orthogonal if there are enough coordinates.
+    The vectors are orthogonal if there are enough coordinates. Up to `count` unused ones follow, as
+    far as there are coordinates.
     """
     num_columns = min(width, max(COLUMNS, count))
     columns = torch.randperm(width, generator=generator)[:num_columns]
     if width == 1:  # a count: every canary counts 1
         return Directions(torch.ones(count, 1, dtype=torch.float64), columns, count == 1)
-    gaussian = torch.randn(num_columns, count, generator=generator, dtype=torch.float64)
+    drawn = max(count, min(2 * count, num_columns))
+    gaussian = torch.randn(num_columns, drawn, generator=generator, dtype=torch.float64)
     if count <= num_columns:
         return Directions(torch.linalg.qr(gaussian)[0].T.contiguous(), columns, True)
     return Directions(torch.nn.functional.normalize(gaussian.T, dim=1), columns, False)
@@ -146,6 +149,8 @@ class Canaries:
         scores: the scores, float64 [m]. A higher score means that the canary is more likely in the
             data.
         independent: the same, over releases with orthogonal canaries only.
+        unused: the same as `independent` for unused directions, at most m. If a release has fewer
+            of them, the others are dropped, because their scores lack its noise.
         steps: (σ, q) of the releases with orthogonal canaries.
         sampled: ẑ_i of canaries that a step with q < 1 sampled.
         absent: ẑ_i of canaries that are not in the data, at the same steps.
@@ -157,13 +162,14 @@ class Canaries:
     generator: torch.Generator
     scores: Tensor = field(init=False)
     independent: Tensor = field(init=False)
+    unused: Tensor = field(init=False)
     steps: list[tuple[float, float]] = field(init=False, default_factory=list)
     sampled: list[Tensor] = field(init=False, default_factory=list)
     absent: list[Tensor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
-        self.scores = torch.zeros(len(self.labels), dtype=torch.float64)
-        self.independent = torch.zeros(len(self.labels), dtype=torch.float64)
+        zeros = torch.zeros(3, len(self.labels), dtype=torch.float64)
+        self.scores, self.independent, self.unused = zeros
         self._directions: dict[tuple[int, int], Directions] = {}
 
     def __len__(self) -> int:
@@ -176,17 +182,19 @@ class Canaries:
         """
         return self.included.nonzero().flatten()
 
-    def observe(self, signals: Tensor, sampled: Tensor, release: Release) -> None:
-        """Adds the scores of a step with orthogonal canaries to `independent`.
+    def observe(self, signals: Tensor, unused: Tensor, sampled: Tensor, release: Release) -> None:
+        """Adds the scores of a step with orthogonal canaries to `independent` and `unused`.
 
         Args:
             signals: ẑ_i of all canaries.
+            unused: the same for unused directions.
             sampled: the canaries that the step sampled.
             release: the row of the ledger.
         """
         σ, q = release.noise_multiplier, release.sample_rate
         self.steps.append((σ, q))
         self.independent += signals / σ
+        self.unused = self.unused[: len(unused)] + unused[: len(self.unused)] / σ
         if q < 1:
             self.sampled.append(signals[sampled])
             self.absent.append(signals[~self.included])
@@ -241,6 +249,7 @@ class AuditedSums(GaussianSumMechanism):
         super().__init__(*sums)
         self._canaries = canaries
         self._members = canaries.members(self._groups)
+        self._largest = max(map(len, self._members))
         # the canary at each of the client's records, −1 for the rest
         self._records = torch.cat([torch.full((canaries.rest,), -1), canaries.among_records()])
         # the position of each canary within its group
@@ -265,8 +274,7 @@ class AuditedSums(GaussianSumMechanism):
         self._signed_clip = self._release.sensitivity
         if self._width > 1:  # counts have no direction to turn
             self._signed_clip *= (-1.0) ** (self._release.round + self.steps_left)
-        largest = max(map(len, self._members))
-        self._directions = self._canaries.directions(largest, self._width)
+        self._directions = self._canaries.directions(self._largest, self._width)
         return positions
 
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
@@ -331,16 +339,18 @@ class AuditedSums(GaussianSumMechanism):
         directions = self._directions
         row = self._release
         residual = released.to(self._rest) - self._rest
-        signals = torch.zeros_like(self._canaries.scores)
+        signals, unused = torch.zeros_like(self._canaries.scores), []
         for y, members in zip(residual, self._members, strict=True):
             if not len(members):
                 continue
-            u = self._signed_clip * directions.units[: len(members)]
+            u = self._signed_clip * directions.units
             seen = y[directions.columns].to(u)
-            signals[members] = (u @ seen / (row.noise_multiplier * row.sensitivity**2)).cpu()
+            of_group = (u @ seen / (row.noise_multiplier * row.sensitivity**2)).cpu()
+            signals[members] = of_group[: len(members)]
+            unused.append(of_group[self._largest :])
             ratios = log_likelihood_ratios(
                 seen,
-                u,
+                u[: len(members)],
                 row.noise_multiplier * row.sensitivity,
                 row.sample_rate,
                 orthogonal=directions.orthogonal,
@@ -348,5 +358,5 @@ class AuditedSums(GaussianSumMechanism):
             self._canaries.scores[members] += ratios.cpu()
         if directions.orthogonal:
             sampled = self._canary_of_sampled
-            self._canaries.observe(signals, sampled[sampled >= 0], row)
+            self._canaries.observe(signals, torch.cat(unused), sampled[sampled >= 0], row)
         return released

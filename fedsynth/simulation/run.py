@@ -30,7 +30,7 @@ from fedsynth.core.messages import Tensors
 from fedsynth.core.periods import has_periods
 from fedsynth.data.images import ImageData
 from fedsynth.data.partition import count_matrix
-from fedsynth.errors import SettingError
+from fedsynth.errors import DataError, SettingError
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
@@ -102,7 +102,7 @@ class Simulation(ActiveRun):
         super().__init__(settings, context, observer, download=download)
         self._links = links
         if continued is not None:
-            self.context.architecture.load_state_dict(continued)
+            self._load_released(continued)
         self._keep_features(train, test[0], torch.cat(parts).unique())
         self._identity = partial(run_identity, settings, train, test[0], parts)
         self._trained = trained if _may_share(settings) else None
@@ -127,6 +127,18 @@ class Simulation(ActiveRun):
         self._announce(new=resumed is None)
         if resumed is not None:
             self._restore(resumed, checkpoint)
+
+    def _load_released(self, continued: Tensors) -> None:
+        """Loads the model of the first period, which only images of the same shape can continue."""
+        try:
+            self.context.architecture.load_state_dict(continued)
+        except RuntimeError as error:
+            spec = self.context.spec
+            raise DataError(
+                f"the period's data have images of shape {list(spec.image_shape)} in "
+                f"{spec.classes} classes, unlike period 1. Use the image size, channels and "
+                "classes of period 1, or start a new sequence with another ledger folder"
+            ).with_code("sequence.images") from error
 
     def _state_period(self) -> None:
         """Passes the public settings of the current period to each client."""

@@ -67,7 +67,7 @@ class Lines:
         resumptions: a pair for each time that a run was resumed. It states the number of rows that
             the ledger had then, and the number of finished rounds.
         files: a pair for each run that has finished. It states the number of rows that the ledger
-            had then, and the hash of the run's files (`Ledger.note_files`).
+            had after the run's last charge, and the hash of its files (`Ledger.note_files`).
         size: the number of bytes that have been read.
         chain: the chain hash over all lines that have been read.
         chains: the chain hashes after the header and after each release. Entry n, counted from 0,
@@ -189,8 +189,9 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
     """
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
         return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
-    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str):
-        return replace(lines, files=(*lines.files, (rows, entry["sha256"])))
+    of_run = entry.get("rows", rows)
+    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str) and type(of_run) is int:
+        return replace(lines, files=(*lines.files, (of_run, entry["sha256"])))
     if entry["entry"] == MAY_CHANGE:
         return replace(lines, may_change=True)
     if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
@@ -263,6 +264,7 @@ class Ledger:
         self._process = this_process()
         self._in_memory = threading.Lock()  # of threads; a file's own lock is for processes, too
         self.lines = Lines()
+        self._charged = 0  # the rows after this object's last charge
         if self.path is None:
             return
         if client is not None and not self.path.exists():
@@ -349,6 +351,7 @@ class Ledger:
             self._catch_up(file, self.client)
             check(self.lines.releases, [release])
             self._append(file, release.to_json())
+            self._charged = len(self.lines.releases)
         self.confirm = nullcontext
 
     def check_writable(self) -> None:
@@ -388,16 +391,17 @@ class Ledger:
         """Notes the hash of a finished run's files in the ledger.
 
         The run's files are checked against the note, so a file cannot be replaced together
-        with its hash in the report. A run that charged nothing since the last such line writes
-        none.
+        with its hash in the report. The note names the run by its last row, after which other runs
+        may have charged more. A run whose last row has a note writes none.
 
         Args:
             sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
             repeated: True writes the note in any case, because the run may repeat a killed period
                 whose releases were charged and noted before.
         """
-        if repeated or [rows for rows, _ in self.lines.files][-1:] != [len(self.releases)]:
-            self._note({"entry": FILES, "sha256": sha256})
+        rows = self._charged or len(self.releases)
+        if repeated or rows not in [noted for noted, _ in self.lines.files]:
+            self._note({"entry": FILES, "sha256": sha256, "rows": rows})
 
     def take_records(self, records: str, dataset: str) -> None:
         """Notes in the ledger that the client's records have changed.

@@ -4,6 +4,7 @@ with stand-ins of the few names that the parts import."""
 from __future__ import annotations
 
 import importlib
+import json
 import runpy
 import sys
 from collections.abc import Callable
@@ -363,6 +364,7 @@ class TaskContext:
     def __init__(self) -> None:
         self.props: dict[str, Any] = {}
         self.events = SimpleNamespace(ready=True)
+        self.sends_logs = False
 
     def get_prop(self, name: str, default: Any = None) -> Any:
         return self.props.get(name, default)
@@ -408,12 +410,14 @@ def nvflare(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
                 "nvflare.apis.fl_context": {"FLContext": object},
                 "nvflare.apis.shareable": {"Shareable": Shareable, "make_reply": reply},
                 "nvflare.app_common.app_constant": {"AppConstants": headers},
+                "nvflare.app_common.logging.constants": {"is_log_streaming_allowed": bool},
                 "nvflare.widgets.widget": {"WidgetID": SimpleNamespace(FED_EVENT_RUNNER="events")},
             },
         )
     module = load(monkeypatch, NVFLARE)
     texts: list[str] = []
     monkeypatch.setattr(module.GuardFilter, "log_error", lambda self, _, text: texts.append(text))
+    monkeypatch.setattr(module, "is_log_streaming_allowed", lambda context: context.sends_logs)
     module.texts = texts
     return module
 
@@ -488,6 +492,59 @@ def test_nvflare_results_of_other_kinds_are_refused(nvflare: Any, folder: Path) 
     answer = nvflare.GuardFilter(str(folder)).process(other, unseen)
     assert answer.get_return_code() == nvflare.ReturnCode.TASK_RESULT_FILTER_ERROR
     assert "task_data_filters" in nvflare.texts[-1]
+
+
+def test_nvflare_sites_that_send_logs_get_no_task(nvflare: Any, folder: Path) -> None:
+    context = TaskContext()
+    context.sends_logs = True
+    context.set_prop(nvflare.FLContextKey.FILTER_DIRECTION, nvflare.FilterKey.IN)
+    with raises(MessageError, "guard.logs"):
+        nvflare.GuardFilter(str(folder)).process(nvflare.Shareable(), context)
+
+
+@pytest.mark.parametrize("sends_logs", [False, True])
+def test_nvflare_policy_of_the_page_guards_a_site(folder: Path, *, sends_logs: bool) -> None:
+    """NVFlare builds the filters from the page's privacy.json, and applies them to a task."""
+    installed("nvflare")
+    from nvflare.apis.dxo import DXO, DataKind, from_shareable
+    from nvflare.apis.fl_constant import FLContextKey
+    from nvflare.apis.fl_context import FLContextManager
+    from nvflare.apis.utils.task_utils import apply_filters
+    from nvflare.apis.workspace import Workspace
+    from nvflare.private.fed.app.fl_conf import create_privacy_manager
+    from nvflare.private.privacy_manager import Scope
+
+    for name in ("local", "startup"):
+        (folder / name).mkdir()
+    page = (EXAMPLES.parent / "docs" / "guard.md").read_text(encoding="utf-8")
+    policy = page.split("```json\n")[1].split("```")[0]
+    (folder / "local" / "privacy.json").write_text(policy.replace("/data/guard", str(folder)))
+    resources = json.dumps({"allow_log_streaming": sends_logs})
+    (folder / "local" / "resources.json").write_text(resources)
+    manager = create_privacy_manager(Workspace(str(folder), "site-1"), names_only=False)
+    engine = TaskContext().get_engine()
+    context = FLContextManager(engine, "site-1", "job").new_context()
+    private = {
+        FLContextKey.SCOPE_OBJECT: manager.get_scope(""),
+        FLContextKey.WORKSPACE_ROOT: str(folder),
+        FLContextKey.TASK_NAME: "train",
+    }
+    for key, value in private.items():
+        context.set_prop(key, value, private=True, sticky=False)
+
+    def filtered(name: str, value: float, direction: str) -> Any:
+        data = {"w": np.full(4, value, np.float32)}
+        content = DXO(DataKind.WEIGHTS, data).to_shareable()
+        return apply_filters(name, content, context, {}, "train", direction)
+
+    if sends_logs:
+        with raises(MessageError, "guard.logs"):
+            filtered(Scope.TASK_DATA_FILTERS_NAME, 0, "in")
+        return
+    filtered(Scope.TASK_DATA_FILTERS_NAME, 0, "in")
+    answer = from_shareable(filtered(Scope.TASK_RESULT_FILTERS_NAME, 1e6, "out"))
+    assert np.abs(answer.data["w"]).max() < 20
+    assert rows(folder, "site-1") == 1
 
 
 @pytest.mark.slow

@@ -296,7 +296,9 @@ def test_rows_of_other_runs_do_not_tell_which_trial_won(
         measure(self, *arguments)
         self.score = next(scores)  # the second trial wins
         for path in (tmp_path / "ledger").glob("*.jsonl"):
-            read_ledger(path).charge(score_row(500.0))
+            other = read_ledger(path)
+            other.charge(score_row(500.0))
+            other.note_files("0" * 64)
 
     monkeypatch.setattr(Trial, "measure", charged_meanwhile)
     select(tmp_path, 2)
@@ -304,6 +306,8 @@ def test_rows_of_other_runs_do_not_tell_which_trial_won(
     assert [head["rows"] for head in report["ledger_heads"].values()] == [1, 1]
     assert [entry["mechanism"] for entry in report["ledger"]] == ["private selection"]
     assert verify_run(run_of(tmp_path)).problems == []
+    for path in (tmp_path / "ledger").glob("*.jsonl"):
+        assert [rows for rows, _ in read_ledger(path).lines.files] == [2, 3, 1]
 
 
 def test_records_that_change_after_the_charge_are_refused(

@@ -107,6 +107,22 @@ def test_budget_covers_all_releases() -> None:
     assert data_owner._ledger.releases == releases
 
 
+def test_noise_may_be_set_within_the_budget() -> None:
+    data_owner = owner(epsilon=2.0)
+    data_owner.noisy_mean(clip=1.0, noise_multiplier=8.0)
+    data_owner.fit(nn.Linear(6, 3), sgd, steps=3, batch_size=30, clip=1.0, noise_multiplier=3.0)
+    releases = data_owner._ledger.releases
+    assert [row.noise_multiplier for row in releases] == [8.0, 3.0]
+    assert 0 < data_owner.spent() < 2
+    for sigma, limit in ((0.5, 2.0), (0.0, 2.0), (8.0, 1.01 * data_owner.spent())):
+        with raises(BudgetExceededError, "budget.exceeded"):
+            data_owner.noisy_mean(clip=1.0, noise_multiplier=sigma, total_epsilon=limit)
+    for wrong in (-1.0, float("nan")):
+        with raises(PrivacySettingError, "noise_multiplier"):
+            data_owner.noisy_mean(clip=1.0, noise_multiplier=wrong)
+    assert data_owner._ledger.releases == releases
+
+
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_threads_share_a_budget(tmp_path: Path, kept: bool, training: bool) -> None:

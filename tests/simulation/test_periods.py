@@ -16,7 +16,7 @@ import fedsynth as fs
 from fedsynth.data.declaration import FolderSettings, read_declaration
 from fedsynth.data.describe import describe_folder
 from fedsynth.data.images import normalise
-from fedsynth.errors import FedsynthError, LedgerError, PrivacySettingError, SettingError
+from fedsynth.errors import DataError, FedsynthError, LedgerError, PrivacySettingError, SettingError
 from fedsynth.methods.fedstats import FedStats
 from fedsynth.privacy.ledger import read_ledger
 from fedsynth.privacy.ledger.folder import LedgerFolder
@@ -169,6 +169,21 @@ def test_a_period_with_other_settings_is_refused_before_a_charge(owner: Owner) -
             fs.simulate(replace(settings, **changed), continued=before, quiet=True)
     assert owner.rows == charged
     owner.run("2", "2", "1")
+
+
+@pytest.mark.parametrize("changed", ["size", "classes"])
+def test_images_of_another_shape_are_refused_before_a_charge(owner: Owner, changed: str) -> None:
+    owner.run("1", "1")
+    charged = owner.rows
+    with np.load(owner.root / "2.npz") as second:
+        x, y = second["x"], second["y"]
+    if changed == "size":
+        owner.write("other", np.pad(x, ((0, 0), (2, 2), (2, 2))), y)
+    else:
+        owner.write("other", x[y < 8], y[y < 8])
+    with raises(DataError, "sequence.images"):
+        owner.run("other", "2", "1")
+    assert owner.rows == charged
 
 
 def test_all_periods_have_one_encoder(owner: Owner) -> None:
