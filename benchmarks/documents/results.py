@@ -14,7 +14,6 @@ from library.rows import (
     by_seed,
     differences,
     each,
-    lines,
     paired,
     percents,
     spread,
