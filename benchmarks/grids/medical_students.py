@@ -43,7 +43,7 @@ def settings(cell: Cell) -> RunSettings:
     run = medical.settings(Cell(**vars(cell), method="fedstats"))
     few = 4 if cell.quick else 200
     run = replace(run, method=FedStats(ipc=few, drawn_ipc=4 * few, pictures=cell.pictures))
-    if cell.each == 1:
+    if cell.each == 1 or run.privacy is None:
         return run
     patients = medical.FACTS[cell.dataset]["train_size"] / cell.each
     nominal_size = patients / run.partition.clients
