@@ -15,7 +15,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
+from fedsynth.data.images import ImageData
+from fedsynth.data.partition import partition
+from fedsynth.data.registry import custom_spec
 from fedsynth.methods import METHODS
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -111,6 +115,75 @@ def test_quick_scripts_write_their_rows(name: str, line: str, rows: int) -> None
     subprocess.run(command, env=env, check=True, timeout=120)
     assert len(file.read_text(encoding="utf-8").splitlines()) == rows
     file.unlink()
+
+
+def test_images_are_measured_after_a_private_release(script: Any, tmp_path: Path) -> None:
+    students = script("grids.fedstats_students")
+    axes = {name: values[:1] for name, values in students.GRID.axes.items()}
+    axes |= {"dataset": ("digits",), "epsilon": ("8",), "clients": (3,), "features": ("pixels",)}
+    [cell] = students.GRID.cells(axes, device="cpu", quick=True, cache=tmp_path)
+    cell.settings = students.GRID.settings(cell)
+    assert "images=2000 student=convnet features=pixels seed=0" in students.GRID.key.format(
+        **vars(cell)
+    )
+    row = students.work(cell)
+    assert row["images"] == 80
+    assert 7.9 < row["epsilon"] <= 8
+    assert row["noise_multiplier"] > 0
+    assert row["fid"]["real"] < row["fid"]["released"]
+    assert row["student_taught"] > 0.15  # after 20 steps; guessing has 0.1
+    assert row["cpu_seconds"] > 0
+
+
+def test_simulated_patients_have_one_site_and_one_class(script: Any) -> None:
+    students, medical = script("grids.medical_students"), script("grids.medical")
+    labels = torch.arange(600) % 2
+    spec = custom_spec(
+        "pneumonia", (1, 4, 4), medical.CLASSES["pneumonia"], **medical.FACTS["pneumonia"]
+    )
+    data = ImageData(torch.zeros(600, 1, 4, 4, dtype=torch.uint8), labels, spec)
+    axes = {name: values[:1] for name, values in students.GRID.axes.items()}
+    axes |= {"each": (2,), "seed": (1,)}
+    [cell] = students.GRID.cells(axes, device="cpu", quick=True)
+    cell.settings = students.GRID.settings(cell)
+    assert cell.settings.privacy.unit == "user"
+    assert cell.settings.privacy.nominal_size == 3900 / 2 / 3
+    patients = students.with_patients(data, cell).groups
+    assert patients is not None
+    sites = partition(labels.numpy(), cell.settings.resolved_partition, 2)
+    site_of = {image: site for site, images in enumerate(sites) for image in images.tolist()}
+    seen: dict[int, set[tuple[int, int]]] = {}
+    for image, patient in enumerate(patients.tolist()):
+        seen.setdefault(patient, set()).add((site_of[image], int(labels[image])))
+    assert all(len(places) == 1 for places in seen.values())
+    assert 300 <= len(seen) <= 306  # one patient of each site and class may have a single image
+    assert max(patients.bincount().tolist()) == 2
+
+
+def test_older_rows_are_shown_until_newer_ones_exist(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = script("documents.private_images")
+    monkeypatch.setattr(script("library.rows"), "RESULTS", tmp_path)
+
+    def cells(value: str, factor: float = 100) -> list[str]:
+        return images._measured("fedstats_students", images.OWN, value, factor)  # type: ignore[no-any-return]
+
+    key = "mnist eps=1 own alpha=0.5 K=10"
+    rows = [{"key": f"{key} seed=0 aa", "student_taught": 0.5}]
+    for count in (0, 1, 5):
+        for seed in range(count):
+            newer = f"{key}{images.RELEASED} seed={seed} bb"
+            rows.append({"key": newer, "student_taught": 0.75, "fid": {"released": 12.0}})
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / "fedstats_students.jsonl").write_text(f"{text}\n")
+        taught, fid = cells("student_taught")[0], cells("fid.released", 1)[0]
+        assert (taught, fid) == {
+            0: ("50.0 (1) / –", "–"),
+            1: ("75.0 (1) / –", "12.0 (1) / –"),
+            5: ("75.0 / –", "12.0 / –"),
+        }[count]
+        del rows[1:]
 
 
 @pytest.fixture

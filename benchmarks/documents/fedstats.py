@@ -41,46 +41,31 @@ def _number_of_clients() -> str:
     return pivot("", {"each client adds the full noise": "own"}, columns, cell)
 
 
-@table("fedstats-students")
-def _students() -> str:
-    columns = {
-        "classifier": "accuracy",
-        "hard labels": "student_hard",
-        "stored soft labels": "student_stored",
-        "classifier labels copies": "student_taught",
-    }
-
-    def cell(dataset: str, value: str) -> str:
-        return spread_of("fedstats_students", KEY.format(dataset, 1), SEEDS, value)
-
-    return pivot("", DATASETS, columns, cell)
-
-
-@table("medical-students")
-def _medical_students() -> str:
-    columns = {
-        "classifier": "classifier",
-        "stored soft labels": "stored",
-        "classifier labels copies": "taught",
-    }
-    rows = {"rendered from thumbnails": "auto", "from random processes": "no"}
-
-    def cell(pictures: str, network: str) -> str:
+@sentence(
+    "docs/fedstats.md",
+    "reach an AUROC of {:.1f} % if images start from random processes (`pictures=no`), and {:.1f} % "
+    "if they are rendered",
+)
+def _stored_labels() -> list[float]:
+    """The AUROC of networks that learn stored labels."""
+    means = []
+    for pictures in ("no", "auto"):
         key = f"pneumonia eps=1 pictures={pictures}"
-        return spread_of("medical_students", key, SEEDS, f"{network}.auroc")
+        rows = "medical_students"
+        values = percents(rows, f"{key} each=1", SEEDS, "stored.auroc")
+        means.append(statistics.mean(values or percents(rows, key, SEEDS, "stored.auroc")))
+    return means
 
-    return pivot("images", rows, columns, cell)
 
-
-@table("fedstats-shortening")
-def _shortening() -> str:
-    rows = {name: DATASETS[name] for name in ("MNIST", "Fashion-MNIST")}
-    columns = {"shortened": 0.05, "not shortened": 0}
-
-    def cell(dataset: str, share: float) -> str:
-        return spread_of("shortening", f"{dataset} share={share:g}", SEEDS)
-
-    return pivot("", rows, columns, cell)
+@sentence(
+    "docs/fedstats.md",
+    "accuracy is {:.2f} % instead of {:.2f} % on MNIST, and {:.2f} % instead of {:.2f} % on "
+    "Fashion-MNIST",
+)
+def _shortening() -> list[float]:
+    """The means with the default share and with none."""
+    keys = [f"{name} share={share}" for name in ("mnist", "fashion-mnist") for share in (0.05, 0)]
+    return [statistics.mean(percents("shortening", key, SEEDS)) for key in keys]
 
 
 @sentence(

@@ -1,0 +1,102 @@
+"""FedStats beside published results of private image synthesis, in README.md and docs/results.md."""
+
+from __future__ import annotations
+
+import statistics
+
+from library.pages import markdown, table
+from library.rows import NOTHING, STATISTICS_SEEDS, by_seed, value_of
+
+DATASETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist", "CIFAR-10": "cifar10"}
+SEEDS = range(5)
+STUDENTS, CLASSIFIERS = "fedstats_students", "fedstats_table"
+# Ends the keys of rows of `STUDENTS`. Older code made those without it.
+RELEASED = " images=2000 student=convnet features=whitened-scattering"
+
+# Published accuracies at ε = 1 / ε = 10 of central methods. FETA-Pro's are in its repository
+# (2019ChenGong/Feta-Pro, commit fc161aa), the lower ones at ε = 1 in plot/plot_eps_changes.py. The
+# higher ones are the best settings of plot/plot_heatmap.py. The others of images are in
+# DPImageBench's README (commit 565f8d7).
+BENCHMARK = "[DPImageBench](https://github.com/2019ChenGong/DPImageBench)"
+FETA_PRO = "[FETA-Pro](https://arxiv.org/abs/2601.06368)"
+DP_FETA = f"DP-FETA ({BENCHMARK})"
+PUBLISHED_IMAGES = {
+    FETA_PRO: ("97.1–97.3 / 98.6", "82.3–83.4 / 88.3", NOTHING),
+    DP_FETA: ("95.6 / 98.1", "81.7 / 87.3", "35.1 / 43.3"),
+    "DP-Kernel": ("94.0 / 93.6", "68.4 / 70.0", "26.4 / 25.1"),
+    "PrivImage": ("94.0 / 97.8", "79.9 / 87.1", "74.5 / 78.4"),
+}
+PUBLISHED_CLASSIFIERS = {
+    "[DP-RandP](https://arxiv.org/abs/2306.06076)": (NOTHING, NOTHING, f"72.3 / {NOTHING}"),
+    "[scattering, linear](https://arxiv.org/abs/2011.11660)": (
+        "98.1 (ε = 1.2)",
+        "89.5 (ε = 2.7)",
+        NOTHING,
+    ),
+}
+PUBLIC = {"PrivImage": "ImageNet"}
+OWN, AGGREGATED = "federated, own noise", "federated, aggregated noise"
+NOISE = {OWN: "own", AGGREGATED: "secure"}
+
+
+def _measured(rows: str, data: str, value: str, factor: float = 100) -> list[str]:
+    """Returns the cells of FedStats: means at ε = 1 / ε = 10."""
+    cells = []
+    for dataset in DATASETS.values():
+        texts = [_mean(rows, f"{dataset} eps={e} {NOISE[data]}", value, factor) for e in (1, 10)]
+        cells.append(NOTHING if set(texts) == {NOTHING} else " / ".join(texts))
+    return cells
+
+
+def _mean(rows: str, key: str, value: str, factor: float) -> str:
+    """Returns a mean over seeds, and their number in parentheses, if seeds are missing."""
+    key += " alpha=0.5 K=10"
+    seeds = SEEDS if rows == STUDENTS else STATISTICS_SEEDS
+    runs = by_seed(rows, key + RELEASED, seeds) or by_seed(rows, key, seeds)
+    field = value.partition(".")[0]
+    values = [factor * value_of(run, value) for run in runs.values() if field in run]
+    if not values:
+        return NOTHING
+    missing = f" ({len(values)})" if len(values) < len(SEEDS) else ""
+    return f"{statistics.mean(values):.1f}{missing}"
+
+
+def _central(published: dict[str, tuple[str, str, str]]) -> list[list[str]]:
+    rows = published.items()
+    return [[name, "central", PUBLIC.get(name, NOTHING), *cells] for name, cells in rows]
+
+
+@table("private-images")
+def _private_images() -> str:
+    images, classifiers = [], []
+    for data in NOISE:
+        images.append(["FedStats", data, NOTHING, *_measured(STUDENTS, data, "student_taught")])
+        cells = _measured(CLASSIFIERS, data, "accuracy")
+        classifiers.append(["FedStats", data, NOTHING, *cells])
+    hard = _measured(STUDENTS, OWN, "student_hard")
+    images.append(["FedStats, hard labels", OWN, NOTHING, *hard])
+    body = [
+        ["*networks trained on released images*", *[""] * 5],
+        *images,
+        *_central(PUBLISHED_IMAGES),
+        ["*classifiers*", *[""] * 5],
+        *classifiers,
+        *_central(PUBLISHED_CLASSIFIERS),
+    ]
+    return markdown(["method", "data", "public data", *DATASETS], body)
+
+
+@table("private-images-short")
+def _private_images_short() -> str:
+    body = [["FedStats", data, *_measured(STUDENTS, data, "student_taught")] for data in NOISE]
+    body += [[name, "central", *PUBLISHED_IMAGES[name]] for name in (FETA_PRO, DP_FETA)]
+    return markdown(["", "data", *DATASETS], body)
+
+
+@table("private-images-fid")
+def _fid() -> str:
+    titles = {"released": "released images", "real": "as many training images"}
+    body = []
+    for images, title in titles.items():
+        body.append([title, *_measured(STUDENTS, OWN, f"fid.{images}", 1)])
+    return markdown(["FID", *DATASETS], body)
