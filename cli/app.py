@@ -95,11 +95,12 @@ def train(
     NAME`). For the built-in digits, a preset shortens the run. The file config.toml in the run
     folder contains all settings of the run.
     """
-    from fedsynth.cli.progress import make_observer, show_result
-    from fedsynth.config.resolve import resolve
-    from fedsynth.results.loggers import Several, make_loggers
-    from fedsynth.results.run_folder import require_unfinished
-    from fedsynth.simulation.simulate import simulate
+    with application.imports_without_gc():
+        from fedsynth.cli.progress import make_observer, show_result
+        from fedsynth.config.resolve import resolve
+        from fedsynth.results.loggers import Several, make_loggers
+        from fedsynth.results.run_folder import require_unfinished
+        from fedsynth.simulation.simulate import simulate
 
     if resume is not None:
         options.refuse_beside_resume(context)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import json
 import os
 import signal
@@ -226,6 +227,21 @@ def keep_large_allocations() -> bool:
     if mallopt is None:  # another C library, such as musl
         return False
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+@contextmanager
+def imports_without_gc() -> Iterator[None]:
+    """Suspends garbage collection in the `with` block, which imports large libraries.
+
+    Imports leave almost no garbage, but a third of a million objects, through which collections
+    would search again and again. Later collections skip these objects.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def wait_passively() -> None:

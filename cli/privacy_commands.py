@@ -20,7 +20,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsynth.cli import options
-from fedsynth.cli.application import OptionError, keep_large_allocations, note, say
+from fedsynth.cli.application import (
+    OptionError,
+    imports_without_gc,
+    keep_large_allocations,
+    note,
+    say,
+)
 from fedsynth.errors import FedsynthError
 from fedsynth.files import claim, write_output
 from fedsynth.results.file_names import CONFIG
@@ -128,7 +134,8 @@ def _in_one_line(run: Path, ledger: Path | None, key: Any) -> str:
 
 def _verified(run: Path, ledger: Path | None, key: Any) -> tuple[list[str], list[str]]:
     """Verifies a run and its signature, and returns the problems and the notes."""
-    from fedsynth.results.verification import verify_run
+    with imports_without_gc():
+        from fedsynth.results.verification import verify_run
 
     result = verify_run(run, ledger=ledger)
     problems, note = _signature(run if run.is_dir() else run.parent, key)

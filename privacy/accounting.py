@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial, reduce
+from functools import cache, cached_property, lru_cache, partial, reduce
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -82,7 +82,7 @@ class Merged:
         """The smallest δ for which ε is computed with an FFT. It is at least ten times `slack`."""
         return max(SMALLEST_DELTA, 10 * self.slack)
 
-    @property
+    @cached_property
     def interval(self) -> float | None:
         """The discretisation interval of the privacy loss distribution (PLD).
 
@@ -341,6 +341,7 @@ def epsilon_of(merged: Merged, delta: float) -> float:
             "privacy",
         )
 
+    @cache  # brentq computes both ends again
     def excess(ε: float) -> float:
         return math.log(max(delta_of(merged, ε), sys.float_info.min) / delta)
 

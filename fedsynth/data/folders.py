@@ -234,7 +234,7 @@ def _labelled_files(root: Path, entries: Iterable[Entry]) -> Records:
             images.append(entry.path)
         else:
             excluded.append(entry)
-    labels = names_array(same_name(path.parent.name) for path in images)
+    labels = names_array(same_name(path.parts[-2]) for path in images)
     unknown = names_array(("",) * len(images))
     paths = names_array(map(PurePosixPath.as_posix, images))
     return Records(root, paths, labels, unknown, unknown, excluded=tuple(excluded))

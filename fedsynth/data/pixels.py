@@ -319,7 +319,9 @@ def read_picture(path: Path, decoding: Decoding, digest: Any = None) -> Picture:
             white = Image.new("RGBA", upright.size, "white")
             upright = Image.alpha_composite(white, upright)
         plain = upright if upright.mode == mode else upright.convert(mode)
-        return Picture(np.asarray(plain), tuple(losses))
+        values = np.frombuffer(plain.tobytes(), np.uint8)  # faster than np.asarray(plain)
+        shape = (plain.height, plain.width, 3)[: 2 + (mode == "RGB")]
+        return Picture(values.reshape(shape), tuple(losses))
 
 
 def decoded(image: Image.Image, channels: int, height: int, width: int) -> Bytes:

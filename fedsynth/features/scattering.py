@@ -210,7 +210,8 @@ class Scattering(nn.Module):
         In Fourier space, subsampling by 2 in each direction averages a spectrum's four quarters. φ
         is a product of one-dimensional Gaussians, so each side is averaged by a matrix product.
         """
-        total = reduce(torch.add, map(_filtered, _quarters(spectrum, -2), self.coarse))
+        # in place: a third of the time in new memory, the same bits
+        total = reduce(Tensor.add_, map(_filtered, _quarters(spectrum, -2), self.coarse))
         signal = torch.fft.ifft2(torch.view_as_complex(total))
         return self.half_rows @ _modulus(signal) @ self.half_columns.T
 

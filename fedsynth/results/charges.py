@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,8 @@ class Charges:
                 planned += [(row, False) for row in self.plan.client_rows(number, context)]
         charged = self.charged[client] = []
         for row, required in planned:
-            same = next((r for r in remaining if not differences("", asdict(row), asdict(r))), None)
+            # `vars` copies nothing; a planned row has no selection, whose figures would be nested
+            same = next((r for r in remaining if not differences("", vars(row), vars(r))), None)
             if same is not None:
                 remaining.remove(same)
                 charged.append(same)

@@ -323,6 +323,17 @@ def test_freed_memory_is_reused_without_faults() -> None:
     assert kept < 0.3 * default
 
 
+def test_garbage_is_collected_again_after_imports() -> None:
+    """Collections are suspended in the block only, and later ones skip what it imported."""
+    code = (
+        "import gc; from fedsynth.cli.application import imports_without_gc\n"
+        "try:\n"
+        "    with imports_without_gc(): suspended = not gc.isenabled(); import absent\n"
+        "except ImportError: print(suspended, gc.isenabled(), gc.get_freeze_count() > 1000)"
+    )
+    assert python(code).split() == ["True", "True", "True"]
+
+
 @pytest.mark.parametrize("policy", [None, "active"])
 def test_threads_wait_passively_by_default(policy: str | None) -> None:
     """The policy is set before the import of torch, which reads it."""
