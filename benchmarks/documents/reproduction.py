@@ -258,11 +258,17 @@ def _student() -> str:
     found: dict[str, dict[str, str]] = {}
     for row in rows_of("fedhydra_student"):
         data, _, seed = row["key"].rpartition(" seed=")
-        data, _, loop = data.rpartition(" ")
-        curve = row["curve"]
-        quarter = curve[-len(curve) // 4 :]
-        entries = (curve[-1], statistics.mean(quarter), max(curve), row["average"])
+        data, _, method = data.rpartition(" ")
+        entries = [row.get("accuracy")]
+        if curve := row.get("curve"):
+            quarter = curve[-len(curve) // 4 :]
+            entries = [curve[-1], statistics.mean(quarter), max(curve), row["average"]]
         text = " / ".join(format(100 * entry, ".1f") for entry in entries)
-        found.setdefault(f"{data}, seed {seed}", {})[loop] = text
-    body = [[data, loops["literal"], loops["pool"]] for data, loops in sorted(found.items())]
-    return markdown(["data", "literal loop", "pool"], body)
+        found.setdefault(f"{data}, seed {seed}", {})[method] = text
+    names = ("fedavg", "dense", "literal", "pool")
+    body = [
+        [data, *(by[name] for name in names)]
+        for data, by in sorted(found.items())
+        if by.keys() >= set(names)
+    ]
+    return markdown(["data", "FedAvg", "DENSE", "literal loop", "pool"], body)
