@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from fedsynth import ImageData, from_arrays, load_dataset, resolve, simulate
 from library.machine import append, machine, rows_file
-from library.rows import by_key
+from library.rows import lines
 
 SEEDS = (0, 1)
 SERVER = {
@@ -84,7 +84,7 @@ def main() -> None:
     (dataset,) = sys.argv[1:]
     for partition, seed, network, name in product(PARTITIONS, SEEDS, ("public", "cnn1"), METHODS):
         key = f"{dataset} {partition}, {network} {name} seed={seed}"
-        if key in by_key("fedhydra_student"):
+        if key in {row["key"] for row in lines("fedhydra_student")}:
             continue
         method, changes = METHODS[name]
         settings = resolve(

@@ -259,10 +259,12 @@ def _student() -> str:
     for row in rows_of("fedhydra_student"):
         data, _, seed = row["key"].rpartition(" seed=")
         data, _, method = data.rpartition(" ")
-        entries = [row.get("accuracy")]
-        if curve := row.get("curve"):
+        if "curve" in row:
+            curve = row["curve"]
             quarter = curve[-len(curve) // 4 :]
             entries = [curve[-1], statistics.mean(quarter), max(curve), row["average"]]
+        else:
+            entries = [row["accuracy"]]
         text = " / ".join(format(100 * entry, ".1f") for entry in entries)
         found.setdefault(f"{data}, seed {seed}", {})[method] = text
     names = ("fedavg", "dense", "literal", "pool")
