@@ -15,7 +15,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -96,7 +96,7 @@ def main() -> None:
             }
         )
         if network == "public":
-            settings = replace(settings, model=PublicCnn)
+            settings = replace(settings, model=cast(Any, PublicCnn))
         with TemporaryDirectory() as folder:
             data = small_images(dataset, seed, network)
             run = simulate(settings, data=data, quiet=True, test="public", output=folder)
