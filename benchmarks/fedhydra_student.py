@@ -4,7 +4,9 @@ literal loop, and a pool of the best batch of each epoch with momentum and a res
     FEDSYNTH_DATA=DIR OMP_NUM_THREADS=1 python benchmarks/fedhydra_student.py mnist|fashion-mnist
 
 Images of 14×14, 300 a class, five clients with two classes each or at Dir(0.1), seeds 0 and 1; 40
-local epochs, 24 epochs of distillation.
+local epochs, 24 epochs of distillation. FedAvg and DENSE have the same clients. The second network
+is that of a public repository of FedHydra's first author, with pixels in [0, 1]. Finished runs are
+not repeated.
 """
 
 from __future__ import annotations
@@ -13,39 +15,62 @@ import sys
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fedsynth import ImageData, from_arrays, load_dataset, resolve, simulate
 from library.machine import append, machine, rows_file
+from library.rows import lines
 
 SEEDS = (0, 1)
-LOOPS: dict[str, dict[str, Any]] = {
-    "literal": {},
-    "pool": {
-        "student_images": "best",
-        "replay": True,
-        "server_momentum": 0.9,
-        "generator_reset": True,
-    },
+SERVER = {
+    **{"start": "server", "server_epochs": 24, "generator_steps": 30, "generator_batch": 64},
+    "generator_width": 16,
+}
+POOL = {
+    **{"student_images": "best", "replay": True, "server_momentum": 0.9, "generator_reset": True},
+}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fedavg": ("fedavg", {}),
+    "dense": ("dense", SERVER),
+    "literal": ("fedhydra", SERVER),
+    "pool": ("fedhydra", {**SERVER, **POOL}),
 }
 PARTITIONS: dict[str, dict[str, Any]] = {
     "2 classes per client": {"kind": "classes", "classes_per_client": 2},
     "dirichlet(0.1)": {"kind": "dirichlet", "alpha": 0.1},
 }
-METHOD = {
-    **{"local_epochs": 40, "batch": 128, "lr": 0.01, "momentum": 0.9, "start": "server"},
-    **{"server_epochs": 24, "generator_steps": 30, "generator_batch": 64, "generator_width": 16},
-}
+LOCAL = {"local_epochs": 40, "batch": 128, "lr": 0.01, "momentum": 0.9}
 
 
-def small_images(dataset: str, seed: int) -> tuple[ImageData, ImageData]:
+class PublicCnn(nn.Module):
+    """The network for grey images in the first author's repository."""
+
+    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
+        super().__init__()
+        channels, height, width = shape
+        layers: list[nn.Module] = []
+        for inside, outside in ((channels, 16), (16, 32)):
+            layers += [nn.Conv2d(inside, outside, 5, padding=2), nn.BatchNorm2d(outside)]
+            layers += [nn.ReLU(), nn.MaxPool2d(2)]
+        self.body = nn.Sequential(*layers, nn.Flatten())
+        self.classifier = nn.Linear(32 * (height // 4) * (width // 4), classes)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.body(x_NCHW))
+        return logits
+
+
+def small_images(dataset: str, seed: int, network: str) -> tuple[ImageData, ImageData]:
     """Returns the other training images at 14×14, and 5,000 random ones."""
     train, _ = load_dataset(dataset)
     spec = replace(train.spec, name=f"{dataset}-14", height=14, width=14)
+    if network == "public":
+        spec = replace(spec, mean=(0.0,), std=(1.0,))
     pixels = functional.avg_pool2d(train.images.float(), 2).round().to(torch.uint8)
     order = np.random.default_rng(1000 + seed).permutation(len(train.labels))
     parts = [np.sort(order[5000:]), np.sort(order[:5000])]
@@ -57,26 +82,29 @@ def small_images(dataset: str, seed: int) -> tuple[ImageData, ImageData]:
 def main() -> None:
     torch.set_num_threads(1)
     (dataset,) = sys.argv[1:]
-    for (partition, values), seed, (loop, changes) in product(
-        PARTITIONS.items(), SEEDS, LOOPS.items()
-    ):
+    for partition, seed, network, name in product(PARTITIONS, SEEDS, ("public", "cnn1"), METHODS):
+        key = f"{dataset} {partition}, {network} {name} seed={seed}"
+        if key in {row["key"] for row in lines("fedhydra_student")}:
+            continue
+        method, changes = METHODS[name]
         settings = resolve(
             {
-                "run": {"method": "fedhydra", "rounds": 1, "seed": seed},
-                "partition": {"clients": 5, "subset": 3000 / 55_000, **values},
+                "run": {"method": method, "rounds": 1, "seed": seed},
+                "partition": {"clients": 5, "subset": 3000 / 55_000, **PARTITIONS[partition]},
                 "model": {"name": "cnn1", "norm": "batch"},
-                "method": {**METHOD, **changes},
+                "method": {**LOCAL, **changes},
             }
         )
+        if network == "public":
+            settings = replace(settings, model=cast(Any, PublicCnn))
         with TemporaryDirectory() as folder:
-            data = small_images(dataset, seed)
+            data = small_images(dataset, seed, network)
             run = simulate(settings, data=data, quiet=True, test="public", output=folder)
         metrics = run.metrics[-1]
-        row = {
-            "key": f"{dataset} {partition} {loop} seed={seed}",
-            "curve": metrics["accuracy_by_epoch"],
-            "average": metrics["models"]["average"]["test_accuracy"],
-        }
+        row: dict[str, Any] = {"key": key, "accuracy": metrics["test_accuracy"]}
+        if name != "fedavg":
+            row["curve"] = metrics["accuracy_by_epoch"]
+            row["average"] = metrics["models"]["average"]["test_accuracy"]
         append(rows_file("fedhydra_student", False), {**row, **machine()})
 
 

@@ -253,16 +253,22 @@ def _gain_of_few() -> list[float]:
 
 @table("reproduction-student")
 def _student() -> str:
-    """FedHydra's student on held-out images: each entry has the last epoch's accuracy, the mean of
-    the last quarter of epochs, the best one, and the accuracy of averaged weights."""
+    """FedHydra's student on held-out images: the accuracy of the last epoch's and of averaged
+    weights, and of the best epoch."""
     found: dict[str, dict[str, str]] = {}
     for row in rows_of("fedhydra_student"):
         data, _, seed = row["key"].rpartition(" seed=")
-        data, _, loop = data.rpartition(" ")
-        curve = row["curve"]
-        quarter = curve[-len(curve) // 4 :]
-        entries = (curve[-1], statistics.mean(quarter), max(curve), row["average"])
+        data, _, method = data.rpartition(" ")
+        if "curve" in row:
+            entries = [row["curve"][-1], row["average"], max(row["curve"])]
+        else:
+            entries = [row["accuracy"]]
         text = " / ".join(format(100 * entry, ".1f") for entry in entries)
-        found.setdefault(f"{data}, seed {seed}", {})[loop] = text
-    body = [[data, loops["literal"], loops["pool"]] for data, loops in sorted(found.items())]
-    return markdown(["data", "literal loop", "pool"], body)
+        found.setdefault(f"{data}, seed {seed}", {})[method] = text
+    names = ("fedavg", "dense", "literal", "pool")
+    body = [
+        [data, *(by[name] for name in names)]
+        for data, by in sorted(found.items())
+        if by.keys() >= set(names)
+    ]
+    return markdown(["data", "FedAvg", "DENSE", "literal loop", "pool"], body)
