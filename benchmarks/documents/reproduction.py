@@ -264,6 +264,7 @@ def _student() -> str:
         else:
             entries = [row["accuracy"]]
         text = " / ".join(format(100 * entry, ".1f") for entry in entries)
+        data = data.replace("2 classes per client", "2c/c")
         found.setdefault(f"{data}, seed {seed}", {})[method] = text
     names = ("fedavg", "dense", "literal", "pool")
     body = [
