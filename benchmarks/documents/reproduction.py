@@ -259,10 +259,9 @@ def _student() -> str:
     for row in rows_of("fedhydra_student"):
         data, _, seed = row["key"].rpartition(" seed=")
         data, _, method = data.rpartition(" ")
+        entries = [row["accuracy"]] if "accuracy" in row else [row["curve"][-1]]
         if "curve" in row:
-            entries = [row["curve"][-1], row["average"], max(row["curve"])]
-        else:
-            entries = [row["accuracy"]]
+            entries += [row["average"], max(row["curve"])]
         text = " / ".join(format(100 * entry, ".1f") for entry in entries)
         data = data.replace("2 classes per client", "2c/c")
         found.setdefault(f"{data}, seed {seed}", {})[method] = text
