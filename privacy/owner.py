@@ -51,7 +51,7 @@ from fedsynth.privacy.passes import Parts, Units, class_values, noisy_sums, padd
 from fedsynth.privacy.plans import MAIN, ReleasePlan, charge_round
 from fedsynth.privacy.randomness import DESCRIPTION, SecretGenerator
 from fedsynth.privacy.reachable_state import ReachableState
-from fedsynth.privacy.releases import RECORD, USER, require
+from fedsynth.privacy.releases import RECORD, USER, is_real, require
 
 _LOGGER = logging.getLogger(__name__)
 # The name of the method in the report of a custom pipeline.
@@ -191,6 +191,11 @@ class DataOwner:
         complete = plan.shares == 1 and plan.addends is None and plan.exchange == MAIN
         rule = f"must have shares=1, addends=None and exchange={MAIN!r}"
         require(complete, "plan", rule, plan.name)
+        for key, number in (
+            ("total_epsilon", total_epsilon),
+            ("noise_multiplier", noise_multiplier),
+        ):
+            require(number is None or is_real(number), key, "must be a finite number", number)
         target = self.epsilon if total_epsilon is None else min(total_epsilon, self.epsilon)
         rows = self._ledger.releases
         spent = epsilon(rows, self.delta)

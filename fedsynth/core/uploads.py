@@ -345,9 +345,12 @@ def _reach(tensor: Tensor) -> int:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raises UploadRejectedError for sparse and meta tensors."""
-    if tensor.layout != torch.strided or tensor.is_meta:
-        raise UploadRejectedError(name, "must be a dense tensor, got a sparse or a meta tensor")
+    """Raises UploadRejectedError for sparse, meta, nested and quantised tensors."""
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta
+    if not is_plain or tensor.is_nested or tensor.is_quantized:
+        raise UploadRejectedError(
+            name, "must be a dense tensor, got a sparse, meta, nested or quantised tensor"
+        )
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -113,6 +113,7 @@ class Ranks(InProcess):
         self._stated = statement(identity)
         # Another rank keeps the records that it owns in this context (`Following`).
         self._context = clients[0].context
+        self._calls = 0  # of `compute_parts`
 
     def start(self, terms: protocol.RunTerms) -> None:
         """Sends the run terms to all ranks, and checks that all have the same versions and data.
@@ -162,7 +163,7 @@ class Ranks(InProcess):
             rejected |= {int(k): reason for k, reason in answer.facts["rejected"].items()}
             refusals += [protocol.Refusal(*values) for values in answer.facts["refusals"]]
             if not refusals:
-                messages |= self._received(exchange, answer, context, lost)
+                messages |= self._received(exchange, answer, context, lost, rejected)
         return protocol.Replies(messages, tuple(refusals), lost, rejected)
 
     def compute_parts(
@@ -177,7 +178,9 @@ class Ranks(InProcess):
             context: the context of the round.
             parts: each part's tensors.
         """
-        size, facts = self._links.size, _round_facts(context)
+        self._calls += 1
+        size, call = self._links.size, self._calls
+        facts = {**_round_facts(context), "call": call}
         for peer in self._links.peers:
             assigned = parts[peer::size]
             if assigned:
@@ -193,7 +196,7 @@ class Ranks(InProcess):
                 continue
             while not received[peer]:
                 frame = self._links.next([peer])
-                if frame.kind == "part":
+                if frame.kind == "part" and frame.facts["call"] == call:  # others are left over
                     received[frame.peer].append(frame)
                 elif frame.kind == "note":
                     context.note(frame.facts["text"])
@@ -209,9 +212,14 @@ class Ranks(InProcess):
         return shares
 
     def _received(
-        self, exchange: str, answer: Frame, context: RoundContext, lost: Mapping[int, str]
+        self,
+        exchange: str,
+        answer: Frame,
+        context: RoundContext,
+        lost: Mapping[int, str],
+        rejected: dict[int, str],
     ) -> dict[int, Message]:
-        """Stores the states in a rank's answer, and returns the uploads."""
+        """Stores the states in a rank's answer, and returns the valid uploads."""
         upload = exchange_of(self.clients[0].method, exchange).upload
         states = unstacked(NamedTensors, "states", answer, context.device)
         for number in answer.facts["clients"]:
@@ -220,7 +228,7 @@ class Ranks(InProcess):
                 client.rollback(client.client_state)
             elif lost.get(number) != CRASHED:
                 client.store_state(exchange, _state(states, number), context)
-        return unstacked(upload, "uploads", answer, context.device)
+        return unstacked(upload, "uploads", answer, context.device, rejected)
 
 
 class Exchanged:
@@ -259,7 +267,7 @@ class Exchanged:
             self.report(frame.peer, *frame.facts["progress"])
         elif frame.kind == "note":
             self._context.note(frame.facts["text"])
-        else:
+        elif frame.kind == "answer":
             self._answers[frame.peer] = frame
 
     def wait(self, stepping: Sequence[int]) -> list[Frame]:
@@ -322,7 +330,9 @@ def _answer_parts(backend: InProcess, links: Links, frame: Frame) -> None:
     compute = method.server_part(_tensors(frame, "shared", context.device), context)
     for number in range(frame.facts["count"]):
         result = compute(_tensors(frame, str(number), context.device))
-        links.send(0, "part", parts={"result": NamedTensors(result).to_bytes()})
+        links.send(
+            0, "part", {"call": frame.facts["call"]}, {"result": NamedTensors(result).to_bytes()}
+        )
 
 
 def _answer(backend: InProcess, links: Links, frame: Frame) -> None:
@@ -393,7 +403,7 @@ def stacked(
             tensors = {key: tensor.detach() for key, tensor in message.arrays()}
             for key, tensor in tensors.items():
                 require_dense(key, tensor)
-        except (MessageError, UploadRejectedError) as error:
+        except (MessageError, UploadRejectedError, AttributeError, OverflowError) as error:
             rejected[number] = str(error)
             continue
         total += sum(tensor.nbytes for tensor in tensors.values())
@@ -404,16 +414,30 @@ def stacked(
     for stack in list(stacks):
         numbers, headers, members = zip(*stacks.pop(stack), strict=True)
         for key in members[0]:
-            parts[f"{name} {len(facts)} {key}"] = torch.stack([m[key] for m in members]).cpu()
+            rows = torch.stack([m[key] for m in members])
+            parts[f"{name} {len(facts)} {key}"] = rows.cpu().contiguous()
         facts.append([numbers, headers, list(members[0])])
     return facts, parts
 
 
-def unstacked(kind: type[P], name: str, frame: Frame, device: torch.device) -> dict[int, P]:
+def unstacked(
+    kind: type[P],
+    name: str,
+    frame: Frame,
+    device: torch.device,
+    rejected: dict[int, str] | None = None,
+) -> dict[int, P]:
     """Removes from a frame what `stacked` has packed, and returns the messages by client.
 
+    Args:
+        kind, name: as for `stacked`.
+        frame: the frame.
+        device: the device of the messages' tensors.
+        rejected: receives the reasons of messages with a field that is missing, unexpected or of
+            another type, by client.
+
     Raises:
-        MessageError: a field is missing, unexpected or of another type.
+        MessageError: there is such a message, and `rejected` is None.
     """
     messages: dict[int, P] = {}
     for place, (numbers, headers, keys) in enumerate(frame.facts[name]):
@@ -421,7 +445,12 @@ def unstacked(kind: type[P], name: str, frame: Frame, device: torch.device) -> d
         for number, values, *tensors in zip(numbers, headers, *rows, strict=True):
             # a view would keep the whole stack in memory, and its deep copy would copy it
             copies = dict(zip(keys, map(torch.clone, tensors), strict=True))
-            messages[number] = kind.made_of(copies, values)
+            try:
+                messages[number] = kind.made_of(copies, values)
+            except MessageError as error:
+                if rejected is None:
+                    raise
+                rejected[number] = str(error)
     return messages
 
 

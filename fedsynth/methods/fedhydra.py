@@ -156,6 +156,7 @@ class FedHydra(DataFreeEnsembleDistillation, ServerParts):
                 learning_rate=self.stratification_lr,
                 latent=self.latent,
                 width=self.generator_width,
+                report=partial(context.report, "stratification of a client"),
             )
             return {"losses": losses_TC}
 

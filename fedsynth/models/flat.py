@@ -6,6 +6,7 @@ untrusted weights that do not fit or are not finite.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
@@ -30,11 +31,14 @@ def flatten_named(values: Mapping[str, Tensor], model: nn.Module) -> Tensor:
 def replicator(model: nn.Module) -> Callable[[Tensor], nn.Module]:
     """Returns a function from a vector [P] to a copy of the network with these parameters.
 
-    The parameters are views of the vector. The copies share all else with `model`, so that they
-    are made much faster than by `copy.deepcopy`. The network must have no buffers.
+    The parameters are views of the vector. The network must have no buffers. Copies of PyTorch's
+    and fedsynth's layers share all else with `model`, and are made much faster than by
+    `copy.deepcopy`. Other layers are copied deeply, because their attributes may hold layers.
     """
     parameters = list(model.parameters())
     sizes = list(map(Tensor.numel, parameters))
+    modules = [type(part).__module__ for part in model.modules()]
+    is_known = all(module.startswith(("torch.nn.", "fedsynth.")) for module in modules)
 
     def copied(module: nn.Module, new: Mapping[int, nn.Parameter]) -> nn.Module:
         result: nn.Module = object.__new__(type(module))
@@ -47,8 +51,13 @@ def replicator(model: nn.Module) -> Callable[[Tensor], nn.Module]:
         return result
 
     def replica(flat: Tensor) -> nn.Module:
-        new = {}
-        for p, part in zip(parameters, flat.split_with_sizes(sizes), strict=True):
+        new, parts = {}, flat.split_with_sizes(sizes)
+        if not is_known:
+            network = copy.deepcopy(model)
+            for p, part in zip(network.parameters(), parts, strict=True):
+                p.data = part.view_as(p)
+            return network
+        for p, part in zip(parameters, parts, strict=True):
             new[id(p)] = nn.Parameter(part.view_as(p), p.requires_grad)
         return copied(model, new)
 

@@ -190,7 +190,8 @@ def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) ->
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
         return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
     of_run = entry.get("rows", rows)
-    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str) and type(of_run) is int:
+    is_number = type(of_run) is int and 0 <= of_run <= rows
+    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str) and is_number:
         return replace(lines, files=(*lines.files, (of_run, entry["sha256"])))
     if entry["entry"] == MAY_CHANGE:
         return replace(lines, may_change=True)

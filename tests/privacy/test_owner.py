@@ -117,7 +117,8 @@ def test_noise_may_be_set_within_the_budget() -> None:
     for sigma, limit in ((0.5, 2.0), (0.0, 2.0), (8.0, 1.01 * data_owner.spent())):
         with raises(BudgetExceededError, "budget.exceeded"):
             data_owner.noisy_mean(clip=1.0, noise_multiplier=sigma, total_epsilon=limit)
-    for wrong in (-1.0, float("nan")):
+    wrongs: tuple[Any, ...] = (-1.0, float("nan"), True, "3", 10**400)
+    for wrong in wrongs:
         with raises(PrivacySettingError, "noise_multiplier"):
             data_owner.noisy_mean(clip=1.0, noise_multiplier=wrong)
     assert data_owner._ledger.releases == releases

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -357,19 +358,68 @@ def test_messages_of_many_clients_are_packed_together(monkeypatch: pytest.Monkey
     expected = {k: message.to_bytes() for k, message in sent.items()}
     sparse = replace(mixed(6), mask=torch.ones(3).to_sparse())
     sent |= {4: mixed(4, weight=math.nan), 6: sparse, 7: Message()}
+    untyped: Any = {"a.b": 1.0}
+    sent[8] = replace(mixed(8), parameters=untyped)
+    sent[9] = replace(mixed(9), mask=None)  # which only the receiver notices
     for limit, stacks in ((2**25, 3), (1, 5)):
         monkeypatch.setattr(ranks, "STACK_BYTES", limit)
         rejected: dict[int, str] = {}
         facts, parts = ranks.stacked(Mixed, "uploads", remaining := dict(sent), rejected)
-        assert (len(facts), remaining, list(rejected)) == (stacks, {}, [4, 6, 7])
+        assert (len(facts), remaining, list(rejected)) == (stacks + 1, {}, [4, 6, 7, 8])
         assert "weight must be a finite number" in rejected[4]
         assert "mask must be a dense tensor" in rejected[6]
         assert "the message must have the type Mixed, got Message" in rejected[7]
         frame = Frame(1, 1, "answer", {"uploads": json.loads(json.dumps(facts))}, parts)
-        received = ranks.unstacked(Mixed, "uploads", frame, torch.device("cpu"))
+        assert all(part.is_contiguous() for part in parts.values())  # as gloo needs
+        received = ranks.unstacked(Mixed, "uploads", frame, torch.device("cpu"), rejected)
+        assert "Mixed.mask must have the type Tensor, got NoneType" in rejected[9]
         assert {k: message.to_bytes() for k, message in received.items()} == expected
         for _, tensor in received[0].arrays():  # a tensor of its own, not a view of the stack
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_channels_last_tensors_are_sent_contiguously() -> None:
+    images = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    sent = {k: ranks.NamedTensors({"x": images + k}) for k in range(2)}
+    _, parts = ranks.stacked(ranks.NamedTensors, "states", dict(sent), {})
+    (stack,) = parts.values()
+    assert stack.is_contiguous()
+    assert torch.equal(stack, torch.stack([images, images + 1]))
+
+
+def test_results_of_an_earlier_call_are_discarded() -> None:
+    """A server loop may stop before it has read all results of the other ranks."""
+
+    class Doubling(Loopback):
+        def send(self, peer: int, kind: str, facts: Any, parts: Any = EMPTY) -> None:
+            frame = Frame(peer, 1, kind, facts, dict(parts))
+            backend: Any = SimpleNamespace(clients=[client])
+            answers = Answers(self.frames)
+            ranks._answer_parts(backend, cast(Any, answers), frame)
+
+        def next(self, waiting: Sequence[int]) -> Frame:
+            return self.frames.pop(0)
+
+    class Answers:
+        def __init__(self, frames: list[Frame]) -> None:
+            self.frames = frames
+
+        def send(self, peer: int, kind: str, facts: Any, parts: Any = EMPTY) -> None:
+            self.frames.append(Frame(1, 1, kind, facts, dict(parts)))
+
+    def server_part(shared: Any, context: Any) -> Any:
+        return lambda part: {"x": 2 * part["x"]}
+
+    loaded = run_data.data_of_run(resolve(small("fedavg")), None, None, print, download=False)
+    spec = loaded.train.spec
+    context = public_context(loaded.settings, spec, torch.device("cpu"))
+    method = SimpleNamespace(server_part=server_part)
+    client: Any = SimpleNamespace(context=context, method=method, settings=loaded.settings)
+    backend = ranks.Ranks([client], cast(Any, Doubling()), "")
+    results = backend.compute_parts({}, context, [{"x": torch.tensor(k)} for k in range(4)])
+    assert int(next(results)["x"]) == 0
+    later = backend.compute_parts({}, context, [{"x": torch.tensor(k)} for k in range(10, 14)])
+    assert [int(result["x"]) for result in later] == [20, 22, 24, 26]
 
 
 def test_clients_are_shared_out_by_cost() -> None:

@@ -112,6 +112,34 @@ def test_replicas_share_all_but_their_parameters() -> None:
     assert not any(p.requires_grad for p in model.parameters())
 
 
+class Listed(nn.Module):
+    """A network whose forward pass reads its layers from a list."""
+
+    dense = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.order = [self.first, self.second]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.order:
+            x = layer(x)
+        return x
+
+
+def test_replicas_of_own_networks_use_their_own_layers() -> None:
+    model, x = Listed(), IMAGES[:5, 0, 0]
+    flat = flatten(model) + 1.0
+    copied, expected = replicator(model)(flat), Listed()
+    torch.nn.utils.vector_to_parameters(flat, expected.parameters())
+    assert torch.equal(copied(x), expected(x))
+    copied(x).sum().backward()
+    gradients = [p.grad for p in copied.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    assert torch.equal(flatten(copied), flat)
+
+
 @pytest.mark.parametrize("few", [1, 4])
 def test_joint_training_reports_progress(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(many_clients, "FEW", few)

@@ -8,6 +8,8 @@ and its rows sum to 1. The matrix Ū_c weights the classes for each client, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -30,6 +32,7 @@ def pair_losses(
     learning_rate: float = 1e-3,
     latent: int = 100,
     width: int = 64,
+    report: Callable[[int, int], None] = lambda completed, total: None,
 ) -> Tensor:
     """Trains a generator for each class on one model, and returns its losses: [T_G, C].
 
@@ -47,6 +50,7 @@ def pair_losses(
         batch, latent, width: the batch size, noise length and width of the generators. The paper
             does not state them.
         learning_rate: Adam's learning rate. The paper has one rate for all generators, 1e-3.
+        report: receives the number of finished steps and the total number.
     """
     classes = spec.classes
     losses_TC = torch.zeros(steps, classes, device=device)
@@ -64,6 +68,7 @@ def pair_losses(
             losses_C = losses_N.view(classes, -1).mean(dim=1)
             descend(losses_C.sum(), adam)
         losses_TC[step] = losses_C.detach()
+        report(step + 1, steps)
     return losses_TC
 
 
