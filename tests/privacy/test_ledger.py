@@ -156,6 +156,14 @@ def test_open_ledger_detects_damage(path: Path) -> None:
     assert not path.exists()  # a deleted ledger is not recreated
 
 
+@pytest.mark.parametrize("rows", [-1, 1, 10**9])
+def test_notes_of_rows_that_do_not_exist_are_refused(rows: int, tmp_path: Path) -> None:
+    """Otherwise a note that was appended later could replace a run's own one."""
+    ledger = Ledger("client-0", tmp_path / "ledger.jsonl")
+    with raises(LedgerError, "ledger.unusable"):
+        ledger._note({"entry": "files", "sha256": "0" * 64, "rows": rows})
+
+
 def test_open_ledger_sees_new_records_and_rejects_unknown_entries(path: Path) -> None:
     other = Ledger("alice", path, dataset="digits/0", records="aa")
     ledger = charged(path, 0)
