@@ -93,7 +93,8 @@ def open_regular(
 ) -> FileIO:
     """Opens a regular file. Refuses pipes and devices, which may block reads forever.
 
-    The file is checked after opening, so that no other process can swap it between check and opening.
+    The file is checked after opening, so that no other process can swap it between check and
+    opening.
 
     Args:
         path: the path of the file.

@@ -40,8 +40,8 @@ def local_rank() -> int:
 def speaks(code: str) -> bool:
     """Returns True if this process should print an error with the given code.
 
-    Rank 0 prints the errors of all ranks. If rank 0 is lost, rank 1 prints that. What happens before
-    the ranks are connected is printed once on each machine.
+    Rank 0 prints the errors of all ranks. If rank 0 is lost, rank 1 prints that. What happens
+    before the ranks are connected is printed once on each machine.
     """
     if this_rank() == 0 or not is_valid():
         return True

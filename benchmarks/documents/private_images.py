@@ -1,4 +1,4 @@
-"""FedStats beside published results of private image synthesis, in README.md and docs/results.md."""
+"""FedStats beside published results of private images, in README.md and docs/results.md."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ AllRanks = Callable[[Tensors, "RoundContext", Sequence[Tensors]], Iterator[Tenso
 class RoundContext:
     """The public settings and values of a round, which every step of the round receives.
 
-    Only `round`, `participants`, `report`, `note`, `measure`, `keeper` and `all_ranks` differ between
-    the rounds of a run.
+    Only `round`, `participants`, `report`, `note`, `measure`, `keeper` and `all_ranks` differ
+    between the rounds of a run.
 
     Args:
         round: the number of the round: 1, 2, …

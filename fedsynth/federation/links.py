@@ -39,7 +39,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 # The types of the values that JSON can encode, and of the parts (bytes or tensors), by name.
 Facts = Mapping[str, Any]
 Parts = Mapping[str, Any]
-BYTES = "bytes"  # stands for the dtype of a part that is bytes
+BYTES = "bytes"  # in the place of the dtype of a part that is bytes
 
 
 class RankError(FedsynthError, code="ranks.failed"):
@@ -86,8 +86,8 @@ class Links:
         self._seconds = seconds
         if not rank.is_valid():
             raise RankError(
-                f"the environment variable RANK is {rank.this_rank()}, but must be below WORLD_SIZE, "
-                f"which is {rank.num_ranks()}. Start with torchrun, or unset RANK and WORLD_SIZE"
+                f"the environment variable RANK is {rank.this_rank()}, but must be below "
+                f"WORLD_SIZE, which is {rank.num_ranks()}. Start with torchrun, or unset RANK and WORLD_SIZE"
             ).with_code("ranks.number")
         if torch.cuda.is_available():
             torch.cuda.set_device(rank.local_rank() % torch.cuda.device_count())

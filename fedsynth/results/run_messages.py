@@ -37,7 +37,10 @@ def headline(settings: RunSettings, plan: PrivacyPlan | None) -> Iterator[str]:
         return
     yield UNPROTECTED
     if settings.ledger is not None:
-        yield f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}. This cannot be undone"
+        yield (
+            f"  the ledgers in {settings.ledger} record this run, so {NO_LATER_EPSILON}. This "
+            "cannot be undone"
+        )
 
 
 def warnings(settings: RunSettings) -> Iterator[str]:
