@@ -48,15 +48,11 @@ class Dense(DataFreeEnsembleDistillation):
     reference = "Zhang et al. 2022, DENSE, arXiv 2112.12371"
 
     generator_beta1: float = 0.5
-    generator_reset: bool = True
     learn_noise: bool = True
     only_disagreement: bool = True
-    student_images: str = "best"
-    replay: bool = True
     flips: bool = True
     crop: float = 0.125
     hard_weight: float = 0.0
-    server_momentum: float = 0.9
 
     def distil(
         self, models: Mapping[int, Tensors], student: nn.Module, context: RoundContext

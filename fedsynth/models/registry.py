@@ -91,6 +91,7 @@ _MODELS = {
     "lenet5": _Architecture(LeNet5),
     "cnn1": _Architecture(partial(Cnn, channels=(32, 64), hidden=128), CNN_NORMS),
     "cnn2": _Architecture(partial(Cnn, channels=(16, 32, 64), hidden=64), CNN_NORMS),
+    "cnn3": _Architecture(partial(Cnn, channels=(16, 32), kernel=5), CNN_NORMS),
     "googlenet": _Architecture(_large("googlenet"), ("batch", "group")),
     "resnet8": _Architecture(ResNet8, ("instance", "group", "batch")),
     "resnet18": _Architecture(_large("resnet18"), ("batch", "group")),
@@ -110,8 +111,8 @@ class ModelSettings:
     architectures for the clients.
 
     Args:
-        name: the architecture (convnet, linear, mlp, lstm, lenet5, cnn1, cnn2, resnet8, resnet18,
-            resnet50, alexnet, googlenet, densenet100 or swin-t, or unet for segmentation), or
+        name: the architecture (convnet, linear, mlp, lstm, lenet5, cnn1, cnn2, cnn3, resnet8,
+            resnet18, resnet50, alexnet, googlenet, densenet100 or swin-t, or unet for segmentation), or
             FILE.py:NAME for your own, or timm:NAME or torchvision:NAME. The default is "convnet",
             or "linear" if `features` is set.
         width: the number of channels in each layer of "convnet" or in the first layers of "unet"

@@ -100,9 +100,11 @@ class LeNet5(EmbeddingNetwork):
 class Cnn(EmbeddingNetwork):
     """A plain convolutional network, such as FedHydra's CNN1 and CNN2.
 
-    Each block has a 3×3 convolution, a norm, 2×2 max pooling and ReLU. A hidden layer follows the
+    Each block has a convolution, a norm, 2×2 max pooling and ReLU. A hidden layer follows the
     blocks. FedHydra's paper does not give the sizes of its networks. Here CNN1 has 32 and 64
-    channels and 128 hidden units, and CNN2 has 16, 32 and 64 channels and 64 hidden units.
+    channels and 128 hidden units, and CNN2 has 16, 32 and 64 channels and 64 hidden units. CNN3 has
+    16 and 32 channels, 5×5 convolutions and no hidden layer, as the network for grey images in a
+    public repository of FedHydra's first author.
 
     Raises:
         SettingError: the images are too small, because each block halves them.
@@ -113,7 +115,8 @@ class Cnn(EmbeddingNetwork):
         image_shape: Shape,
         classes: int,
         channels: tuple[int, ...],
-        hidden: int,
+        hidden: int = 0,
+        kernel: int = 3,
         *,
         norm: str = "batch",
     ) -> None:
@@ -123,7 +126,7 @@ class Cnn(EmbeddingNetwork):
         layers: list[nn.Module] = []
         for outside in channels:
             layers += [
-                nn.Conv2d(inside, outside, 3, padding=1),
+                nn.Conv2d(inside, outside, kernel, padding=kernel // 2),
                 make_norm(norm, outside),
                 nn.MaxPool2d(2),
                 nn.ReLU(),  # commutes with max pooling, which leaves a quarter of the values
@@ -133,13 +136,16 @@ class Cnn(EmbeddingNetwork):
         self._pixelwise = norm in ("batch", "none")
         self.stage_names = tuple(f"features.{4 * block + 3}" for block in range(len(channels)))
         pixels = (height >> len(channels)) * (width >> len(channels))
-        self.hidden = PaddedLinear(inside * pixels, hidden)
-        self.classifier = PaddedLinear(hidden, classes)
-        self.embedding_size = hidden
+        self.embedding_size = inside * pixels
+        self.hidden: nn.Module = nn.Identity()
+        if hidden:
+            self.hidden = PaddedLinear(self.embedding_size, hidden)
+            self.embedding_size = hidden
+        self.classifier = PaddedLinear(self.embedding_size, classes)
         self.largest_activation = channels[0] * height * width
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
-        """Computes the embeddings of normalised images, [N, hidden]."""
+        """Computes the embeddings of normalised images, [N, embedding_size]."""
         x = channels_last(x_NCHW) if self._pixelwise else x_NCHW
         return torch.relu(self.hidden(self.features(x).flatten(1)))
 

@@ -411,8 +411,8 @@ PAPERS: dict[str, dict[str, Any]] = {
         "generator_lr": 1e-3, "generator_steps": 30, "server_epochs": 200, "server_lr": 0.01,
         "stratification_steps": 30, "stratification_batch": 32, "stratification_lr": 0.001,
         "stratification_floor": 1e-8,
-        "student_images": "all", "replay": False, "generator_reset": False, "learn_noise": False,
-        "flips": False, "crop": 0, "generator_beta1": 0.9,
+        "student_images": "best", "replay": True, "generator_reset": True, "learn_noise": False,
+        "server_momentum": 0.9, "flips": False, "crop": 0, "generator_beta1": 0.9,
     },
     "dense": {
         "only_disagreement": True, "hard_weight": 0, "student_images": "best", "replay": True,

@@ -121,6 +121,7 @@ def test_small_networks_equal_plain_layers() -> None:
             *(flat, n.fc1, relu, n.fc2, relu),
         ),
         "cnn1": lambda n: (*n.features, flat, n.hidden, relu),
+        "cnn3": lambda n: (*n.features, flat),
         "resnet8": lambda n: (n.conv, n.norm, relu, n.stages, nn.AdaptiveAvgPool2d(1), flat),
     }
     for name, layers in bodies.items():
@@ -131,7 +132,7 @@ def test_small_networks_equal_plain_layers() -> None:
 
 def test_classifier_of_embedding_gives_logits() -> None:
     for name, shape in (
-        *((name, MNIST) for name in ("convnet", "lenet5", "linear", "cnn1", "resnet18")),
+        *((name, MNIST) for name in ("convnet", "lenet5", "linear", "cnn1", "cnn3", "resnet18")),
         *((name, CIFAR) for name in ("resnet8", "cnn2")),
         *(("googlenet", (1, 15, 15)), ("densenet100", (1, 4, 4)), ("swin-t", (1, 4, 4))),
     ):

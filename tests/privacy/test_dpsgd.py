@@ -220,14 +220,14 @@ NETWORKS = {
     "unusual": unusual_network,
     "few positions": network_of_few_positions,
 }
-MODELS = ("convnet", "lenet5", "cnn1", "cnn2", "resnet8", "linear", "mlp")
+MODELS = ("convnet", "lenet5", "cnn1", "cnn2", "cnn3", "resnet8", "linear", "mlp")
 
 
 @pytest.mark.parametrize("name", [*MODELS, *NETWORKS])
 def test_rows_equal_example_gradients(name: str) -> None:
     """Regression: Opacus unfolds channels-last inputs by contiguous strides, and ignores
     padding_mode."""
-    shape = (1, 28, 28) if name in ("cnn1", "cnn2") else (3, 32, 32)
+    shape = (1, 28, 28) if name.startswith("cnn") else (3, 32, 32)
     with forked_rng(0, "a network"):
         network = NETWORKS.get(name, unusual_network)()
         x = torch.randn(4, *shape)

@@ -130,7 +130,6 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
             "generator_width": 8,
             "generator_batch": 64,
             "generator_lr": 0.01,
-            "replay": True,
             "start": "average",
         }
     }

@@ -62,7 +62,10 @@ def average_of_logits(logits_MNC: Tensor, labels_N: Tensor) -> Tensor:
 class OneShotSettings:
     """The settings of data-free distillation from an ensemble of models.
 
-    The defaults are FedHydra's. Reasons are given for values that the papers do not state.
+    The defaults are FedHydra's, with the student's images of DENSE's public code and a public
+    repository of FedHydra's first author: the best batches of all epochs so far. With FedHydra's
+    paper alone (`student_images` "all", no `replay`, no `generator_reset`, no momentum), students
+    forget (docs/reproduction.md). Reasons are given for values that the papers do not state.
 
     Args:
         server_epochs: the number of epochs T_g.
@@ -73,30 +76,28 @@ class OneShotSettings:
             code is 256.
         latent, generator_width: the length of the generator's noise vector and the generator's
             width. DENSE's public code has 256 and 64.
-        generator_reset: whether each epoch trains a new generator, as in DENSE's public code.
+        generator_reset: whether each epoch trains a new generator.
         learn_noise: whether Adam optimises the noise of an epoch together with the generator, as in
             DENSE's public code.
         bn_weight, ad_weight: the weights λ1 and λ2.
         only_disagreement: whether L_AD is DENSE's, which counts only images on which the ensemble
             and the student disagree.
-        student_images: the student's training images in an epoch. "all" uses every generator step's
-            batch, with a student step for each ("leverages all generated intermediate images",
-            FedHydra, Sec. 2). "last" uses one batch, generated after the last step (Algorithm 1
-            taken literally, with its one student step). "best" uses the batch with the lowest loss
-            (DENSE's public code).
-        replay: whether the student is trained on the images of all epochs so far, as in DENSE's
-            public code, instead of only those of the current epoch.
+        student_images: the student's training images in an epoch. "best" uses the batch with the
+            lowest loss. "all" uses every generator step's batch, with a student step for each
+            ("leverages all generated intermediate images", FedHydra, Sec. 2). "last" uses one
+            batch, generated after the last step (FedHydra's Algorithm 1 taken literally, with its
+            one student step).
+        replay: whether the student is trained on the images of all epochs so far instead of only
+            those of the current epoch.
         flips, crop: the random views of images, see `Views`. The ensemble receives views while the
             generator is trained. The student and its teacher receive new views in each pass, which
             are cropped only if images are in colour. DENSE's public code also crops CIFAR for the
             student, and flips even digits.
         hard_weight: the weight β. The paper gives none, so it is 1.
         server_lr: the learning rate of the student's SGD.
-        server_momentum: the momentum of the student's SGD. It is 0, because FedHydra's paper gives
-            none (Sec. 4.1.4). If the student takes a step for every generator step, successive
-            images hardly differ, and momentum adds the steps up. With momentum 0.9, students learn
-            less at most skews, and their hidden units may die (docs/results.md). DENSE's public
-            code has 0.9, but trains on each image among many others (`replay`).
+        server_momentum: the momentum of the student's SGD. FedHydra's paper gives none. Without
+            `replay`, successive images hardly differ, and momentum adds the steps up: students
+            learn less at most skews, and their hidden units may die (docs/results.md).
         student_weights: the student's weights at the end of a round. "last" takes them after the
             last epoch, as in the papers. "average" takes their mean over the epochs of the last
             quarter, and is not in the papers. A round's metrics contain both accuracies.
@@ -109,18 +110,18 @@ class OneShotSettings:
     generator_batch: int = in_range(128, 2)
     latent: int = in_range(100, 1)
     generator_width: int = in_range(64, 1)
-    generator_reset: bool = False
+    generator_reset: bool = True
     learn_noise: bool = False
     bn_weight: float = in_range(1.0, 0)
     ad_weight: float = in_range(0.5, 0)
     only_disagreement: bool = False
-    student_images: str = one_of("all", "last", "best")
-    replay: bool = False
+    student_images: str = one_of("best", "all", "last")
+    replay: bool = True
     flips: bool = False
     crop: float = in_range(0.0, 0, 0.5)
     hard_weight: float = in_range(1.0, 0)
     server_lr: float = in_range(0.01, 0)
-    server_momentum: float = in_range(0.0, 0, 1)
+    server_momentum: float = in_range(0.9, 0, 1)
     student_weights: str = one_of("last", "average")
 
     def __post_init__(self) -> None:
