@@ -362,7 +362,7 @@ def _file_problems(
         problems.append(Problem(f"files.{short_key(name)}", f"{short_key(name)} is missing"))
     noted = report_file.hash_of_files(report["files"])
     for holder, hashes in _noted_hashes(folder, charges).items():
-        if hashes != [noted]:
+        if noted not in hashes:
             text = f"the ledger of {holder} does not contain the hash of the report's files"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
@@ -371,23 +371,33 @@ def _file_problems(
 
 
 def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
-    """Returns the hashes of report files that this run wrote to each ledger."""
+    """Returns the hashes of report files that this run may have written to each ledger.
+
+    Several are possible if another run has charged the same releases at the same time.
+    """
     run = charges.run
     if run.networked:
         try:
             server = read_ledger(folder / SERVER_LEDGER)
         except LedgerError:
             return {"the server": []}
-        return {"the server": [hashed for _, hashed in server.lines.files]}
+        return {"the server": [hashed for _, hashed in server.lines.files[:1]]}
     hashes = {}
     for client, ledger in charges.ledger_rows.ledgers.items():
         start, charged = run.start.ledgers.get(client), charges.charged.get(client)
         if start is not None and charged:
-            end = _rows_at_end(ledger.lines.releases, start.rows, charged)
+            rows = ledger.lines.releases
+            end = _rows_at_end(rows, start.rows, charged)
             notes = [note for note in ledger.lines.files if note[0] >= end]
-            hashed = [sha256 for rows, sha256 in notes if rows == min(notes)[0]]
-            # a later line could state the hash of other files, and one of a repeated period does
-            hashes[client] = hashed[-1:] if has_periods(run.settings.method) else hashed[:1]
+            if not has_periods(run.settings.method):
+                notes.reverse()  # a later line could state the hash of other files
+            of_row = dict(notes)  # its last line counts, which a repeated period has written
+            closest = min(of_row, default=0)
+            hashes[client] = [
+                sha256
+                for number, sha256 in of_row.items()
+                if number == closest or rows[number - 1] in charged
+            ]
     return hashes
 
 

@@ -127,6 +127,32 @@ def test_runs_on_shared_ledger_are_verified(
     assert "metrics.jsonl.epsilon" in codes(folder)
 
 
+def test_equal_runs_at_once_on_one_ledger_are_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the files' hash of the other run was expected, because both runs' rows are equal.
+
+    Neither run's files pass for those of the other.
+    """
+    sections = [settings("fedavg", ledger=str(tmp_path / "kept"), noise_multiplier=3.0)]
+    folders = []
+    prepare = InProcess.prepare
+
+    def prepare_after_other_run(self: InProcess, context: fs.RoundContext) -> Any:
+        refusals = prepare(self, context)
+        if sections and context.round == 2:
+            folders.append(run(tmp_path / "inner", sections.pop()))
+        return refusals
+
+    monkeypatch.setattr(InProcess, "prepare", prepare_after_other_run)
+    folders.append(run(tmp_path / "outer", sections[0]))
+    for folder in folders:
+        assert verify(folder) == []
+    (folders[0] / "artefacts.safetensors").write_bytes(b"x")
+    fit_hashes(folders[0])
+    assert "ledger.files" in codes(folders[0])
+
+
 def test_injected_noise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = partial(SecretGenerator, test_only=np.random.default_rng(0))
     monkeypatch.setattr(client_runtime, "SecretGenerator", secret)
