@@ -15,11 +15,10 @@ import sys
 from dataclasses import replace
 from itertools import product
 from tempfile import TemporaryDirectory
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from fedsynth import ImageData, from_arrays, load_dataset, resolve, simulate
@@ -31,38 +30,21 @@ SERVER = {
     **{"start": "server", "server_epochs": 24, "generator_steps": 30, "generator_batch": 64},
     "generator_width": 16,
 }
-POOL = {
-    **{"student_images": "best", "replay": True, "server_momentum": 0.9, "generator_reset": True},
+LITERAL = {
+    **{"student_images": "all", "replay": False, "server_momentum": 0.0, "generator_reset": False},
 }
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "fedavg": ("fedavg", {}),
     "dense": ("dense", SERVER),
-    "literal": ("fedhydra", SERVER),
-    "pool": ("fedhydra", {**SERVER, **POOL}),
+    "literal": ("fedhydra", {**SERVER, **LITERAL}),
+    "pool": ("fedhydra", SERVER),
 }
 PARTITIONS: dict[str, dict[str, Any]] = {
     "2 classes per client": {"kind": "classes", "classes_per_client": 2},
     "dirichlet(0.1)": {"kind": "dirichlet", "alpha": 0.1},
 }
+NETWORKS = {"public": "cnn3", "cnn1": "cnn1"}
 LOCAL = {"local_epochs": 40, "batch": 128, "lr": 0.01, "momentum": 0.9}
-
-
-class PublicCnn(nn.Module):
-    """The network for grey images in the first author's repository."""
-
-    def __init__(self, shape: tuple[int, int, int], classes: int) -> None:
-        super().__init__()
-        channels, height, width = shape
-        layers: list[nn.Module] = []
-        for inside, outside in ((channels, 16), (16, 32)):
-            layers += [nn.Conv2d(inside, outside, 5, padding=2), nn.BatchNorm2d(outside)]
-            layers += [nn.ReLU(), nn.MaxPool2d(2)]
-        self.body = nn.Sequential(*layers, nn.Flatten())
-        self.classifier = nn.Linear(32 * (height // 4) * (width // 4), classes)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.body(x_NCHW))
-        return logits
 
 
 def small_images(dataset: str, seed: int, network: str) -> tuple[ImageData, ImageData]:
@@ -82,7 +64,7 @@ def small_images(dataset: str, seed: int, network: str) -> tuple[ImageData, Imag
 def main() -> None:
     torch.set_num_threads(1)
     (dataset,) = sys.argv[1:]
-    for partition, seed, network, name in product(PARTITIONS, SEEDS, ("public", "cnn1"), METHODS):
+    for partition, seed, network, name in product(PARTITIONS, SEEDS, NETWORKS, METHODS):
         key = f"{dataset} {partition}, {network} {name} seed={seed}"
         if key in {row["key"] for row in lines("fedhydra_student")}:
             continue
@@ -91,12 +73,10 @@ def main() -> None:
             {
                 "run": {"method": method, "rounds": 1, "seed": seed},
                 "partition": {"clients": 5, "subset": 3000 / 55_000, **PARTITIONS[partition]},
-                "model": {"name": "cnn1", "norm": "batch"},
+                "model": {"name": NETWORKS[network], "norm": "batch"},
                 "method": {**LOCAL, **changes},
             }
         )
-        if network == "public":
-            settings = replace(settings, model=cast(Any, PublicCnn))
         with TemporaryDirectory() as folder:
             data = small_images(dataset, seed, network)
             run = simulate(settings, data=data, quiet=True, test="public", output=folder)
