@@ -23,7 +23,10 @@ RATES = (0.2, 1.0, 5.0)
 SERVER = {"server_lr": 0.005, "server_momentum": 0.9, "server_weight_decay": 0.0}
 REAL = {**SERVER, "server_epochs": 100, "server_batch": 256, "ipc": 10, "min_examples": 10}
 CONDENSED = {**REAL, "iterations": STEPS, "batch": 64, "image_momentum": 0.9}
-AF = {**CONDENSED, "image_lr": 1.0, "local_weight": 1e-3, "global_weight": 2.0, "gamma": 0.9}
+AF = {
+    **{**CONDENSED, "image_lr": 1.0, "local_weight": 1e-3, "global_weight": 2.0, "gamma": 0.9},
+    "temperature": 1.0,
+}
 DM = {**CONDENSED, "image_lr": 1.0, "image_clip": 2.0, "radius": 5.0}
 VARIANTS: dict[str, tuple[type[Method], dict[str, Any], dict[str, bool]]] = {
     "real": (Real, {**REAL, "radius": 5.0}, {}),
