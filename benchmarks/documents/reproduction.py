@@ -28,8 +28,14 @@ MARKS = {"above": " ↑", "below": " ↓"}
 MODELS = ("aca", "oca")
 SMALL = ("feddm:table2", "fedaf:table1", "fedkf:table5", "fedhydra:table1", "fedhydra:table2")
 
-# FedHydra's rows, which were made with these settings, when they were the defaults.
-EARLIER_STRATIFICATION = {"method": {"stratification_lr": "0.01", "stratification_floor": "0.001"}}
+# The network and the loop of FedHydra's rows at full size, which were the defaults.
+EARLIER = {
+    "model": {"name": "cnn1"},
+    "method": {
+        **{"student_images": "all", "replay": "false", "generator_reset": "false"},
+        **{"server_momentum": "0.0", "stratification_lr": "0.01", "stratification_floor": "0.001"},
+    },
+}
 
 
 def _rows() -> dict[str, dict[str, Any]]:
@@ -71,7 +77,7 @@ def _fedhydra() -> str:
                 row["seed"]: f"{100 * row['curve']['test_accuracy'][-1]:.1f}"
                 for row in _rows().values()
                 if (row["preset"], row["cell"]) == (name, cell.columns())
-                and row["changes"] in ({}, EARLIER_STRATIFICATION)
+                and row["changes"] in (EARLIER, {"model": EARLIER["model"]})
             }
             if values:
                 seeds = ", ".join(values[seed] for seed in sorted(values))
