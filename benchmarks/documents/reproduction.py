@@ -156,25 +156,25 @@ def _fedfa() -> str:
 @table("reproduction-claims")
 def _claims() -> str:
     """The verdicts on the core papers' claims, by the finished runs of the small editions."""
-    body, before = [], ["", ""]
+    body, before = [], ""
     for name in SMALL:
         table = preset(name).edition("small")
         averaged = judgements(table, _rows(), averaged=True)
         for entry, other in zip(judgements(table, _rows()), averaged, strict=True):
             counts = [len(values) for values in entry.differences.values()]
             if min(counts):
-                stated = [entry.claim.source, entry.claim.text]
-                if stated == before:
-                    stated = ["", ""]
-                else:
-                    before = stated
-                texts = [entry.data, _smallest(entry), entry.verdict]
+                stated = f"{entry.claim.text} ({entry.claim.source.rpartition(', ')[2]})"
+                difference = _smallest(entry)
+                if min(counts) < table.seeds:
+                    difference += f", {min(counts)} seeds"
+                texts = [entry.data, difference, entry.verdict]
                 own = ["", ""]
                 if other.differences != entry.differences:
                     own = [_smallest(other), other.verdict]
-                body.append([*stated, *texts, *own, str(min(counts))])
-    head = ["source", "claim", "data", "smallest difference", "verdict"]
-    return markdown([*head, "averaged students", "verdict", "seeds"], body)
+                body.append(["" if stated == before else stated, *texts, *own])
+                before = stated
+    head = ["claim", "data", "smallest difference", "verdict"]
+    return markdown([*head, "averaged students", "verdict"], body)
 
 
 def _smallest(entry: Judgement) -> str:
