@@ -33,7 +33,7 @@ def _fashion() -> str:
     rows = [
         ("FedDM", accuracy("feddm"), f"{floats[0]:,} – {floats[-1]:,}"),
         ("REAL, FedDM's start images", accuracy("real"), "as FedDM"),
-        ("FedAvg, lr 0.01", accuracy("fedavg"), f"{network:,} (the network is narrow)"),
+        ("FedAvg, lr 0.01", accuracy("fedavg"), f"{network:,}"),
         ("FedDM − REAL", ahead("real"), ""),
         ("FedDM − FedAvg", ahead("fedavg"), ""),
     ]
