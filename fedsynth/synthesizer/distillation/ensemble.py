@@ -156,8 +156,8 @@ class OneShotDistillation:
     >>> training = OneShotDistillation(sizes, models[:2], average_of_logits, models[2], digits, 0)
     >>> for epoch in range(2):
     ...     training.train_student(epoch, training.train_generator(epoch))
-    >>> training.tallies[:, 0].sum(dim=1)  # images that the student has learned from
-    tensor([256, 256])
+    >>> training.tallies[:, 0].sum(dim=1)  # the new images of each epoch: the best batch
+    tensor([128, 128])
     """
 
     settings: OneShotSettings
