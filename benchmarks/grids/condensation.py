@@ -35,6 +35,7 @@ VARIANTS: dict[str, tuple[type[Method], dict[str, Any], dict[str, bool]]] = {
     "feddm, valid pixels": (FedDM, DM, {"valid": True}),
     "fedaf, no knowledge matching": (FedAF, {**AF, "global_weight": 0.0}, {}),
     "fedaf, temperature 4": (FedAF, {**AF, "temperature": 4.0}, {}),
+    "fedaf, rate 0.2, temperature 4": (FedAF, {**AF, "image_lr": 0.2, "temperature": 4.0}, {}),
     "fedaf, a tenth of knowledge matching": (FedAF, {**AF, "global_weight": 0.2}, {}),
     "fedaf, fresh networks in round 1": (FedAF, AF, {"fresh": True}),
     "fedaf, knowledge from round 2": (FedAF, AF, {"late": True}),
