@@ -30,7 +30,6 @@ SERVER: dict[str, Any] = {
     "generator_batch": 64,
     "generator_width": 8,
     "generator_lr": 0.01,
-    "replay": True,
     "start": "average",
 }
 

@@ -78,6 +78,7 @@ def _fedhydra() -> str:
                 for row in _rows().values()
                 if (row["preset"], row["cell"]) == (name, cell.columns())
                 and row["changes"] in (EARLIER, {"model": EARLIER["model"]})
+                and ("method" in row["changes"]) == (cell.method == "fedhydra")
             }
             if values:
                 seeds = ", ".join(values[seed] for seed in sorted(values))
@@ -269,14 +270,14 @@ def _gain_of_few() -> list[float]:
 @table("reproduction-student")
 def _student() -> str:
     """FedHydra's student on held-out images: the accuracy of the last epoch's and of averaged
-    weights, and of the best epoch."""
+    weights."""
     found: dict[str, dict[str, str]] = {}
     for row in rows_of("fedhydra_student"):
         data, _, seed = row["key"].rpartition(" seed=")
         data, _, method = data.rpartition(" ")
         entries = [row["accuracy"]] if "accuracy" in row else [row["curve"][-1]]
         if "curve" in row:
-            entries += [row["average"], max(row["curve"])]
+            entries.append(row["average"])
         text = " / ".join(format(100 * entry, ".1f") for entry in entries)
         data = data.replace("2 classes per client", "2c/c")
         found.setdefault(f"{data}, seed {seed}", {})[method] = text

@@ -11,7 +11,7 @@ weights the clients for a given class (Eqs. 4 and 5). For Ū_c, each column is d
 weights the classes for a given client (Eqs. 6 and 7). The paper computes Ū_c from U, whereas the
 default here computes it from Ū_r (see the setting `columns`). Ū_r and Ū_c define the ensemble P. In
 each epoch, a generator is trained with P as its teacher (Eqs. 8 to 16). The student then minimises
-KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the best batch of each epoch so far, as in a
+KL(P, F_g) + β·CE(F_g, argmax P) (Eqs. 17 to 19) on the best batches of all epochs so far, as in a
 public repository of the first author. Algorithm 1 prints one update per epoch, and Sec. 2 names the
 images of all generator steps (`student_images`). U is saved in the run folder.
 """

@@ -112,9 +112,9 @@ class ModelSettings:
 
     Args:
         name: the architecture (convnet, linear, mlp, lstm, lenet5, cnn1, cnn2, cnn3, resnet8,
-            resnet18, resnet50, alexnet, googlenet, densenet100 or swin-t, or unet for segmentation), or
-            FILE.py:NAME for your own, or timm:NAME or torchvision:NAME. The default is "convnet",
-            or "linear" if `features` is set.
+            resnet18, resnet50, alexnet, googlenet, densenet100 or swin-t, or unet for
+            segmentation), or FILE.py:NAME for your own, or timm:NAME or torchvision:NAME. The
+            default is "convnet", or "linear" if `features` is set.
         width: the number of channels in each layer of "convnet" or in the first layers of "unet"
             (32 in papers), or of units in the hidden layer of "mlp" and in each layer of "lstm".
             Other architectures have their published sizes.

@@ -373,7 +373,7 @@ def _file_problems(
 def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
     """Returns the hashes of report files that this run may have written to each ledger.
 
-    Several are possible if another run has charged the same releases at the same time.
+    Several are possible if another run has charged equal releases between those of this run.
     """
     run = charges.run
     if run.networked:
@@ -396,7 +396,8 @@ def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
             hashes[client] = [
                 sha256
                 for number, sha256 in of_row.items()
-                if number == closest or rows[number - 1] in charged
+                if number == closest
+                or (rows[number - 1] in charged and charged[0] not in rows[end:number])
             ]
     return hashes
 

@@ -58,6 +58,7 @@ def test_parameter_counts() -> None:
         ("unet", (3, 384, 384), 2, {"width": 32}, 7_763_074),  # FedFA's
         ("lenet5", MNIST, 10, {}, 156 + 2_416 + 48_120 + 10_164 + 850),
         ("lenet5", MNIST, 26, {}, 63_066),
+        ("cnn3", MNIST, 10, {}, 416 + 32 + 12_832 + 64 + 15_690),
         # convolutions, shortcuts, norms, classifier
         ("resnet8", CIFAR, 10, {}, 9 * 8_240 + 16 * 32 + 32 * 64 + 2 * 336 + 650),
     ):

@@ -222,8 +222,14 @@ def row_functions() -> Iterator[tuple[str, Rows]]:
             f"gradient of two classes {dtype}",
             lambda x, y, f=features: per_example_gradients(f, start[:2], x, y % 2),
         )
-    norms = {"resnet8": "group", "convnet": "instance", "cnn1": "group", "cnn2": "group"}
-    for name in ("linear", "lenet5", "cnn1", "cnn2", "resnet8", "convnet"):
+    norms = {
+        "resnet8": "group",
+        "convnet": "instance",
+        "cnn1": "group",
+        "cnn2": "group",
+        "cnn3": "group",
+    }
+    for name in ("linear", "lenet5", "cnn1", "cnn2", "cnn3", "resnet8", "convnet"):
         settings = ModelSettings(name=name, width=8, depth=2, norm=norms.get(name, ""))
         network = build_model(settings, (1, 28, 28), 10, 0)
         yield f"forward {name}", lambda x, y, n=network: n(enlarged(x)).detach()

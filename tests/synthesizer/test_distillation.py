@@ -27,7 +27,8 @@ SMALL_SETTINGS = {"generator_batch": 6, "generator_width": 4, "latent": 5, **RAT
 FIELDS = ("generator_reset", "learn_noise", "generator_beta1", "student_images", "replay")
 DENSE: dict[str, Any] = {"hard_weight": 0.0}
 DENSE.update({name: getattr(Dense(), name) for name in FIELDS})
-LITERAL = {"student_images": "all", "replay": False, "generator_reset": False}
+LITERAL: dict[str, Any] = {"student_images": "all", "replay": False, "generator_reset": False}
+LITERAL["server_momentum"] = 0.0
 SEED, ROUND = 3, 2
 Passes = list[tuple[Tensor, Tensor]]
 
@@ -287,7 +288,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
 
 def test_ensemble_labels_new_views_in_each_pass(passes: Passes, device: torch.device) -> None:
     """Grey images are mirrored for the student but not cropped."""
-    frozen = {"server_lr": 0.0, "replay": True, "flips": True, "crop": 0.125}
+    frozen = {"server_lr": 0.0, "flips": True, "crop": 0.125}
     _, ((first,), *_), _ = distil(device, 3, 1, **frozen)
     variants = torch.stack([first.images, first.images.flip(3)])
     views = [x for x, _ in passes]

@@ -95,9 +95,9 @@ class OneShotSettings:
             student, and flips even digits.
         hard_weight: the weight β. The paper gives none, so it is 1.
         server_lr: the learning rate of the student's SGD.
-        server_momentum: the momentum of the student's SGD. FedHydra's paper gives none. Without
-            `replay`, successive images hardly differ, and momentum adds the steps up: students
-            learn less at most skews, and their hidden units may die (docs/results.md).
+        server_momentum: the momentum of the student's SGD. FedHydra's paper gives none. 0.9 is that
+            of DENSE's public code and the author's repository. Without `replay`, successive images
+            hardly differ, momentum adds the steps up, and hidden units may die.
         student_weights: the student's weights at the end of a round. "last" takes them after the
             last epoch, as in the papers. "average" takes their mean over the epochs of the last
             quarter, and is not in the papers. A round's metrics contain both accuracies.
