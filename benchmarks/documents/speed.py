@@ -100,7 +100,8 @@ def _feddm_precision() -> list[float]:
 
 @sentence(
     DOCUMENT,
-    "FedKF's accuracy differs by {:+.1f} ± {:.1f} points (three seeds), FedHydra's (literal loop) by {:+.1f} ± "
+    "FedKF's accuracy differs by {:+.1f} ± {:.1f} points (three seeds), FedHydra's "
+    "(literal loop) by {:+.1f} ± "
     "{:.1f} (five)",
 )
 def _precision_differences() -> list[float]:
