@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -148,7 +149,8 @@ def test_a_result_is_not_charged_again(finished: tuple[Path, dict[str, Any]]) ->
 
 
 def test_a_shown_losing_trial_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    for owner, name in ((shutil, "rmtree"), (tempfile.TemporaryDirectory, "_rmtree")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: None)
     select(tmp_path, 3)
     assert not hides_trials(tmp_path)
 
