@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

