@@ -63,9 +63,10 @@ class OneShotSettings:
     """The settings of data-free distillation from an ensemble of models.
 
     The defaults are FedHydra's, with the student's images of DENSE's public code and a public
-    repository of FedHydra's first author: the best batches of all epochs so far. With FedHydra's
-    paper alone (`student_images` "all", no `replay`, no `generator_reset`, no momentum), students
-    forget (docs/reproduction.md). Reasons are given for values that the papers do not state.
+    repository of FedHydra's first author: the best batches of all epochs so far. In the loop that
+    FedHydra's paper states (`student_images` "all", no `replay`, no `generator_reset`, no
+    momentum), students forget (docs/reproduction.md). Reasons are given for values that the papers
+    do not state.
 
     Args:
         server_epochs: the number of epochs T_g.
