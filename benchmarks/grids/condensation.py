@@ -27,6 +27,7 @@ AF = {
     **{**CONDENSED, "image_lr": 1.0, "local_weight": 1e-3, "global_weight": 2.0, "gamma": 0.9},
     "temperature": 1.0,
 }
+AF4 = {**AF, "temperature": 4.0}
 DM = {**CONDENSED, "image_lr": 1.0, "image_clip": 2.0, "radius": 5.0}
 VARIANTS: dict[str, tuple[type[Method], dict[str, Any], dict[str, bool]]] = {
     "real": (Real, {**REAL, "radius": 5.0}, {}),
@@ -34,16 +35,16 @@ VARIANTS: dict[str, tuple[type[Method], dict[str, Any], dict[str, bool]]] = {
     **{f"fedaf, rate {rate}": (FedAF, {**AF, "image_lr": rate}, {}) for rate in RATES},
     "feddm, valid pixels": (FedDM, DM, {"valid": True}),
     "fedaf, no knowledge matching": (FedAF, {**AF, "global_weight": 0.0}, {}),
-    "fedaf, temperature 4": (FedAF, {**AF, "temperature": 4.0}, {}),
-    "fedaf, rate 0.2, temperature 4": (FedAF, {**AF, "image_lr": 0.2, "temperature": 4.0}, {}),
+    "fedaf, temperature 4": (FedAF, AF4, {}),
+    "fedaf, rate 0.2, temperature 4": (FedAF, {**AF4, "image_lr": 0.2}, {}),
     "fedaf, a tenth of knowledge matching": (FedAF, {**AF, "global_weight": 0.2}, {}),
-    "fedaf, fresh networks in round 1": (FedAF, AF, {"fresh": True}),
-    "fedaf, knowledge from round 2": (FedAF, AF, {"late": True}),
     "feddm, running statistics": (FedDM, DM, {"running": True}),
-    "fedaf, running statistics": (FedAF, AF, {"running": True}),
     "feddm, restarts": (FedDM, {**DM, "restart": True}, {}),
-    "fedaf, restarts": (FedAF, {**AF, "restart": True}, {}),
-    "fedaf, no collaborative term": (FedAF, {**AF, "local_weight": 0.0}, {}),
+    "fedaf, temperature 4, fresh networks in round 1": (FedAF, AF4, {"fresh": True}),
+    "fedaf, temperature 4, knowledge from round 2": (FedAF, AF4, {"late": True}),
+    "fedaf, temperature 4, running statistics": (FedAF, AF4, {"running": True}),
+    "fedaf, temperature 4, restarts": (FedAF, {**AF4, "restart": True}, {}),
+    "fedaf, temperature 4, no collaborative term": (FedAF, {**AF4, "local_weight": 0.0}, {}),
 }
 
 
