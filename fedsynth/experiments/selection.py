@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -357,7 +358,9 @@ class _Trials:
         ledgers = clients.kept_ledgers(_ledger_folder(plan), loaded.settings)
         for ledger in ledgers:
             plan.guard(ledger).check([self._plan.row])
+        charge_id = secrets.token_hex(8)
         for ledger in ledgers:
+            ledger.charge_id = charge_id
             plan.guard(ledger).charge(self._plan.row)
         return ledgers
 

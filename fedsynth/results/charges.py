@@ -86,11 +86,12 @@ def plan_when_it_began(
     current = {history.client: history.releases for history in histories}
     if list(current) != list(run.start.ledgers):
         raise PrivacyError(f"the run's clients do not match those in {PRIVATE_START}")
+    ledgers = {client: read_ledger(files / f"{client}.jsonl") for client in current}
     for client, start in run.start.ledgers.items():
-        chains = read_ledger(files / f"{client}.jsonl").lines.chains
+        chains = ledgers[client].lines.chains
         if len(chains) <= start.rows or chains[start.rows] != start.chain:
             raise PrivacyError(f"{client}'s ledger is not the one that the run used at its start")
-    charges = Charges(run, LedgerRows(current))
+    charges = Charges(run, LedgerRows(current, ledgers))
     for client, row in charges.missing:
         raise PrivacyError(f"{client}'s ledger lacks the run's charge for {_text(row)}")
     return charges.plan
@@ -138,13 +139,28 @@ class Charges:
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
         for number, history in enumerate(self.plan.histories):
-            new_rows = rows[history.client][len(history.releases) :]
-            self._sort_rows(number, history.client, list(new_rows))
+            own = self._own_rows(history.client, rows[history.client], len(history.releases))
+            self._sort_rows(number, history.client, own)
+
+    def _own_rows(self, client: str, rows: Sequence[Release], earlier: int) -> list[Release]:
+        """Returns the ledger rows with the run's identifier, and adds all others to `foreign`.
+
+        A report without ledger files does not state the identifiers. All rows that were added since
+        the run began are then returned.
+        """
+        if client not in self.ledger_rows.ledgers:
+            return list(rows[earlier:])
+        own = []
+        runs = self.ledger_rows.ledgers[client].lines.runs
+        for row, run in zip(rows[earlier:], runs[earlier:], strict=False):
+            if run == self.run.start.charge_id:
+                own.append(row)
+            else:
+                self.foreign.append((client, row))
+        return own
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
-        """Separates the ledger rows of this run from the rows of other runs.
-
-        The method examines only the rows that were added to a client's ledger since the run began.
+        """Compares a client's ledger rows of this run with the planned rows.
 
         The plan also covers a round that was under way when the run stopped. If the run was resumed
         in a round, the plan covers this round twice.
@@ -250,7 +266,8 @@ class Charges:
             if client not in self.ledger_rows.ledgers:
                 continue
             ledger = self.ledger_rows.ledgers[client]
-            noted = Counter(n for rows, n in ledger.lines.resumptions if rows >= start.rows)
+            run_id = self.run.start.charge_id
+            noted = Counter(n for run, n in ledger.lines.resumptions if run == run_id)
             if Counter(self.run.resumed) - noted:
                 text = f"{client}'s ledger is missing a resumption listed in {RESUMED}"
                 problems.append(Problem("ledger.resumptions", text))

@@ -218,7 +218,9 @@ class RunRecord:
     events: list[Event] = field(default_factory=list)
     _missing: set[str] = field(default_factory=set)
 
-    def begin(self, histories: Histories, selected: datetime | None = None) -> None:
+    def begin(
+        self, histories: Histories, charge_id: str = "", selected: datetime | None = None
+    ) -> None:
         """Writes a private run's initial state into the run folder, before the first round.
 
         The initial state includes the current contents of the clients' ledgers. If the run is
@@ -226,6 +228,7 @@ class RunRecord:
 
         Args:
             histories: the contents of the clients' ledgers.
+            charge_id: the identifier of the run's lines in the ledgers.
             selected: the time when the selection began, if the run is a trial of one.
         """
         if self.plan is None or self.folder is None:
@@ -236,6 +239,7 @@ class RunRecord:
             start = start.model_copy(update={"warnings": warnings})
         else:
             start = self._start(self.plan, histories, self.folder.final.name)
+            start = start.model_copy(update={"charge_id": charge_id})
             if selected is not None:  # the trial's own date would hint at its number
                 run = RunStart(id=start.run.id, date=selected.date().isoformat())
                 start = start.model_copy(update={"selected": True, "run": run})

@@ -26,9 +26,8 @@ from fedsynth.federation import run_data
 from fedsynth.files import file_hash, plain_files
 from fedsynth.privacy.disclosure import PUBLIC, Disclosure
 from fedsynth.privacy.guard import verify_guard
-from fedsynth.privacy.ledger import read_ledger
+from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.owner import METHOD as OWNERS_PIPELINE
-from fedsynth.privacy.releases import Release
 from fedsynth.privacy.report import file as report_file
 from fedsynth.privacy.report.build import NAME
 from fedsynth.privacy.report.figures import Event, schema_problems
@@ -361,8 +360,8 @@ def _file_problems(
     for name in sorted({MODEL, SUMMARY, *report["files"]} - files.keys()):
         problems.append(Problem(f"files.{short_key(name)}", f"{short_key(name)} is missing"))
     noted = report_file.hash_of_files(report["files"])
-    for holder, hashes in _noted_hashes(folder, charges).items():
-        if noted not in hashes:
+    for holder, stated in _noted_hashes(folder, run, charges.ledger_rows.ledgers).items():
+        if stated != noted:
             text = f"the ledger of {holder} does not contain the hash of the report's files"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
@@ -370,53 +369,21 @@ def _file_problems(
     return [*problems, *differences("sources", expected, sources), *_unknown_files(folder, run)]
 
 
-def _noted_hashes(folder: Path, charges: Charges) -> dict[str, list[str]]:
-    """Returns the hashes of report files that this run may have written to each ledger.
-
-    Several are possible if another run has charged equal releases between those of this run.
-    """
-    run = charges.run
+def _noted_hashes(folder: Path, run: PrivateRun, ledgers: Mapping[str, Ledger]) -> dict[str, str]:
+    """Returns the hash of the report's files that this run wrote to each ledger, or ""."""
     if run.networked:
         try:
             server = read_ledger(folder / SERVER_LEDGER)
         except LedgerError:
-            return {"the server": []}
-        return {"the server": [hashed for _, hashed in server.lines.files[:1]]}
+            return {"the server": ""}
+        return {"the server": next((hashed for _, hashed in server.lines.files), "")}
     hashes = {}
-    for client, ledger in charges.ledger_rows.ledgers.items():
-        start, charged = run.start.ledgers.get(client), charges.charged.get(client)
-        if start is not None and charged:
-            rows = ledger.lines.releases
-            end = _rows_at_end(rows, start.rows, charged)
-            notes = [note for note in ledger.lines.files if note[0] >= end]
-            if not has_periods(run.settings.method):
-                notes.reverse()  # a later line could state the hash of other files
-            of_row = dict(notes)  # its last line counts, which a repeated period has written
-            closest = min(of_row, default=0)
-            hashes[client] = [
-                sha256
-                for number, sha256 in of_row.items()
-                if number == closest
-                or (rows[number - 1] in charged and charged[0] not in rows[end:number])
-            ]
+    for client, ledger in ledgers.items():
+        own = [hashed for marked, hashed in ledger.lines.files if marked == run.start.charge_id]
+        # A later line could state the hash of other files, but a repeated period writes another.
+        last = -1 if has_periods(run.settings.method) else 0
+        hashes[client] = own[last] if own else ""
     return hashes
-
-
-def _rows_at_end(rows: Sequence[Release], rows_before: int, charged: Sequence[Release]) -> int:
-    """Returns the number of ledger rows after a run's last charge.
-
-    Args:
-        rows: all rows of the ledger.
-        rows_before: the number of rows before the run.
-        charged: the run's rows, between which there may be rows of other runs.
-    """
-    remaining = list(charged)
-    end = rows_before
-    for number, row in enumerate(rows[rows_before:], start=rows_before + 1):
-        if row in remaining:
-            remaining.remove(row)
-            end = number
-    return end
 
 
 def _unknown_files(folder: Path, run: PrivateRun) -> list[Problem]:

@@ -14,6 +14,7 @@ among the clients.
 
 from __future__ import annotations
 
+import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ from fedsynth.results import run_messages
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.charges import plan_when_it_began
 from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
-from fedsynth.results.run_folder import ROUNDS, RunFolder
+from fedsynth.results.run_folder import ROUNDS, RunFolder, private_start
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
 from fedsynth.simulation.following import send_result
 from fedsynth.simulation.trial import Trial
@@ -155,10 +156,27 @@ class Simulation(ActiveRun):
         """Writes the run's initial state into its folder."""
         if self._trial is None:
             stated = [client.history() for client in self.backend.clients]  # without this period
-            self.record.begin([history for history in stated if history is not None])
+            histories = [history for history in stated if history is not None]
+            self.record.begin(histories, self._mark_charges())
         else:
             histories = [ledger.history_at_start for ledger in self._trial.ledgers]
-            self.record.begin(histories, self._trial.began)
+            self.record.begin(histories, self._trial.ledgers[0].charge_id, self._trial.began)
+
+    def _mark_charges(self) -> str:
+        """Gives the clients' ledgers the run's identifier, and returns it.
+
+        It is new, unless the run was resumed or repeats a period that was charged before.
+        """
+        identifier = secrets.token_hex(8)
+        for client in self.backend.clients:
+            if client.sequence is not None and client.ledger is not None:
+                identifier = client.sequence.charged_by(client.ledger.lines) or identifier
+        if self.folder is not None and self.folder.has_begun:
+            identifier = private_start(self.folder.path).charge_id
+        for client in self.backend.clients:
+            if client.ledger is not None:
+                client.ledger.charge_id = identifier
+        return identifier
 
     @property
     def _private(self) -> bool:

@@ -27,6 +27,7 @@ import json
 import os
 import secrets
 import shlex
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -59,15 +60,16 @@ class Lines:
     Attributes:
         client: the client's name. Empty before the header is read.
         releases: the rows, oldest first.
+        runs: the identifier of the run that charged each row (`Ledger.charge_id`).
         dataset: the identifier of the data set.
         records: a keyed hash of each set of records for which the ledger was used. The last hash is
             that of the current records.
         charged: `records` without the sets that were replaced before the first charge.
         may_change: True if the owner has declared that the client's records may change.
-        resumptions: a pair for each time that a run was resumed. It states the number of rows that
-            the ledger had then, and the number of finished rounds.
-        files: a pair for each run that has finished. It states the number of rows that the ledger
-            had after the run's last charge, and the hash of its files (`Ledger.note_files`).
+        resumptions: a pair for each time that a run was resumed: the identifier of the run, and the
+            number of finished rounds.
+        files: a pair for each run that has finished: the identifier of the run, and the hash of its
+            files (`Ledger.note_files`).
         size: the number of bytes that have been read.
         chain: the chain hash over all lines that have been read.
         chains: the chain hashes after the header and after each release. Entry n, counted from 0,
@@ -76,12 +78,13 @@ class Lines:
 
     client: str = ""
     releases: tuple[Release, ...] = ()
+    runs: tuple[str, ...] = ()
     dataset: str = ""
     records: tuple[str, ...] = ()
     charged: tuple[str, ...] = ()
     may_change: bool = False
-    resumptions: tuple[tuple[int, int], ...] = ()
-    files: tuple[tuple[int, str], ...] = ()
+    resumptions: tuple[tuple[str, int], ...] = ()
+    files: tuple[tuple[str, str], ...] = ()
     size: int = 0
     chain: str = ""
     chains: tuple[str, ...] = ()
@@ -125,20 +128,25 @@ def read_on(lines: Lines, data: bytes, client: str | None, path: Path | None) ->
             f"fedsynth privacy repair {shlex.quote(str(path))}"
         ).with_code("ledger.incomplete")
     releases = list(lines.releases)
+    runs = list(lines.runs)
     chains = list(lines.chains)
     for number, line in enumerate(data.splitlines()):
         entry, chain = _decode(line, lines.chain, len(releases), path)
+        run = sys.intern(str(entry.pop("run", "")))
         if lines.size == 0 and number == 0:
             lines = _header(entry, client, path)
             chains.append(chain)
         elif "entry" in entry:
-            lines = _noted(lines, entry, len(releases), path)
+            lines = _noted(lines, entry, run, len(releases), path)
         else:
             releases.append(_release(entry, len(releases) + 2, path))
+            runs.append(run)
             chains.append(chain)
         lines = replace(lines, chain=chain)
     size = lines.size + len(data)
-    return replace(lines, releases=tuple(releases), chains=tuple(chains), size=size)
+    return replace(
+        lines, releases=tuple(releases), runs=tuple(runs), chains=tuple(chains), size=size
+    )
 
 
 def _decode(line: bytes, chain: str, rows: int, path: Path | None) -> tuple[dict[str, Any], str]:
@@ -178,21 +186,20 @@ def _header(header: dict[str, Any], client: str | None, path: Path | None) -> Li
     return Lines(owner, dataset=dataset, records=records, charged=records)
 
 
-def _noted(lines: Lines, entry: dict[str, Any], rows: int, path: Path | None) -> Lines:
+def _noted(lines: Lines, entry: dict[str, Any], run: str, rows: int, path: Path | None) -> Lines:
     """Adds a note (a ledger line that is not a release) to the content read so far.
 
     Args:
         lines: the content before the line.
         entry: the content of the line.
+        run: the identifier of the run that wrote the line.
         rows: the number of releases before the line.
         path: the path of the file, for error messages.
     """
     if entry["entry"] == RESUMED and type(entry.get("after")) is int:
-        return replace(lines, resumptions=(*lines.resumptions, (rows, entry["after"])))
-    of_run = entry.get("rows", rows)
-    is_number = type(of_run) is int and 0 <= of_run <= rows
-    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str) and is_number:
-        return replace(lines, files=(*lines.files, (of_run, entry["sha256"])))
+        return replace(lines, resumptions=(*lines.resumptions, (run, entry["after"])))
+    if entry["entry"] == FILES and isinstance(entry.get("sha256"), str):
+        return replace(lines, files=(*lines.files, (run, entry["sha256"])))
     if entry["entry"] == MAY_CHANGE:
         return replace(lines, may_change=True)
     if entry["entry"] == RECORDS and {"records", "dataset"} <= entry.keys():
@@ -242,6 +249,9 @@ class Ledger:
 
     Attributes:
         lines: the content of the ledger, up to the last line that was read.
+        charge_id: the random identifier of the run that uses this object. It marks the lines that
+            the run adds, so that a report is compared with this run's lines only. Empty without a
+            run folder.
         confirm: a function that returns a context manager. The first charge is made inside this
             context, which may refuse it (`fedsynth.privacy.ledger.folder`).
 
@@ -265,7 +275,7 @@ class Ledger:
         self._process = this_process()
         self._in_memory = threading.Lock()  # of threads; a file's own lock is for processes, too
         self.lines = Lines()
-        self._charged = 0  # the rows after this object's last charge
+        self.charge_id = ""
         if self.path is None:
             return
         if client is not None and not self.path.exists():
@@ -352,7 +362,6 @@ class Ledger:
             self._catch_up(file, self.client)
             check(self.lines.releases, [release])
             self._append(file, release.to_json())
-            self._charged = len(self.lines.releases)
         self.confirm = nullcontext
 
     def check_writable(self) -> None:
@@ -392,17 +401,15 @@ class Ledger:
         """Notes the hash of a finished run's files in the ledger.
 
         The run's files are checked against the note, so a file cannot be replaced together
-        with its hash in the report. The note names the run by its last row, after which other runs
-        may have charged more. A run whose last row has a note writes none.
+        with its hash in the report. A run that has a note writes none.
 
         Args:
             sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
             repeated: True writes the note in any case, because the run may repeat a killed period
                 whose releases were charged and noted before.
         """
-        rows = self._charged or len(self.releases)
-        if repeated or rows not in [noted for noted, _ in self.lines.files]:
-            self._note({"entry": FILES, "sha256": sha256, "rows": rows})
+        if repeated or self.charge_id not in dict(self._read().files):
+            self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:
         """Notes in the ledger that the client's records have changed.
@@ -429,7 +436,8 @@ class Ledger:
         The file must be locked, and all its lines must have been read.
         """
         # without the random number, a ledger that was cut and charged again would have equal hashes
-        line, _ = encode({**entry, "random": secrets.token_hex(8)}, self.lines.chain)
+        marked = {**entry, "run": self.charge_id, "random": secrets.token_hex(8)}
+        line, _ = encode(marked, self.lines.chain)
         complete = False
         try:
             complete = file.write(line) == len(line)

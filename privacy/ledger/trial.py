@@ -34,6 +34,7 @@ class TrialLedger(Ledger):
         chain = charged.chains[-2] if charged.chains else None
         self.history_at_start = History(self.client, charged.releases[:-1], chain)
         self.files = ""
+        self.charge_id = ledger.charge_id
         self._covered = covered
         self._released = Totals()
 

@@ -385,7 +385,8 @@ class RunStart(Part):
 class Start(Part):
     """The file privacy_start.json, with the public facts fixed at a run's start.
 
-    `selected` is True for the best trial of a private selection, whose row is in the ledgers.
+    `charge_id` marks the run's lines in the ledgers. It is empty in a run over a network. `selected`
+    is True for the best trial of a private selection, whose row is in the ledgers.
     """
 
     schema_version: Literal[4]
@@ -396,6 +397,7 @@ class Start(Part):
     run: RunStart
     simulated: bool
     warnings: list[str]
+    charge_id: str = ""
     selected: bool = False
 
 

@@ -156,12 +156,18 @@ def test_open_ledger_detects_damage(path: Path) -> None:
     assert not path.exists()  # a deleted ledger is not recreated
 
 
-@pytest.mark.parametrize("rows", [-1, 1, 10**9])
-def test_notes_of_rows_that_do_not_exist_are_refused(rows: int, tmp_path: Path) -> None:
-    """Otherwise a note that was appended later could replace a run's own one."""
-    ledger = Ledger("client-0", tmp_path / "ledger.jsonl")
-    with raises(LedgerError, "ledger.unusable"):
-        ledger._note({"entry": "files", "sha256": "0" * 64, "rows": rows})
+def test_lines_name_their_run_which_notes_its_files_once(path: Path) -> None:
+    first, second = (Ledger("alice", path, dataset="digits/0") for _ in range(2))
+    first.charge_id, second.charge_id = "1", "2"
+    for ledger in (first, second, first):
+        ledger.charge(row())
+    for ledger in (second, first, first):
+        ledger.note_files(f"of {ledger.charge_id}")
+    second.note_resumption(3)
+    lines = read_ledger(path).lines
+    assert lines.runs == ("1", "2", "1")
+    assert lines.files == (("2", "of 2"), ("1", "of 1"))
+    assert lines.resumptions == (("2", 3),)
 
 
 def test_open_ledger_sees_new_records_and_rejects_unknown_entries(path: Path) -> None:

@@ -36,7 +36,15 @@ from fedsynth.results.loggers import LOGGERS, Logger, Several, make_loggers, num
 from fedsynth.results.verification import verify_run
 from tests.quick_runs import folder_of, quick_sections, read_rows
 from tests.raising import raises
-from tests.results.test_tampering import codes, fit_hashes, report_of, run, settings, verify
+from tests.results.test_tampering import (
+    codes,
+    edit_json,
+    fit_hashes,
+    report_of,
+    run,
+    settings,
+    verify,
+)
 from tests.simulation.test_resume import interrupted_at, unfinished
 
 
@@ -128,27 +136,34 @@ def test_runs_on_shared_ledger_are_verified(
     assert "metrics.jsonl.epsilon" in codes(folder)
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
 def test_equal_runs_at_once_on_one_ledger_are_verified(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: the files' hash of the other run was expected, because both runs' rows are equal.
 
     A later equal run, which stops before its note, does not allow another hash.
     """
-    sections = [settings("fedavg", ledger=str(tmp_path / "kept"), noise_multiplier=3.0)]
+    equal = settings("fedavg", ledger=str(tmp_path / "kept"), noise_multiplier=3.0)
+    equal["run"]["rounds"] = rounds
+    waiting = [equal]
     folders = []
-    prepare = InProcess.prepare
+    note_files = InProcess.note_files
 
-    def prepare_after_other_run(self: InProcess, context: fs.RoundContext) -> Any:
-        refusals = prepare(self, context)
-        if sections and context.round == 2:
-            folders.append(run(tmp_path / "inner", sections.pop()))
-        return refusals
+    def note_after_other_run(self: InProcess, sha256: str) -> None:
+        if waiting:
+            folders.append(run(tmp_path / "inner", waiting.pop()))
+        note_files(self, sha256)
 
-    monkeypatch.setattr(InProcess, "prepare", prepare_after_other_run)
-    folders.append(run(tmp_path / "outer", sections[0]))
+    monkeypatch.setattr(InProcess, "note_files", note_after_other_run)
+    folders.append(run(tmp_path / "outer", equal))
     for folder in folders:
         assert verify(folder) == []
+    for taken, other in (folders, folders[::-1]):
+        start = (taken / "privacy_start.json").read_bytes()
+        edit_json("privacy_start.json", partial(with_id_of, other))(taken)
+        assert "ledger.files" in codes(taken)
+        (taken / "privacy_start.json").write_bytes(start)
     folder = run(tmp_path / "alone", settings("fedavg", ledger=str(tmp_path / "other")))
     (folder / "artefacts.safetensors").write_bytes(b"x")
     fit_hashes(folder)
@@ -158,6 +173,29 @@ def test_equal_runs_at_once_on_one_ledger_are_verified(
             ledger.charge(release)
         ledger.note_files(hash_of_files(report_of(folder)["files"]))
     assert "ledger.files" in codes(folder)
+
+
+def with_id_of(other: Path, start: dict[str, Any]) -> None:
+    """Claims that a run's charges are those of another run."""
+    start["charge_id"] = json.loads((other / "privacy_start.json").read_text())["charge_id"]
+
+
+def test_run_resumed_after_its_last_charge_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: another run's charge in between was taken for the last one of the resumed run."""
+    sections = settings("fedavg", ledger=str(tmp_path / "kept"))
+
+    def killed(self: InProcess, sha256: str) -> None:
+        raise OSError("killed")
+
+    monkeypatch.setattr(InProcess, "note_files", killed)
+    with pytest.raises(OSError, match="killed"):
+        run(tmp_path / "outer", sections)
+    monkeypatch.undo()
+    other = run(tmp_path / "inner", sections)
+    resumed = fs.simulate(fs.resolve(sections), resume=unfinished(tmp_path / "outer"))
+    assert verify(other) == verify(folder_of(resumed)) == []
 
 
 def test_injected_noise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
