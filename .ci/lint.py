@@ -59,6 +59,9 @@ def code(path: str, text: str) -> Iterator[Problem]:
         if doc and (start := re.match(rf"({LISTS['docstring_starts']})\s", doc)):
             line = getattr(node, "lineno", 1)
             yield line, "docstring", f"begin with a verb or a noun, not {start[1]!r}"
+        if doc and (item := re.search(r"[^.]\. +([a-z_]+(?:, [a-z_]+)*): ", doc)):
+            line = getattr(node, "lineno", 1)
+            yield line, "docstring", f"begin a line with the item `{item[1]}`"
     for option in re.finditer(r'"--([a-z][a-z-]+)"', text) if path.startswith("cli/") else ():
         if reason := refused_name(option[1].replace("-", "_")):
             yield line_of(text, option), "option", reason

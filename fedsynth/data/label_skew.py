@@ -220,6 +220,7 @@ def _held_classes(
         clients: the number of clients K.
         per_client: the number c of classes per client.
         setting: the setting that determines c, for error messages.
+        rng: the random generator that chooses the clients.
 
     Raises:
         PartitionError: there are too few classes, clients or examples.

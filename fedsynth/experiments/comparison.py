@@ -50,8 +50,9 @@ class Line:
         cell: a line of text that identifies the table cell.
         number: the published number.
         values: the reproduced numbers by seed, without diverged runs.
-        runs: the rows of all the cell's runs. changes: the runs' settings that differ from the
-            preset. reduced: whether the runs belong to a smaller edition of the table.
+        runs: the rows of all the cell's runs.
+        changes: the runs' settings that differ from the preset.
+        reduced: whether the runs belong to a smaller edition of the table.
     """
 
     cell: str
@@ -159,9 +160,11 @@ def jobs_of(
     The runs are sorted by seed.
 
     Args:
-        table: the table's preset. cells: some of the table's cells. seeds: the runs' seeds.
-            changes: sections of settings that override the preset's. speed: sections of settings
-            that do not change results, such as the device.
+        table: the table's preset.
+        cells: some of the table's cells.
+        seeds: the runs' seeds.
+        changes: sections of settings that override the preset's.
+        speed: sections of settings that do not change results, such as the device.
 
     Raises:
         FedsynthError: the changes are invalid, as for `resolve`.
@@ -193,9 +196,11 @@ def lines(
     """Returns the comparison lines for all published numbers in the cells.
 
     Args:
-        table: the table's preset. cells: some of the table's cells. seeds: the seeds to include.
-            rows: the finished runs' rows by run hash (`rows_by_hash`). changes: the runs' changed
-            settings.
+        table: the table's preset.
+        cells: some of the table's cells.
+        seeds: the seeds to include.
+        rows: the finished runs' rows by run hash (`rows_by_hash`).
+        changes: the runs' changed settings.
     """
 
     result = []
@@ -275,9 +280,10 @@ def judgements(
     are left out.
 
     Args:
-        table: the table's preset. rows: the finished runs' rows by run hash (`rows_by_hash`).
-            changes: the runs' changed settings. averaged: whether averaged students replace the
-            last ones of the methods that have them.
+        table: the table's preset.
+        rows: the finished runs' rows by run hash (`rows_by_hash`).
+        changes: the runs' changed settings.
+        averaged: whether averaged students replace the last ones of the methods that have them.
     """
     values: dict[tuple[str, str], dict[tuple[str, str], Mapping[int, float]]] = {}
     for cell in filterfalse(table.refusal, table.cells):
@@ -339,9 +345,11 @@ def measured(
 
     Args:
         number: the published number.
-        row: the finished run's row. variant: the number's final model, if a run has several.
-            Otherwise empty. dataset: fedsynth's name for the data set. fedavg: the FedAvg run's row
-            with the same seed, needed for the number of rounds until FedAvg's accuracy is reached.
+        row: the finished run's row.
+        variant: the number's final model, if a run has several. Otherwise empty.
+        dataset: fedsynth's name for the data set.
+        fedavg: the FedAvg run's row with the same seed, needed for the number of rounds until
+            FedAvg's accuracy is reached.
     """
     curve = row["curve"]
     if number.metric == "upload_floats_per_round":

@@ -53,8 +53,9 @@ class Axis(NamedTuple):
 
     Attributes:
         label: the axis label.
-        key: the quantity's key in a round's metrics. scale: the factor on the values. cumulative:
-            whether values are accumulated over rounds.
+        key: the quantity's key in a round's metrics.
+        scale: the factor on the values.
+        cumulative: whether values are accumulated over rounds.
     """
 
     label: str

@@ -142,10 +142,12 @@ class Block:
     """Settings that apply to some cells of a table, and where they come from.
 
     Args:
-        source: where the paper states the settings, or a statement that we chose them. sections:
-            the sections of settings. why: the reason for our choice, which may be empty. when: the
-            values by column that select the block's cells. If it is empty, the block applies to all
-            cells. variant: the numbers' final model, if a run has several. Otherwise empty.
+        source: where the paper states the settings, or a statement that we chose them.
+        sections: the sections of settings.
+        why: the reason for our choice, which may be empty.
+        when: the values by column that select the block's cells. If it is empty, the block applies
+            to all cells.
+        variant: the numbers' final model, if a run has several. Otherwise empty.
     """
 
     source: str
@@ -162,8 +164,9 @@ class Claim:
     Args:
         text: the claim in words.
         source: where the paper makes it.
-        ahead: the method claimed to be ahead. of: the methods claimed to be behind. metric: the
-            metric's name.
+        ahead: the method claimed to be ahead.
+        of: the methods claimed to be behind.
+        metric: the metric's name.
         lower: whether smaller values of the metric are better.
     """
 
@@ -181,8 +184,9 @@ class Edition:
 
     Args:
         title: what is smaller.
-        seeds: the number of seeds per cell. when: the values by column that select the cells.
-            blocks: the blocks of settings that follow the table's.
+        seeds: the number of seeds per cell.
+        when: the values by column that select the cells.
+        blocks: the blocks of settings that follow the table's.
     """
 
     title: str
@@ -200,10 +204,12 @@ class Preset:
         source, table: the paper and the table, as in published_results.csv.
         title: what the table shows.
         blocks: the blocks of settings. A later block overrides an earlier block.
-        refusals: pairs of a selection of cells and the reason why they cannot be run. cells: the
-            cells in table order. claims: the paper's claims about the order of the methods.
-            editions: the table's smaller editions by name. seeds: the number of seeds per cell.
-            reduced: whether the preset is a smaller edition, whose numbers are not comparable.
+        refusals: pairs of a selection of cells and the reason why they cannot be run.
+        cells: the cells in table order.
+        claims: the paper's claims about the order of the methods.
+        editions: the table's smaller editions by name.
+        seeds: the number of seeds per cell.
+        reduced: whether the preset is a smaller edition, whose numbers are not comparable.
     """
 
     name: str
@@ -276,8 +282,8 @@ class Preset:
 
         Args:
             cell: one of `cells`.
-            seed: the seed of the run and its partition. changes: sections of settings that override
-                the preset's.
+            seed: the seed of the run and its partition.
+            changes: sections of settings that override the preset's.
 
         Raises:
             PresetError: the cell cannot be run.
@@ -463,10 +469,11 @@ def load_preset(
 
     Args:
         name: the preset's name, such as "feddm:table2". `fedsynth reproduce` prints all names.
-            seed: the run's seed. changes: sections of settings that override the preset's, as for
-            `resolve`. filters: values of dataset, partition, alpha, clients, rounds, method and
-            note, which select a cell of the table. If several cells match, the first one with the
-            paper's method is used.
+        seed: the run's seed.
+        changes: sections of settings that override the preset's, as for `resolve`.
+        filters: values of dataset, partition, alpha, clients, rounds, method and note, which select
+            a cell of the table. If several cells match, the first one with the paper's method is
+            used.
 
     Raises:
         UnknownNameError: there is no preset with this name.

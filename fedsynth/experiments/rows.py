@@ -55,7 +55,8 @@ def settings_hash(settings: RunSettings, without: Collection[str] = ()) -> str:
     changed default therefore keeps the hash, and `changed_setting` finds it.
 
     Args:
-        settings: the run's settings. without: the names of further settings to leave out.
+        settings: the run's settings.
+        without: the names of further settings to leave out.
     """
     privacy = settings.privacy and PrivacySettings(epsilon=1.0)
     defaults = RunSettings(type(settings.method)(), privacy=privacy).to_mapping()
@@ -76,8 +77,8 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
     Settings newer than the run are not compared, nor those that change only the speed.
 
     Args:
-        run: a run folder, whose config.toml contains all the run's settings. settings: the settings
-            as resolved today.
+        run: a run folder, whose config.toml contains all the run's settings.
+        settings: the settings as resolved today.
     """
     today = flattened(tomllib.loads(to_toml(settings.to_mapping())))
     for name, value in read_settings(run).items():
@@ -104,8 +105,8 @@ class Rows:
 
     Args:
         path: the file.
-        deadline: the time after which no row is begun, as by `time.monotonic`. only: a text that a
-            row's key must contain. Other rows are not made.
+        deadline: the time after which no row is begun, as by `time.monotonic`.
+        only: a text that a row's key must contain. Other rows are not made.
     """
 
     path: Path

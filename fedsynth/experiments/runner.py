@@ -149,8 +149,8 @@ class Runner:
         folder: the folder of the results. `TABLE.jsonl` has a row for each finished run of a table,
             and `runs` has the run folders.
         deadline: the time after which no run begins or continues, as by `time.monotonic`.
-        report: receives one line of text on each job. watch: a function from a run's settings to a
-            context manager with an observer.
+        report: receives one line of text on each job.
+        watch: a function from a run's settings to a context manager with an observer.
         download: True lets torchvision download missing data sets.
     """
 

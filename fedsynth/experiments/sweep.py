@@ -290,8 +290,10 @@ class Column(NamedTuple):
     """A results-table column, for one value in summary.json.
 
     Attributes:
-        path: the value's dotted path in summary.json. heading: the column's heading. scale: the
-            factor on the values. digits: the number of decimals.
+        path: the value's dotted path in summary.json.
+        heading: the column's heading.
+        scale: the factor on the values.
+        digits: the number of decimals.
     """
 
     path: str
@@ -312,8 +314,10 @@ class SweepRow(NamedTuple):
     """A results-table row, for runs that differ only in their seeds.
 
     Attributes:
-        values: the runs' grid values, by axis. finished: the number of finished seeds. planned: the
-            number of seeds in the grid. results: each column's mean and standard deviation.
+        values: the runs' grid values, by axis.
+        finished: the number of finished seeds.
+        planned: the number of seeds in the grid.
+        results: each column's mean and standard deviation.
     """
 
     values: Mapping[str, Any]

@@ -139,25 +139,26 @@ class Charges:
         self.plan = rebuild_plan(run, rows)
         self.histories = [History(client, rows[client]) for client in rows]
         for number, history in enumerate(self.plan.histories):
-            own = self._own_rows(history.client, rows[history.client], len(history.releases))
-            self._sort_rows(number, history.client, own)
+            new_rows = self._own_rows(history.client, len(history.releases))
+            self._sort_rows(number, history.client, new_rows)
 
-    def _own_rows(self, client: str, rows: Sequence[Release], earlier: int) -> list[Release]:
+    def _own_rows(self, client: str, rows_before: int) -> list[Release]:
         """Returns the ledger rows with the run's identifier, and adds all others to `foreign`.
 
         A report without ledger files does not state the identifiers. All rows that were added since
         the run began are then returned.
         """
+        rows = self.ledger_rows.rows.get(client, ())[rows_before:]
         if client not in self.ledger_rows.ledgers:
-            return list(rows[earlier:])
-        own = []
-        runs = self.ledger_rows.ledgers[client].lines.runs
-        for row, run in zip(rows[earlier:], runs[earlier:], strict=False):
+            return list(rows)
+        of_run = []
+        runs = self.ledger_rows.ledgers[client].lines.runs[rows_before:]
+        for row, run in zip(rows, runs, strict=False):
             if run == self.run.start.charge_id:
-                own.append(row)
+                of_run.append(row)
             else:
                 self.foreign.append((client, row))
-        return own
+        return of_run
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
         """Compares a client's ledger rows of this run with the planned rows.

@@ -117,6 +117,7 @@ def summarise(
     `fedsynth.results.disclosed` separates them.
 
     Args:
+        settings: the settings of the run.
         metrics: the metrics of each round.
         final: the measures of the final model on the test set.
         device: torch's name for the device.

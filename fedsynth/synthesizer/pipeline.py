@@ -146,9 +146,11 @@ class FeatureMatching:
 
     Args:
         x, y: the records [N, ...] and their labels [N].
-        networks: draws a step's network. classes: the number of classes. steps: the number of
-            steps. batch_size: the number of real records per class in a step. loss: the loss
-            between a class's real and synthetic features.
+        networks: draws a step's network.
+        classes: the number of classes.
+        steps: the number of steps.
+        batch_size: the number of real records per class in a step.
+        loss: the loss between a class's real and synthetic features.
         bounds: the smallest and the largest value in a record.
         seed: the seed of the networks and the minibatches.
 

@@ -104,7 +104,7 @@ class Mixing:
         name: one of `ALTERNATIVES`, or another name for no augmentation.
         stages: the names of the submodules that may be augmented.
         probability: the probability that a label-preserving augmentation changes a stage's output.
-            mix_probability: the probability that a label-mixing augmentation changes a batch.
+        mix_probability: the probability that a label-mixing augmentation changes a batch.
         generator: CPU generator of all draws.
     """
 

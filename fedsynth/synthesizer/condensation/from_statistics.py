@@ -148,7 +148,8 @@ def public_start(
 
     Args:
         statistics: the released statistics, whose classifier selects the images.
-        ipc: the number of images per class. image_shape: the shape (C, H, W).
+        ipc: the number of images per class.
+        image_shape: the shape (C, H, W).
         generator: the random generator that draws the images.
         candidates: the number of images drawn for each selected image.
 

@@ -390,8 +390,8 @@ class NetworkMeansMatcher(MatchingObjective):
     forward passes in a round instead of T·C·batch.
 
     Args:
-        clients: the clients whose examples are averaged. pairs: the condensed (client, class)
-            pairs.
+        clients: the clients whose examples are averaged.
+        pairs: the condensed (client, class) pairs.
         networks: the number of networks M.
     """
 

@@ -62,8 +62,9 @@ class ResidualMatcher(matching.MatchingObjective):
     Args:
         clients: the private records.
         mechanisms: one charged mechanism for each client.
-        divisor: the public divisor of each sum. columns: the number of leading coordinates of u
-            that are released and matched. With None, all are.
+        divisor: the public divisor of each sum.
+        columns: the number of leading coordinates of u that are released and matched. With None,
+            all are.
     """
 
     clients: PrivateSums

@@ -116,11 +116,12 @@ def start_images(
     their averages, or from public noise if it is private.
 
     Args:
-        clients, pairs: the client group and its (client, class) pairs. states: the clients' states.
-            The entry "images" contains the last round's images.
+        clients, pairs: the client group and its (client, class) pairs.
+        states: the clients' states. The entry "images" contains the last round's images.
         context: the round's context.
-        ipc: the number of images per pair. average: the number of random real images averaged for
-            each start image. With 1, start images are real images.
+        ipc: the number of images per pair.
+        average: the number of random real images averaged for each start image. With 1, start
+            images are real images.
         restart: whether the images of the last round are ignored.
     """
     if isinstance(clients, PrivateClientView):
@@ -264,15 +265,16 @@ class BatchIndices:
     draws depend only on (seed, round, client), and not on the other clients of the group.
 
     Args:
-        clients, pairs: the client group and its (client, class) pairs. batch: the number of
-            examples in a batch.
+        clients, pairs: the client group and its (client, class) pairs.
+        batch: the number of examples in a batch.
         steps: the number of condensation steps.
         seed, round: the seed and the round that determine the draws.
         small_class: "all" or "resample".
 
     Attributes:
-        sizes: each pair's number of examples in a step, on the CPU. pair: each example's pair index
-            in a step, on the data's device, and on the CPU as `pair_on_cpu`.
+        sizes: each pair's number of examples in a step, on the CPU.
+        pair: each example's pair index in a step, on the data's device, and on the CPU as
+            `pair_on_cpu`.
         divisors: `sizes` as float32 on the data's device, [S, 1].
     """
 

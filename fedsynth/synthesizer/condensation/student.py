@@ -94,9 +94,9 @@ def train_student(
         student: any network from normalised images to logits.
         images_NCHW: normalised images, for example `SharedSet.normalised()`.
         labels: classes [N], or soft labels [N, classes].
-        settings: the settings of the training. With None, they are `StudentSettings()`. teacher: a
-            network whose softmax labels the augmented copies. With None, copies keep the original
-            image's label.
+        settings: the settings of the training. With None, they are `StudentSettings()`.
+        teacher: a network whose softmax labels the augmented copies. With None, copies keep the
+            original image's label.
         report: receives the number of finished steps and the total number.
 
     >>> from fedsynth import ModelSettings

@@ -137,8 +137,8 @@ class OneShotDistillation:
         models: the models F_1 … F_m on the student's device, frozen and in evaluation mode.
         aggregate: computes the ensemble's logits P.
         student: the model F_g, which is trained in place.
-        spec: the data set's specification, of which only public facts are read. targets: computes
-            the student's target logits. With None, they are P.
+        spec: the data set's specification, of which only public facts are read.
+        targets: computes the student's target logits. With None, they are P.
         precision: the precision of the networks' passes (`fedsynth.mixed_precision`).
         measure: returns the student's accuracy after an epoch, which is only recorded.
 
