@@ -205,9 +205,8 @@ class Dependence:
         fault: a description of the fault, which completes the sentence "the function …". An empty
             string if the trial found no fault.
         moved: the largest L2 norm of a change of a record's value, divided by the norm of the
-            value,
-            if the record is moved or others are replaced. Rounding errors are about 1e-7. It is
-            above 0 if one bit changes.
+            value, if the record is moved or others are replaced. Rounding errors are about 1e-7. It
+            is above 0 if one bit changes.
         opaque: the types of objects whose state the trial could not compare.
         values: the values of the first records of the trial, [length, D].
     """
@@ -546,9 +545,8 @@ class _FewRecords:
     def _mixing(self, first: Tensor, base: OperationWatch, half: Tensor) -> str:
         """Returns a description of the fault if the function mixes examples, otherwise "".
 
-        First one half of the batch is replaced, and then the other half. A
-        result or intermediate value that changes both times was computed from examples of both
-        halves.
+        First one half of the batch is replaced, and then the other half. A result or intermediate
+        value that changes both times was computed from examples of both halves.
         """
         watches = []
         for replaced in (half, ~half):

@@ -12,8 +12,8 @@ groups compose in parallel, because an example affects only one of them. Dividin
 constant afterwards is post-processing.
 
 The client's ledger is charged for all releases of a mechanism together, and the charge is on the
-disk, before the first sample or noise is drawn.
-The mechanism then makes at most as many releases as were charged.
+disk, before the first sample or noise is drawn. The mechanism then makes at most as many releases
+as were charged.
 
 `BudgetEnforcer` refuses a charge that would bring the ε of the client's ledger above a cap.
 """

@@ -1,11 +1,11 @@
 """Plans for a round's releases, and the charged mechanisms for a client's step.
 
-The releases of one mechanism are planned and charged together.
-A method states its plans once (`Method.release_plans`), before any data are read. In each exchange
-with the server, a client's ledger is first charged for all plans of this exchange. The client's
-step then receives a `ReleaseBudget`, from which it can take each charged mechanism once, by the
-name of its plan. A `ReleaseBudget` gives no access to the ledger, so a step cannot charge a release
-that was not planned.
+The releases of one mechanism are planned and charged together. A method states its plans once
+(`Method.release_plans`), before any data are read. In each exchange with the server, a client's
+ledger is first charged for all plans of this exchange. The client's step then receives a
+`ReleaseBudget`, from which it can take each charged mechanism once, by the name of its plan. A
+`ReleaseBudget` gives no access to the ledger, so a step cannot charge a release that was not
+planned.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ class ReleasePlan:
 
     Raises:
         PrivacySettingError: the exchange is unknown, `clip` is not above 0, `shares` is less than
-            1,
-            or `groups` does not divide `dimension`.
+            1, or `groups` does not divide `dimension`.
     """
 
     name: str

@@ -122,8 +122,7 @@ class Failure:
     Attributes:
         kind: one of `KINDS`.
         exchange: the exchange in which the client fails, if a round has two exchanges. Otherwise
-            the
-            client fails in the main exchange.
+            the client fails in the main exchange.
     """
 
     kind: str

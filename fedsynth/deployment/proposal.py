@@ -159,8 +159,8 @@ def check_executable(proposal: Proposal, context: RoundContext) -> None:
         context: the public context of round 1.
 
     Raises:
-        FedsynthError: if the method cannot run privately, if its privacy plan is
-            invalid, or if its noise is designed for a secure sum that the run does not use.
+        FedsynthError: if the method cannot run privately, if its privacy plan is invalid, or if its
+            noise is designed for a secure sum that the run does not use.
     """
     run = proposal.settings
     if run.privacy is None:
@@ -223,8 +223,7 @@ class State(BaseModel):
         attempts: how often each step was taken, across restarts. The keys are "ROUND-EXCHANGE".
         steps: the (round, exchange) pairs of all steps since the client joined.
         client_state: the round after which the client's current client state was stored. 0: the
-            client has no
-            client state.
+            client has no client state.
         recorded: see `ClientRuntime.recorded`.
         pending: the round in `ClientRuntime.pending`.
     """

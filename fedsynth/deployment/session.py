@@ -178,17 +178,15 @@ class Session:
 
         `last_round` is 0 for a new run, and the last round in the checkpoint of a restarted server.
         The client continues with the latest client state that it stored up to this round. This
-        client state may
-        be older than `last_round`, because a client takes part only in some rounds and may fail in
-        others.
+        client state may be older than `last_round`, because a client takes part only in some rounds
+        and may fail in others.
 
         Returns:
             The message with which the client joins the run.
 
         Raises:
             MessageError: if the client no longer stores a client state of `last_round` or of an
-                earlier
-                round.
+                earlier round.
         """
         files = self._files()
         client_states = {n for name, n in files.items() if name == f"{MAIN}-{n}"}

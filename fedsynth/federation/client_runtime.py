@@ -61,8 +61,7 @@ class ClientBudget:
         cap: the data owner's cap, which applies in addition to the cap of the run. None means that
             the data owner has no cap.
         make_mechanism: the function that charges the ledger and creates a mechanism of releases. An
-            audit
-            replaces it.
+            audit replaces it.
         sequence: the client's noise of earlier periods, if the run is one of several periods.
 
     Raises:
@@ -206,8 +205,7 @@ class ClientRuntime:
         recorded: the last round that the ledger of a client without privacy has recorded. 0 if
             there is none.
         pending: the number of a round, and the client state that its first exchange stored. The
-            main
-            exchange of this round uses the client state.
+            main exchange of this round uses the client state.
         stored: True if the client's state is currently in a file.
     """
 

@@ -2,8 +2,7 @@
 arXiv 2009.01974).
 
 The clients train as in FedAvg. From their models w_k with shares n_k/n, the server forms the
-average
-w̄ and draws M models from a distribution over global models:
+average w̄ and draws M models from a distribution over global models:
 
     gaussian     w ~ N(w̄, diag(Σ_k n_k/n·(w_k − w̄)²))
     dirichlet    w = Σ_k γ_k n_k w_k / Σ_k γ_k n_k, with γ ~ Dir(α·1)

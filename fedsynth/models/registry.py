@@ -129,9 +129,8 @@ class ModelSettings:
             256. The output of the head is then the embedding.
         features: a fixed feature map whose output is the input of the network, or FILE.py:NAME for
             a map that you have written. The network must be "linear" or "mlp". With FedStats, it
-            sets the feature map of the method.
-            The vector of each image is computed once. Its norm is at most 1, so learning rates must
-            be larger than for networks on images.
+            sets the feature map of the method. The vector of each image is computed once. Its norm
+            is at most 1, so learning rates must be larger than for networks on images.
         weights: the initial weights of a network timm:NAME or torchvision:NAME: "pretrained" for
             the library's download, or a file (default: random weights). A private run treats these
             weights as public.

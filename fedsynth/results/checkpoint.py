@@ -118,8 +118,7 @@ class CheckpointFolder:
         Args:
             checkpoint: the state after a round.
             stored: the clients whose client states are only in files and not in RAM. These files
-                are
-                kept unchanged.
+                are kept unchanged.
 
         Raises:
             OutputError: the checkpoint cannot be written. The previous checkpoint is then still

@@ -298,8 +298,7 @@ def real_images(
         spec: the specification of the synthetic set. The test images must have its image size and
             classes.
         data: settings of the section "data". `test_folder` is a folder of CLASS/files, whose images
-            are resized, or a file. The window, slice and encoder are those of the
-            set.
+            are resized, or a file. The window, slice and encoder are those of the set.
         dataset: the name of a data set.
         download: True lets torchvision download the data set.
         note: a function that receives the names of skipped files.

@@ -109,8 +109,8 @@ def simulate(
         rounds: `metrics` is empty, and `deviations` states the reason.
 
     Raises:
-        FedsynthError: an argument is invalid (before the run folder is created),
-            training has diverged (DivergedError), or a run cannot be resumed (CheckpointError).
+        FedsynthError: an argument is invalid (before the run folder is created), training has
+            diverged (DivergedError), or a run cannot be resumed (CheckpointError).
         KeyboardInterrupt: the user interrupted the run. The observer first receives the progress
             and the cost.
 
@@ -344,8 +344,8 @@ def synthesize(
         simulation: True states that the real images are public or simulated, which a pack requires.
 
     Raises:
-        FedsynthError: as for `simulate` and `export_run`. Errors that can be detected
-            in advance are raised before any release.
+        FedsynthError: as for `simulate` and `export_run`. Errors that can be detected in advance
+            are raised before any release.
 
     >>> synthesize(owner_settings({}), "share")
     Traceback (most recent call last):

@@ -1,10 +1,10 @@
 """Small pictures: how their moments are released, and how images are rendered from the moments.
 
 A small picture v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
-(`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients
-release noisy sums of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums
-give the class counts, the class means and a common covariance around the means, of which only
-directions above a noise threshold are kept (`PixelMoments`).
+(`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients release noisy sums
+of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums give the class
+counts, the class means and a common covariance around the means, of which only directions above a
+noise threshold are kept (`PixelMoments`).
 
 Images are rendered from the released moments in three steps, all of which are post-processing:
 
