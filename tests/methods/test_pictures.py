@@ -37,12 +37,25 @@ def statistics(class_means: Tensor, weight: Tensor) -> ReleasedStatistics:
     return ReleasedStatistics(in_one_process(lambda x: x.flatten(1)), weight, class_means)
 
 
-@pytest.mark.parametrize("name", pictures.STYLES)
-def test_the_style_is_the_one_with_the_released_class_means(name: str) -> None:
-    means = pictures.STYLES[name](moments(), 200, SHAPE, generator(1)).flatten(2).mean(dim=1)
+@pytest.mark.parametrize("style", [pictures.sharpened_images, pictures.shaded_images])
+def test_the_style_is_the_one_with_the_released_class_means(style: pictures.Style) -> None:
+    means = style(moments(), 200, SHAPE, generator(1)).flatten(2).mean(dim=1)
     released = statistics(means - means.mean(dim=0), torch.zeros(3, 256))
-    style = pictures._similar_style(moments(), released, SHAPE, generator(2))
-    assert style is pictures.STYLES[name]
+    assert pictures._chosen_style(moments(), released, SHAPE, generator(2)) is style
+
+
+def test_pictures_with_a_bright_border_stay_as_drawn() -> None:
+    """Dark shapes on a bright background. The noisy mean of a rare class does not decide."""
+    dark = moments()
+    bright = PixelMoments(dark.means.max() - dark.means, dark.roots)
+    released = statistics(torch.zeros(3, 256), torch.zeros(3, 256))
+    style = pictures._chosen_style(bright, released, SHAPE, generator())
+    assert style is pictures.plain_images
+    disc = rendered(bright, released, 50, SHAPE, generator())[0].mean(dim=(0, 1))
+    assert disc[8, 8] < 0.3
+    assert disc[[0, 0, -1, -1], [0, -1, 0, -1]].min() > 0.7
+    noisy = PixelMoments(torch.cat([dark.means[:2], bright.means[:1] * 10]), dark.roots)
+    assert pictures._chosen_style(noisy, released, SHAPE, generator()) is not style
 
 
 def test_kept_images_follow_the_classifier() -> None:

@@ -9,22 +9,25 @@ noise threshold are kept (`PixelMoments`).
 Images are rendered from the released moments in three steps, all of which are post-processing:
 
 1. Pictures are drawn from a Gaussian of each class and enlarged.
-2. They are finished in one of two styles. `sharpened` applies a steeper curve from black to white,
-   as averages are blurred and images are not. `shaded` treats a picture as an object before a dark
-   background: a soft silhouette, filled with a random grey level, the picture's shading and a
-   texture of a random process. Its moments are blurred over neighbouring cells first, because
-   noise is independent between cells and pictures are not. Classes with a symmetric mean are drawn
-   symmetrically. The style is the one whose class means of z are more similar to the released ones.
+2. They are finished in a style. If the released mean picture has a bright border, such as that of
+   X-rays, `plain` keeps them. A dark border is the background of strokes or objects. `sharpened`
+   applies a steeper curve from black to white, as averages are blurred and images are not. `shaded`
+   fills a soft silhouette with a random grey level, the picture's shading and a texture of a random
+   process, and draws classes with a symmetric mean symmetrically. Of these two, the style is the
+   one whose class means of z are more similar to the released ones. `plain` and `shaded` blur the
+   moments over neighbouring cells first, because noise is independent between cells and pictures
+   are not.
 3. More images are rendered than needed. Those that are kept are drawn with the probability that the
    released classifier gives their class, which approximates p(x | y) ∝ p(x)·p(y | x).
 
-The steps and constants were chosen on held-out training images of Fashion-MNIST and MNIST.
+The steps and constants were chosen on held-out training images of Fashion-MNIST and MNIST, and
+`plain` on PneumoniaMNIST's validation images.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +62,8 @@ SHARPENED_MIDDLE = (0.35, 0.55)
 SHADED_STEEPNESS = (15.0, 60.0)
 SHADED_MIDDLE = (0.25, 0.5)
 SHADED_LEVEL = (0.3, 1.0)
+# A border is bright if half of it has at least this share of the mean picture's white.
+BRIGHT = 0.3
 # The largest amplitude of an object's texture, and its darkest pixel.
 TEXTURE = 0.35
 DARKEST = 0.02
@@ -71,6 +76,9 @@ REGAINED = 1.5
 # shares from SYMMETRY to 1.
 SYMMETRIC = 0.9
 SYMMETRY = 0.4
+
+# A function (moments, images per class, image shape, generator) that renders images.
+Style = Callable[["PixelMoments", int, Shape, torch.Generator], Tensor]
 
 # The quantile of an image's pixels that is scaled to white, because small pictures have lost their
 # brightness.
@@ -212,7 +220,7 @@ def rendered(
         shape: the shape (channels, H, W) of an image.
         generator: a CPU generator.
     """
-    style = _similar_style(moments, statistics, shape, generator)
+    style = _chosen_style(moments, statistics, shape, generator)
     candidates_CICHW = style(moments, math.ceil(CANDIDATES * count), shape, generator)
     z_CId = _embedded(statistics.compute, candidates_CICHW, statistics.weight.device)
     logits = z_CId @ statistics.weight.T
@@ -223,23 +231,35 @@ def rendered(
     return torch.stack(chosen)
 
 
-def _similar_style(
+def _fitting_styles(moments: PixelMoments, shape: Shape) -> Sequence[Style]:
+    """Returns the rendering styles that fit the mean picture's border."""
+    # the median over classes, because the noisy mean of a rare class can be large
+    mean = moments.means.median(dim=0).values.view(cells_of(shape))
+    border = torch.cat([mean[:, [0, -1]].flatten(), mean[:, :, [0, -1]].flatten()])
+    if border.median() >= BRIGHT * mean.quantile(WHITE):
+        return [plain_images]
+    return [sharpened_images, shaded_images]
+
+
+def _chosen_style(
     moments: PixelMoments,
     statistics: ReleasedStatistics,
     shape: Shape,
     generator: torch.Generator,
 ) -> Style:
-    """Returns the rendering style that is most similar to the released class means.
+    """Returns the fitting style that is most similar to the released class means.
 
     The similarity is the mean cosine similarity between class means of z.
     """
-    similarity, device = {}, statistics.weight.device
-    for name, style in STYLES.items():
+
+    def similarity(style: Style) -> float:
         images_CICHW = style(moments, COMPARED, shape, generator)
-        means_Cd = _embedded(statistics.compute, images_CICHW, device).mean(dim=1)
+        means_Cd = _embedded(statistics.compute, images_CICHW, statistics.weight.device).mean(dim=1)
         centred_Cd = means_Cd - means_Cd.mean(dim=0)
-        similarity[name] = F.cosine_similarity(centred_Cd, statistics.class_means, dim=1).mean()
-    return STYLES[max(similarity, key=lambda name: float(similarity[name]))]
+        return float(F.cosine_similarity(centred_Cd, statistics.class_means, dim=1).mean())
+
+    styles = _fitting_styles(moments, shape)
+    return styles[0] if len(styles) == 1 else max(styles, key=similarity)
 
 
 def principal_directions(
@@ -251,8 +271,8 @@ def principal_directions(
 ) -> Tensor:
     """Computes the principal directions of rendered images' embeddings z, [d, count].
 
-    The directions are orthonormal, and z is not centred. Both styles are rendered, because the
-    statistics by which one is chosen are not released yet.
+    The directions are orthonormal, and z is not centred. All fitting styles are rendered, because
+    the statistics by which one is chosen are not released yet.
 
     Args:
         moments: the released moments of small pictures.
@@ -261,9 +281,10 @@ def principal_directions(
         shape: the shape (channels, H, W) of an image.
         generator: a CPU generator.
     """
-    per_style = math.ceil(SPANNING / len(STYLES) / len(moments.means))
+    styles = _fitting_styles(moments, shape)
+    per_style = math.ceil(SPANNING / len(styles) / len(moments.means))
     images_CICHW = torch.cat(
-        [style(moments, per_style, shape, generator) for style in STYLES.values()], dim=1
+        [style(moments, per_style, shape, generator) for style in styles], dim=1
     )
     z_Nd = _embedded(compute, images_CICHW, moments.means.device).flatten(0, 1).double()
     _, vectors = torch.linalg.eigh(z_Nd.T @ z_Nd)
@@ -274,6 +295,13 @@ def _embedded(compute: Parts, images_CICHW: Tensor, device: torch.device) -> Ten
     """Computes the embeddings z of images, [C, I, d]."""
     z_Nd = embedded(compute, images_CICHW.flatten(0, 1).to(device))
     return z_Nd.unflatten(0, images_CICHW.shape[:2])
+
+
+def plain_images(
+    moments: PixelMoments, count: int, shape: Shape, generator: torch.Generator
+) -> Tensor:
+    """Draws thumbnails from blurred moments, [C, count, channels, H, W]."""
+    return moments.smoothed(shape).drawn(count, shape, VARIETY, generator)
 
 
 def sharpened_images(
@@ -315,10 +343,6 @@ def _curves(
     share = torch.rand(2, count, 1, 1, 1, generator=generator)
     drawn_steepness = steepness[0] * (steepness[1] / steepness[0]) ** share[0]
     return drawn_steepness, middle[0] + (middle[1] - middle[0]) * share[1]
-
-
-Style = Callable[["PixelMoments", int, Shape, torch.Generator], Tensor]
-STYLES: Mapping[str, Style] = {"sharpened": sharpened_images, "shaded": shaded_images}
 
 
 def sharpened(x_NCHW: Tensor, steepness: Tensor, middle: Tensor) -> Tensor:
