@@ -176,6 +176,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         step_floor: smallest eigenvalue by which a step divides, in units of σ_G·√d, where σ_G is
             the gradient's noise per coordinate. It is used with second moments.
         curvature: the value of all second moments' eigenvalues if they are not released.
+        balanced: whether the classifier predicts as if all classes were equally frequent, as they
+            are among the synthetic images. Its logits are then reduced by the logarithms of the
+            released class shares (Menon et al. 2021, arXiv 2007.07314). It has an effect only in
+            runs with pictures, whose moments contain the shares.
 
     >>> from fedsynth import FedStats, PrivacySettings, RunSettings, simulate
     >>> result = simulate(RunSettings(FedStats(), rounds=1, privacy=PrivacySettings(epsilon=8.0)))
@@ -207,6 +211,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     momentum: float = in_range(0.5, 0, 0.999)
     step_floor: float = in_range(0.1, 0)
     curvature: float = in_range(0.00375, 1e-9)
+    balanced: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -275,6 +280,9 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         small = self.pooled(total.pictures, clients, PIXELS, context)
         width = low_pass(context.spec.image_shape).dimension
         pictures = PixelMoments.unpacked(small, width, context.spec.classes)
+        if self.balanced:
+            bias = -pictures.shares.log().float()
+            state = _with_parameters(state, {"classifier.bias": bias - bias.mean()})
         if self.has_principal(context.privacy, context):
             compute = self.in_parts(state.parameters, context)
             number = state.parameters["shortened"].numel()
@@ -441,12 +449,16 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     def network(self, spec: DatasetSpec) -> FeatureLinear:
         """Returns a linear classifier on the features, with zero weights."""
-        whitens, directions = self.has_whitening_matrices(spec), 0
-        if self.releases_pictures(spec) and self.principal_share:
+        pictures, directions = self.releases_pictures(spec), 0
+        if pictures and self.principal_share:
             directions = min(DIRECTIONS, self.map_of(spec).dimension)
-        model = FeatureLinear(self.map_of(spec), spec, whitens=whitens, directions=directions)
-        nn.init.zeros_(model.classifier.weight)  # where the steps start if round 1 does not count
-        return model
+        return FeatureLinear(
+            self.map_of(spec),
+            spec,
+            whitens=self.has_whitening_matrices(spec),
+            directions=directions,
+            bias=pictures and self.balanced,
+        )
 
     def has_whitening_matrices(self, spec: DatasetSpec) -> bool:
         """Returns True if the model multiplies its features by a whitening matrix T.

@@ -49,13 +49,15 @@ class FeatureLinear(EmbeddingNetwork):
 
     The model maps normalised images [N, C, H, W] to logits [N, classes].
 
-    Only the last layer has parameters. The centre and the whitening matrices are buffers.
+    Only the last layer has parameters, which are 0 at first. The centre and the whitening matrices
+    are buffers.
 
     Args:
         feature_map: φ and its constants.
         spec: the images' specification. Normalisation is undone before φ is applied.
         whitens: whether the model has whitening matrices, which are initially the identity.
         directions: the number of directions that may be shortened, initially by nothing.
+        bias: whether the last layer has a bias.
     """
 
     dense = False
@@ -68,6 +70,7 @@ class FeatureLinear(EmbeddingNetwork):
         *,
         whitens: bool = False,
         directions: int = 0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.feature_map = feature_map
@@ -82,7 +85,9 @@ class FeatureLinear(EmbeddingNetwork):
             self.register_buffer("shortened", torch.zeros(directions))
         self.register_buffer("mean", torch.tensor(spec.mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(spec.std).view(1, -1, 1, 1), persistent=False)
-        self.classifier = nn.Linear(feature_map.dimension, spec.classes, bias=False)
+        self.classifier = nn.Linear(feature_map.dimension, spec.classes, bias=bias)
+        for parameter in self.classifier.parameters():
+            nn.init.zeros_(parameter)
 
     @property
     def embedding(self) -> Embedding:

@@ -22,6 +22,7 @@ from fedsynth.core.sums import Pool
 from fedsynth.data.images import denormalise
 from fedsynth.data.registry import dataset_spec
 from fedsynth.errors import SettingError
+from fedsynth.evaluation.accuracy import predict
 from fedsynth.features import FeatureMap, register_features
 from fedsynth.features.scattering import low_pass
 from fedsynth.methods.fedstats import (
@@ -294,6 +295,31 @@ def test_images_depend_only_on_the_last_server_state() -> None:
     assert len(both.flatten(0, 1).unique(dim=0)) == 50
     early_state: Any = method.server_step(INITIAL, upload, context(rounds=2))
     assert method.synthetic(early_state, ctx) is None
+
+
+@pytest.mark.parametrize("epsilon", [None, 50.0])
+def test_classifier_of_a_run_with_pictures_is_balanced(epsilon: float | None) -> None:
+    """The shares come from the released moments. Half of the classes are rare."""
+    train, test = fs.load_dataset("digits")
+    common = np.flatnonzero(train.labels.numpy() >= 5)
+    rare = np.flatnonzero(train.labels.numpy() < 5)[:70]
+    data = (train.subset(np.sort(np.concatenate([common, rare]))), test)
+    privacy = None if epsilon is None else fs.PrivacySettings(epsilon=epsilon)
+    recalls = {}
+    for balanced in (True, False):
+        method = fs.FedStats(drawn_ipc=1, balanced=balanced)
+        run = fs.simulate(fs.RunSettings(method, rounds=2, privacy=privacy), data=data, quiet=True)
+        state = run.model.state_dict()
+        right = predict(run.model, test).argmax(dim=1) == test.labels
+        recalls[balanced] = float(right[test.labels < 5].double().mean())
+        assert ("classifier.bias" in state) is balanced
+        if balanced:
+            bias = state["classifier.bias"]
+            assert bias[:5].mean() > bias[5:].mean() + 0.8
+            if epsilon is None:
+                expected = -(torch.bincount(data[0].labels) / len(data[0])).log()
+                torch.testing.assert_close(bias, expected - expected.mean(), atol=1e-4, rtol=0)
+    assert recalls[True] > recalls[False] + 0.1
 
 
 def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from fedsynth.synthesizer.condensation.from_statistics import (
     Parts,
     ReleasedStatistics,
     embedded,
+    shrunk,
 )
 
 # The first and the last image of a class differ from the class mean by these fractions of the
@@ -109,10 +110,13 @@ class PixelMoments:
         means: the mean of each class, [C, D − 1], without u's constant.
         roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
             covariance that all classes share, restricted to eigenvalues above a noise threshold.
+        shares: the share of all examples that each class has, [C]. The released shares are shrunk
+            towards 1/C by their noise. Rendering does not need them.
     """
 
     means: Tensor
     roots: Tensor
+    shares: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
@@ -124,14 +128,18 @@ class PixelMoments:
         """
         second, crossed, noise = second_and_crossed(pool, dimension, classes)
         gram = second[:-1, :-1] / (1 - CONSTANT**2)
+        released = crossed[:, -1:] / CONSTANT
+        deviations = shrunk(released.T - 1 / classes, noise / CONSTANT).flatten()
+        estimated = (1 / classes + deviations).clamp_min(max(FEWEST, noise / CONSTANT))
         noise /= 1 - CONSTANT**2
-        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
+        shares = released.clamp_min(max(FEWEST, noise))
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
         within = gram - (shares * means).T @ means
         values, vectors = torch.linalg.eigh(within)
         # pure noise reaches noise·√(2D), so about a tenth of its directions pass this threshold
         significant = values > max(noise * math.sqrt(dimension), 1e-9)
-        return cls(means, vectors[:, significant] * values[significant].sqrt())
+        roots = vectors[:, significant] * values[significant].sqrt()
+        return cls(means, roots, estimated)
 
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
