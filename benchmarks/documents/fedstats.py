@@ -43,22 +43,6 @@ def _number_of_clients() -> str:
 
 @sentence(
     "docs/fedstats.md",
-    "reach an AUROC of {:.1f} % if images start from random processes (`pictures=no`), and {:.1f} % "
-    "if they are rendered",
-)
-def _stored_labels() -> list[float]:
-    """The AUROC of networks that learn stored labels."""
-    means = []
-    for pictures in ("no", "auto"):
-        key = f"pneumonia eps=1 pictures={pictures}"
-        rows = "medical_students"
-        values = percents(rows, f"{key} each=1", SEEDS, "stored.auroc")
-        means.append(statistics.mean(values or percents(rows, key, SEEDS, "stored.auroc")))
-    return means
-
-
-@sentence(
-    "docs/fedstats.md",
     "accuracy is {:.2f} % instead of {:.2f} % on MNIST, and {:.2f} % instead of {:.2f} % on "
     "Fashion-MNIST",
 )
