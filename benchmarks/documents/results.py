@@ -94,7 +94,7 @@ FEDAF_CHANGES = {
     "none (image rate 1)": ("feddm, rate 1.0", "fedaf, temperature 4"),
     "no condensation: REAL": ("real", None),
     "image rate 0.2": ("feddm, rate 0.2", "fedaf, rate 0.2, temperature 4"),
-    "8-bit pixels": ("feddm, valid pixels", None),
+    "`image_dtype=uint8`": ("feddm, uint8 pixels", None),
     "running statistics": ("feddm, running statistics", "fedaf, temperature 4, running statistics"),
     "restarts": ("feddm, restarts", "fedaf, temperature 4, restarts"),
     "fresh networks": (None, "fedaf, temperature 4, fresh networks in round 1"),

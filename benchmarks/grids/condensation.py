@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 from fedsynth import FedAF, FedDM, Method, Real, RunSettings, resolve
-from fedsynth.data.images import denormalise, normalise
 from fedsynth.methods import fedaf, feddm
 from library.grid import Cell, Grid, Row
 from library.runs import one_run, tuning_data
@@ -33,7 +32,7 @@ VARIANTS: dict[str, tuple[type[Method], dict[str, Any], dict[str, bool]]] = {
     "real": (Real, {**REAL, "radius": 5.0}, {}),
     **{f"feddm, rate {rate}": (FedDM, {**DM, "image_lr": rate}, {}) for rate in RATES},
     **{f"fedaf, rate {rate}": (FedAF, {**AF, "image_lr": rate}, {}) for rate in RATES},
-    "feddm, valid pixels": (FedDM, DM, {"valid": True}),
+    "feddm, uint8 pixels": (FedDM, {**DM, "image_dtype": "uint8"}, {}),
     "fedaf, no knowledge matching": (FedAF, {**AF, "global_weight": 0.0}, {}),
     "fedaf, temperature 4": (FedAF, AF4, {}),
     "fedaf, rate 0.2, temperature 4": (FedAF, {**AF4, "image_lr": 0.2}, {}),
@@ -48,14 +47,11 @@ VARIANTS: dict[str, tuple[type[Method], dict[str, Any], dict[str, bool]]] = {
 }
 
 
-def varied(
-    kind: type[Method], valid: bool = False, fresh: bool = False, late: bool = False
-) -> type[Method]:
+def varied(kind: type[Method], fresh: bool = False, late: bool = False) -> type[Method]:
     """Returns a method with changes that no setting makes.
 
     Args:
-        kind: FedAF, FedDM or Real.
-        valid: the images are sent as 8-bit pixels, as in FedAF.
+        kind: FedAF.
         fresh: the networks of round 1 are new ones, as with γ = 0.
         late: the server matches knowledge from round 2 on.
     """
@@ -63,15 +59,7 @@ def varied(
     class Varied(kind):  # type: ignore[misc, valid-type]
         def client_step(self, message: Any, clients: Any, states: Any, context: Any) -> Any:
             method = replace(self, gamma=0.0) if fresh and context.round == 1 else self
-            results = super(Varied, method).client_step(message, clients, states, context)
-            if not valid:
-                return results
-            spec = context.spec
-            pixels = [normalise(denormalise(s.images, spec), spec) for s, _ in results]
-            return [
-                (replace(s, images=sent), state)
-                for (s, state), sent in zip(results, pixels, strict=True)
-            ]
+            return super(Varied, method).client_step(message, clients, states, context)
 
         def server_step(self, state: Any, uploads: Any, context: Any) -> Any:
             method = replace(self, global_weight=0.0) if late and context.round == 1 else self

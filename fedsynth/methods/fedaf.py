@@ -44,7 +44,7 @@ from fedsynth.core.context import RoundContext, ServerState
 from fedsynth.core.messages import Message, ModelParameters, Tensors, released
 from fedsynth.core.method import ClientStates, Plans, Presets, Results
 from fedsynth.core.uploads import Array, Rule, check_tensor
-from fedsynth.data.images import denormalise, stored_dtype
+from fedsynth.data.images import stored_dtype
 from fedsynth.methods.shared.class_sums import class_means, sums_plans
 from fedsynth.methods.shared.condensing import CondensingMethod, resampled
 from fedsynth.mixed_precision import computed
@@ -299,7 +299,7 @@ class FedAF(CondensingMethod, TwoExchanges):
         v, present = V_k["logits"], V_k["present"]
         if self.knowledge_from == "first-exchange":  # the server has V_k, and computes R_k from it
             v, present = v[:0], present[:0]
-        images = S_k.images if context.spec.bounds else denormalise(S_k.images, context.spec)
+        images = sets.as_pixels(S_k.images, context.spec)
         return CondensedSet(images, S_k.labels, v, losses.soft_labels(v, self.temperature), present)
 
     # ------------------------------------ the server: local-global knowledge matching (Eqs. 12-15)

@@ -18,7 +18,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, public, released
 from fedsynth.core.method import ClientStates
 from fedsynth.core.uploads import Array, Rule
-from fedsynth.data.images import normalise
+from fedsynth.data.images import denormalise, normalise
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError, UploadRejectedError
 from fedsynth.seeding import torch_generator
@@ -80,6 +80,11 @@ def set_rules(spec: DatasetSpec, ipc: int, dtype: torch.dtype = torch.float32) -
         "images": Array(shape, dtype, low, high, rows=rows),
         "labels": Array((None,), torch.int64, 0, spec.classes - 1, rows=rows),
     }
+
+
+def as_pixels(images_NCHW: Tensor, spec: DatasetSpec) -> Tensor:
+    """Converts normalised images to uint8 pixels. Images with bounds are not changed."""
+    return images_NCHW if spec.bounds else denormalise(images_NCHW, spec)
 
 
 def check_set(upload: SyntheticSet, ipc: int) -> None:
