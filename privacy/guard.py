@@ -271,7 +271,7 @@ class UpdateGuard:
             )
             noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
             write_whole(sent, safetensors.torch.save({digest: noisy}))
-            self._ledger.note_files(self._stated)
+            self._ledger.note_files(self._stated, repeated=True)
         with locked_file(self.folder / "report.lock"):
             write_report(guard_report(self.folder), self.folder)
         return noisy

@@ -35,7 +35,6 @@ from torch import Tensor
 
 from fedsynth.errors import HOSTILE, LedgerError, one_line
 from fedsynth.files import create_once, locked_file, read_regular, write_whole
-from fedsynth.privacy.ledger.ledger import Lines
 from fedsynth.privacy.mechanisms import BudgetEnforcer, GaussianSumMechanism, Released
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.releases import Release
@@ -177,13 +176,6 @@ class ReleaseSequence:
     def is_charged(self, rows: Sequence[Release]) -> bool:
         """Returns True if a ledger row belongs to a release in the current period."""
         return any(period_of(row.quantity) == (self.period, self.periods) for row in rows)
-
-    def charged_by(self, lines: Lines) -> str:
-        """Returns the identifier of the run that charged the current period, or ""."""
-        for row, run in zip(lines.releases[self.rows :], lines.runs[self.rows :], strict=True):
-            if period_of(row.quantity) == (self.period, self.periods):
-                return run
-        return ""
 
     def begin(self, records: str) -> None:
         """Stores the public settings of the current period before the first charge.

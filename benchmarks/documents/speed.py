@@ -72,12 +72,6 @@ def _without_loop() -> Any:
     return case("condense", "mnist", lambda row: "--no-reference" in row["command"])
 
 
-@sentence(DOCUMENT, "Compiled steps reach {:.0f} % of the speed of convolutions, in bf16 {:.0f} %.")
-def _share_of_peak() -> list[float]:
-    shares = _without_loop()["share of the floor"]
-    return [100 * shares[f"engine {precision} compiled"] for precision in ("fp32", "bf16")]
-
-
 @sentence(DOCUMENT, "convolutions took {:.1f} times fp32's time.")
 def _bfloat16_convolutions() -> list[float]:
     """In bf16 without AMX."""

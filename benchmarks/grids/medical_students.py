@@ -3,8 +3,8 @@
 Sites, data and privacy are those of `medical`. A student is a ConvNet of width 32 and depth 3,
 trained on 1,000 images of each class, of which 200 are moved, with their soft labels ("stored"), or
 on these and two copies of each that the released classifier labels ("taught"), for 2,000 steps.
-Nothing is tuned on these data, except that images with a bright border, such as X-rays, are rendered
-as drawn, which was chosen on PneumoniaMNIST's validation images.
+Nothing is tuned on these data, except two steps that PneumoniaMNIST's validation images decided:
+images with a bright border are rendered as drawn, and the classifier is balanced.
 
 The files name no patients. With `each=1`, ε holds for an image. With `each=2`, it holds for a
 patient, and patients are simulated: two images of one class at one site count as one patient's.

@@ -290,7 +290,12 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             shape = context.spec.image_shape
             directions = principal_directions(pictures, compute, number, shape, draws)
             state = _with_parameters(state, {"directions": directions})
-        return replace(state, picture_means=pictures.means, picture_roots=pictures.roots)
+        return replace(
+            state,
+            picture_means=pictures.means,
+            picture_roots=pictures.roots,
+            picture_shares=pictures.shares,
+        )
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model
     # the request is `Method.broadcast`: the model with m and T
@@ -562,7 +567,10 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             raise SettingError("method", "aggregation", reason, value=self.aggregation)
 
     def public_facts(self, spec: DatasetSpec) -> Mapping[str, str]:
-        facts = {"model": "linear in the features, without a bias, and computed from releases"}
+        bias = "without a bias"
+        if self.releases_pictures(spec) and self.balanced:
+            bias = "with a bias computed from released class shares"
+        facts = {"model": f"linear in the features, {bias}, and computed from releases"}
         if self.releases_pictures(spec):
             small = low_pass(spec.image_shape)
             facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"

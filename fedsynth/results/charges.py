@@ -112,6 +112,7 @@ class Charges:
         histories: the current contents of the clients' ledgers.
         charged: for each client, the ledger rows that this run has added, in round order.
         foreign: pairs (client, row) for all other ledger rows that were added since the run began.
+        unplanned: those of them that have the run's identifier.
         missing: pairs (client, row) for rows that the plan requires and the ledger does not
             contain.
 
@@ -127,6 +128,7 @@ class Charges:
         self.absent: list[int] = []
         self.charged: dict[str, list[Release]] = {}
         self.foreign: list[tuple[str, Release]] = []
+        self.unplanned: list[tuple[str, Release]] = []
         self.missing: list[tuple[str, Release]] = []
         rows: dict[str, tuple[Release, ...]] = {}
         for number, client in enumerate(run.start.ledgers):
@@ -187,7 +189,7 @@ class Charges:
             elif required:
                 self.missing.append((client, row))
         charged.sort(key=lambda row: row.round)
-        self.foreign += [(client, row) for row in remaining]
+        self._add_unplanned(client, remaining)
 
     def _sort_selection(self, number: int, client: str, remaining: list[Release]) -> None:
         """Finds the ledger row that a private selection has charged for this run.
@@ -205,7 +207,16 @@ class Charges:
             self.charged[client] = [remaining.pop(0)]
         else:
             self.missing += [(client, row) for row in planned]
-        self.foreign += [(client, row) for row in remaining]
+        self._add_unplanned(client, remaining)
+
+    def _add_unplanned(self, client: str, rows: Sequence[Release]) -> None:
+        """Adds the rows that the plan does not contain.
+
+        Without a ledger file, it is unknown whether they belong to the run.
+        """
+        self.foreign += [(client, row) for row in rows]
+        if client in self.ledger_rows.ledgers and not self.run.networked:
+            self.unplanned += [(client, row) for row in rows]
 
     def round_context(self, number: int) -> RoundContext:
         active = self.plan.participation.in_round(number)
@@ -252,8 +263,8 @@ class Charges:
     def problems(self) -> list[Problem]:
         """Lists the differences between the ledgers and the plan.
 
-        Missing rows are always reported. Unplanned rows are reported only if the ledger belongs to
-        no other run.
+        Missing rows are always reported, and so are unplanned rows with the run's identifier. Other
+        rows are reported only if the ledger belongs to no other run.
         """
         problems = []
         for client, row in self.missing:
@@ -275,10 +286,9 @@ class Charges:
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
                 text = f"{client}'s ledger belongs to another data set or partition"
                 problems.append(Problem("ledger.data_set", text))
-        if only_this_run:
-            for client, row in self.foreign:
-                text = f"{client}'s ledger contains {_text(row)}, which is not planned by "
-                problems.append(Problem("ledger.foreign", f"{text}config.toml"))
+        for client, row in self.foreign if only_this_run else self.unplanned:
+            text = f"{client}'s ledger contains {_text(row)}, which is not planned by config.toml"
+            problems.append(Problem("ledger.foreign", text))
         return problems
 
     def refusal(self) -> Event | None:

@@ -170,7 +170,8 @@ def start_facts(
         simulated: True if all clients are in one process, False for a run over a network.
     """
     return figures.Start(
-        schema_version=4,
+        schema_version=5,
+        charge_id="",
         noise_multiplier=plan.privacy.noise_multiplier,
         data_set=plan.spec.to_json(),
         test_images=test,  # type: ignore[arg-type]  # checked, as all of it is

@@ -378,8 +378,9 @@ def _noted_hashes(folder: Path, run: PrivateRun, ledgers: Mapping[str, Ledger]) 
             return {"the server": ""}
         return {"the server": next((hashed for _, hashed in server.lines.files), "")}
     hashes = {}
-    for client, ledger in ledgers.items():
-        stated = [hashed for marked, hashed in ledger.lines.files if marked == run.start.charge_id]
+    for client in run.start.ledgers.keys() & ledgers.keys():
+        files = ledgers[client].lines.files
+        stated = [hashed for marked, hashed in files if marked == run.start.charge_id]
         # A later line could state the hash of other files, but a repeated period writes another.
         last = -1 if has_periods(run.settings.method) else 0
         hashes[client] = stated[last] if stated else ""

@@ -121,8 +121,9 @@ class Simulation(ActiveRun):
         if resumed is None and output is not None and not self._is_refused():
             self.folder = self._new_folder(output, clients)
         self._begin_record(*test, simulated=True)
+        charge_id = self._mark_charges()
         if self.folder is not None:
-            self._begin_folder()
+            self._begin_folder(charge_id)
             counts = count_matrix(train.labels.cpu().numpy(), clients.parts, train.spec.classes)
             self.folder.write_partition(counts)
         self._announce(new=resumed is None)
@@ -152,26 +153,28 @@ class Simulation(ActiveRun):
                     self.plan.sigma, self.context.nominal_size, sections
                 )
 
-    def _begin_folder(self) -> None:
+    def _begin_folder(self, charge_id: str) -> None:
         """Writes the run's initial state into its folder."""
         if self._trial is None:
             stated = [client.history() for client in self.backend.clients]  # without this period
             histories = [history for history in stated if history is not None]
-            self.record.begin(histories, self._mark_charges())
+            self.record.begin(histories, charge_id)
         else:
             histories = [ledger.history_at_start for ledger in self._trial.ledgers]
-            self.record.begin(histories, self._trial.ledgers[0].charge_id, self._trial.began)
+            self.record.begin(histories, charge_id, self._trial.began)
 
     def _mark_charges(self) -> str:
         """Gives the clients' ledgers the run's identifier, and returns it.
 
-        It is new, unless the run was resumed or repeats a period that was charged before.
+        A resumed run has that of its start. All runs of a period have the same one, because they
+        charge the period only once.
         """
         identifier = secrets.token_hex(8)
-        for client in self.backend.clients:
-            if client.sequence is not None and client.ledger is not None:
-                identifier = client.sequence.charged_by(client.ledger.lines) or identifier
-        if self.folder is not None and self.folder.has_begun:
+        if self._trial is not None:
+            identifier = self._trial.ledgers[0].charge_id
+        elif has_periods(self.method):
+            identifier = f"period {self.method.period} of {self.method.periods}"
+        elif self.folder is not None and self.folder.has_begun:
             identifier = private_start(self.folder.path).charge_id
         for client in self.backend.clients:
             if client.ledger is not None:

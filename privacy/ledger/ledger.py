@@ -48,7 +48,7 @@ from fedsynth.files import (
 )
 from fedsynth.privacy.releases import Release
 
-LEDGER_SCHEMA = 3
+LEDGER_SCHEMA = 4
 # entries that are not releases
 RECORDS, MAY_CHANGE, RESUMED, FILES = "records", "carry-over", "resumed", "files"
 
@@ -400,15 +400,16 @@ class Ledger:
     def note_files(self, sha256: str, *, repeated: bool = False) -> None:
         """Notes the hash of a finished run's files in the ledger.
 
-        The run's files are checked against the note, so a file cannot be replaced together
-        with its hash in the report. A run that has a note writes none.
+        The run's files are checked against the note, so a file cannot be replaced together with its
+        hash in the report. A run that has a note writes none.
 
         Args:
             sha256: the hash of the files' hashes (`fedsynth.privacy.report.file.hash_of_files`).
-            repeated: True writes the note in any case, because the run may repeat a killed period
-                whose releases were charged and noted before.
+            repeated: True writes a note unless the last one has the same hash. A guard notes its
+                settings at each update, and a run may repeat a killed period that was noted before.
         """
-        if repeated or self.charge_id not in dict(self._read().files):
+        noted = dict(self._read().files).get(self.charge_id)
+        if noted is None or (repeated and noted != sha256):
             self._note({"entry": FILES, "sha256": sha256})
 
     def take_records(self, records: str, dataset: str) -> None:

@@ -385,11 +385,11 @@ class RunStart(Part):
 class Start(Part):
     """The file privacy_start.json, with the public facts fixed at a run's start.
 
-    `charge_id` marks the run's lines in the ledgers. It is empty in a run over a network. `selected`
-    is True for the best trial of a private selection, whose row is in the ledgers.
+    `charge_id` marks the run's lines in the ledgers. It is empty in a run over a network.
+    `selected` is True for the best trial of a private selection, whose row is in the ledgers.
     """
 
-    schema_version: Literal[4]
+    schema_version: Literal[5]
     noise_multiplier: float | None
     data_set: DataSet
     test_images: Literal["public", "private", "none"]
@@ -397,7 +397,7 @@ class Start(Part):
     run: RunStart
     simulated: bool
     warnings: list[str]
-    charge_id: str = ""
+    charge_id: str
     selected: bool = False
 
 

@@ -412,7 +412,7 @@ def test_means_and_directions_above_the_noise_equal_numpy() -> None:
 def test_images_are_drawn_around_class_means() -> None:
     means = 0.2 + torch.eye(64, dtype=torch.float64)[:10]
     roots = 0.05 * torch.eye(64, dtype=torch.float64)
-    moments = PixelMoments(means, roots)
+    moments = PixelMoments(means, roots, torch.ones(len(means)) / len(means))
     images = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
     assert images.shape == (10, 50, 1, 8, 8)
     assert 0 <= float(images.min()) <= float(images.max()) <= 1

@@ -97,13 +97,13 @@ DAMAGE: dict[str, Callable[[str], str]] = {
     "invalid release": with_invalid_release,
     "edited": lambda text: text.replace('"round": 2', '"round": 3'),
     "header": lambda text: text.replace('"client": "alice"', '"client": "alicf"'),
-    "schema": lambda text: text.replace('"fedsynth_ledger": 3', '"fedsynth_ledger": 2'),
+    "schema": lambda text: text.replace('"fedsynth_ledger": 4', '"fedsynth_ledger": 3'),
     "line removed": lambda text: re.sub(r"\n.*\n", "\n", text, count=1),
     "not JSON": lambda text: text + "hello\n",
     "list": lambda text: text + "[]\n",
     "emptied": lambda text: "",
     "client is no string": lambda text: encode(  # with a valid hash
-        {"fedsynth_ledger": 3, "client": ["alice"], "dataset": "d"}, ""
+        {"fedsynth_ledger": 4, "client": ["alice"], "dataset": "d"}, ""
     )[0].decode(),
 }
 

@@ -23,7 +23,7 @@ from fedsynth.errors import OutputError, UnaccountedReleaseError, UnknownNameErr
 from fedsynth.federation import client_runtime
 from fedsynth.federation.in_process import InProcess
 from fedsynth.methods import METHODS, method_class
-from fedsynth.privacy import Ledger, PrivacyError
+from fedsynth.privacy import Ledger, PrivacyError, read_ledger
 from fedsynth.privacy.disclosure import Disclosure, public, released
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.privacy.report.build import write_report
@@ -173,6 +173,31 @@ def test_equal_runs_at_once_on_one_ledger_are_verified(
             ledger.charge(release)
         ledger.note_files(hash_of_files(report_of(folder)["files"]))
     assert "ledger.files" in codes(folder)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_unplanned_charges_of_the_run_are_found(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a kept ledger hid a second charge of the run, because other runs may charge, too.
+
+    The ledger of a client that is not in the run has no note of the run's files.
+    """
+    kept = tmp_path / "kept"
+    prepare = InProcess.prepare
+
+    def charge_again(self: InProcess, context: fs.RoundContext) -> Any:
+        ledger = self.clients[0].ledger
+        if context.round == 2 and ledger is not None:
+            another = ledger if own else Ledger(None, ledger.path, dataset=None)
+            another.charge(ledger.releases[0])
+        return prepare(self, context)
+
+    monkeypatch.setattr(InProcess, "prepare", charge_again)
+    folder = run(tmp_path, settings("fedavg", ledger=str(kept), noise_multiplier=3.0))
+    release = read_ledger(min(kept.glob("*.jsonl"))).releases[0]
+    Ledger("another", kept / "another.jsonl", dataset="another").charge(release)
+    assert codes(folder) == (["ledger.foreign"] if own else [])
 
 
 def with_id_of(other: Path, start: dict[str, Any]) -> None:

@@ -52,8 +52,8 @@ class ImagesState(ServerState):
     Args:
         class_means: the class means of z around their common mean, [C, d], from the released
             moments. None before round 1, or if no images are requested.
-        picture_means, picture_roots: the fields of `PixelMoments`, from the released small
-            pictures. None before round 1, or if small pictures are not released.
+        picture_means, picture_roots, picture_shares: the fields of `PixelMoments`, from the
+            released small pictures. None before round 1, or if small pictures are not released.
         images: the normalised images generated after the last round, [C · m, channels, H, W], where
             m is `images_each`.
         soft_labels: the labels that the released classifier gives the images, [C · m, C].
@@ -62,6 +62,7 @@ class ImagesState(ServerState):
     class_means: Tensor | None = None
     picture_means: Tensor | None = None
     picture_roots: Tensor | None = None
+    picture_shares: Tensor | None = None
     images: Tensor | None = None
     soft_labels: Tensor | None = None
 
@@ -131,15 +132,16 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
         The images start from random processes if no moments of small pictures were released.
         """
         weight, shape = teacher.classifier.weight, context.spec.image_shape
-        means = state.class_means
+        class_means = state.class_means
         compute = self.in_parts(state.parameters, context)
-        statistics = from_statistics.ReleasedStatistics(compute, weight, means)
+        statistics = from_statistics.ReleasedStatistics(compute, weight, class_means)
         draws = torch_generator(context.seed, "fedstats' start images")
 
         def start(count: int, candidates: int) -> Tensor:
-            if state.picture_means is None or state.picture_roots is None:
+            means, roots, shares = state.picture_means, state.picture_roots, state.picture_shares
+            if means is None or roots is None or shares is None:
                 return from_statistics.public_start(statistics, count, shape, draws, candidates)
-            pictures = PixelMoments(state.picture_means, state.picture_roots)
+            pictures = PixelMoments(means, roots, shares)
             return rendered(pictures, statistics, count, shape, draws).to(weight.device)
 
         parts = []

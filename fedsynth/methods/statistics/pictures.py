@@ -18,7 +18,8 @@ Images are rendered from the released moments in three steps, all of which are p
    moments over neighbouring cells first, because noise is independent between cells and pictures
    are not.
 3. More images are rendered than needed. Those that are kept are drawn with the probability that the
-   released classifier gives their class, which approximates p(x | y) ∝ p(x)·p(y | x).
+   released classifier, without its bias, gives their class. This approximates p(x | y) ∝
+   p(x)·p(y | x).
 
 The steps and constants were chosen on held-out training images of Fashion-MNIST and MNIST, and
 `plain` on PneumoniaMNIST's validation images.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -111,12 +112,12 @@ class PixelMoments:
         roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
             covariance that all classes share, restricted to eigenvalues above a noise threshold.
         shares: the share of all examples that each class has, [C]. The released shares are shrunk
-            towards 1/C by their noise. Rendering does not need them.
+            towards 1/C by their noise.
     """
 
     means: Tensor
     roots: Tensor
-    shares: Tensor = field(default_factory=lambda: torch.zeros(0))
+    shares: Tensor
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
@@ -171,7 +172,7 @@ class PixelMoments:
         roots = self.roots.cpu().double()
         blurred = _blur(shape, ROOT_BLUR) @ roots
         lost = roots.norm(dim=0) / blurred.norm(dim=0).clamp_min(1e-12)
-        return PixelMoments(means, blurred * lost.clamp_max(REGAINED))
+        return PixelMoments(means, blurred * lost.clamp_max(REGAINED), self.shares)
 
     def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
         """Makes images of symmetric classes more symmetric.
@@ -240,11 +241,12 @@ def rendered(
 
 
 def _fitting_styles(moments: PixelMoments, shape: Shape) -> Sequence[Style]:
-    """Returns the rendering styles that fit the mean picture's border."""
-    # the median over classes, because the noisy mean of a rare class can be large
-    mean = moments.means.median(dim=0).values.view(cells_of(shape))
+    """Returns the rendering styles that fit the border of the mean picture of all examples."""
+    cells = cells_of(shape)
+    mean = (moments.shares @ moments.means).view(cells)  # a rare class's mean is mostly noise
     border = torch.cat([mean[:, [0, -1]].flatten(), mean[:, :, [0, -1]].flatten()])
-    if border.median() >= BRIGHT * mean.quantile(WHITE):
+    white = mean.quantile(WHITE)
+    if min(cells[1:]) > 2 and white > 0 and border.median() >= BRIGHT * white:
         return [plain_images]
     return [sharpened_images, shaded_images]
 
