@@ -210,7 +210,9 @@ def test_tables_have_documents_and_scripts(
             assert f'"{Path(rows).stem}' in _read(tables, script), name
 
 
-@pytest.mark.parametrize(("old", "new"), [("81.57 ± 0.69", "81.58 ± 0.69"), ("71 and 46 %", "71 and 47 %")])
+@pytest.mark.parametrize(
+    ("old", "new"), [("81.57 ± 0.69", "81.58 ± 0.69"), ("71 and 46 %", "71 and 47 %")]
+)
 def test_wrong_numbers_are_detected(tables: Any, old: str, new: str) -> None:
     text = _read(tables, "docs/results.md")
     changed = text.replace(old, new)

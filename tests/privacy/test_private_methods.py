@@ -592,7 +592,13 @@ def test_private_runs_write_only_public_values(tmp_path: Path) -> None:
     start = json.loads((folder / "privacy_start.json").read_text())
     assert set(start) == {
         *("schema_version", "noise_multiplier", "data_set", "test_images", "ledgers"),
-        *("simulated", "warnings", "run", "charge_id", "selected"),  # known before the data are read
+        *(
+            "simulated",
+            "warnings",
+            "run",
+            "charge_id",
+            "selected",
+        ),  # known before the data are read
     }
     # the true number of records, as a number and not inside a hash or a fraction
     count = re.compile(r"(?<![\w.])200(?![\w.])")
