@@ -166,7 +166,7 @@ table("one-shot-mnist")(partial(_one_shot, "MNIST", "mnist"))
 def _one_shot_variants() -> str:
     default = "fashion-mnist, Dir(0.1), FedHydra,"
     body = [["default", spread_of("one_shot_table", default, FIVE), ""]]
-    for name in ("raw Ū_c", "Ū_r alone", "AE"):
+    for name in ("raw Ū_c", "Ū_r alone"):
         key = default.replace("FedHydra", f"FedHydra ({name})")
         ahead = differences("one_shot_table", key, default, FIVE)
         body.append([name, spread_of("one_shot_table", key, FIVE), paired(ahead, 5)])
