@@ -270,8 +270,8 @@ class UpdateGuard:
                 dimension=len(update_D),
             )
             noisy = noisy_update(update_D, plan, self.settings.sigma, self._enforcer, self._secret)
+            self._ledger.note_files(self._stated, repeated=True)  # before anything may leave
             write_whole(sent, safetensors.torch.save({digest: noisy}))
-            self._ledger.note_files(self._stated, repeated=True)
         with locked_file(self.folder / "report.lock"):
             write_report(guard_report(self.folder), self.folder)
         return noisy
@@ -376,7 +376,13 @@ def verify_guard(folder: Path, report: Mapping[str, Any], ledger: Path | None) -
     problems += rows.problems
     stated = file_hash(folder / GUARD_SETTINGS)
     for client, charged in rows.ledgers.items():
-        if [noted for _, noted in charged.lines.files][-1:] != [stated]:
+        hashes = [noted for _, noted in charged.lines.files]
+        if len(hashes) > 1:
+            notes.append(
+                f"{client}'s updates were charged with {len(hashes)} successive versions of "
+                f"{GUARD_SETTINGS}, of which the report states the last"
+            )
+        if charged.releases and hashes[-1:] != [stated]:
             text = f"the ledger of {client} was charged with settings other than {GUARD_SETTINGS}"
             problems.append(Problem(f"files.{GUARD_SETTINGS}", text))
     problems += report_problems(report, facts, rows, {})

@@ -16,6 +16,7 @@ from typing import Any
 
 from fedsynth.core.context import RoundContext
 from fedsynth.core.method import Method
+from fedsynth.core.periods import has_periods
 from fedsynth.errors import BudgetExceededError, PrivacyError
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import data_set_id
@@ -150,16 +151,20 @@ class Charges:
         A report without ledger files does not state the identifiers. All rows that were added since
         the run began are then returned.
         """
-        rows = self.ledger_rows.rows.get(client, ())[rows_before:]
+        covered = self.ledger_rows.rows.get(client, ())
         if client not in self.ledger_rows.ledgers:
-            return list(rows)
+            return list(covered[rows_before:])
         of_run = []
-        runs = self.ledger_rows.ledgers[client].lines.runs[rows_before:]
-        for row, run in zip(rows, runs, strict=False):
-            if run == self.run.start.charge_id:
-                of_run.append(row)
-            else:
-                self.foreign.append((client, row))
+        lines = self.ledger_rows.ledgers[client].lines
+        for number, (row, run) in enumerate(zip(lines.releases, lines.runs, strict=True)):
+            is_own = run == self.run.start.charge_id
+            if rows_before <= number < len(covered):
+                if is_own:
+                    of_run.append(row)
+                else:
+                    self.foreign.append((client, row))
+            elif is_own and not self.run.abandoned:  # the report leaves it out
+                self._add_unplanned(client, [row])
         return of_run
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
@@ -212,10 +217,12 @@ class Charges:
     def _add_unplanned(self, client: str, rows: Sequence[Release]) -> None:
         """Adds the rows that the plan does not contain.
 
-        Without a ledger file, it is unknown whether they belong to the run.
+        It is unknown whether they belong to the run without a ledger file, or if several runs may
+        charge the same period.
         """
         self.foreign += [(client, row) for row in rows]
-        if client in self.ledger_rows.ledgers and not self.run.networked:
+        known = client in self.ledger_rows.ledgers and not self.run.networked
+        if known and not has_periods(self.run.settings.method):
             self.unplanned += [(client, row) for row in rows]
 
     def round_context(self, number: int) -> RoundContext:

@@ -360,8 +360,8 @@ def _file_problems(
     for name in sorted({MODEL, SUMMARY, *report["files"]} - files.keys()):
         problems.append(Problem(f"files.{short_key(name)}", f"{short_key(name)} is missing"))
     noted = report_file.hash_of_files(report["files"])
-    for holder, stated in _noted_hashes(folder, run, charges.ledger_rows.ledgers).items():
-        if stated != noted:
+    for holder, hashes in _noted_hashes(folder, run, charges.ledger_rows.ledgers).items():
+        if noted not in hashes:
             text = f"the ledger of {holder} does not contain the hash of the report's files"
             problems.append(Problem("ledger.files", text))
     expected = {code.file: code.sha256 for code in own_sources(run.settings).values()}
@@ -369,21 +369,26 @@ def _file_problems(
     return [*problems, *differences("sources", expected, sources), *_unknown_files(folder, run)]
 
 
-def _noted_hashes(folder: Path, run: PrivateRun, ledgers: Mapping[str, Ledger]) -> dict[str, str]:
-    """Returns the hash of the report's files that this run wrote to each ledger, or ""."""
+def _noted_hashes(
+    folder: Path, run: PrivateRun, ledgers: Mapping[str, Ledger]
+) -> dict[str, list[str]]:
+    """Returns the hashes of report files that this run may have written to each ledger.
+
+    Only the first counts, because a later line could state the hash of other files. Of a period,
+    all count, because several runs may repeat it.
+    """
     if run.networked:
         try:
             server = read_ledger(folder / SERVER_LEDGER)
         except LedgerError:
-            return {"the server": ""}
-        return {"the server": next((hashed for _, hashed in server.lines.files), "")}
+            return {"the server": []}
+        return {"the server": [hashed for _, hashed in server.lines.files[:1]]}
     hashes = {}
-    for client in run.start.ledgers.keys() & ledgers.keys():
-        files = ledgers[client].lines.files
-        stated = [hashed for marked, hashed in files if marked == run.start.charge_id]
-        # A later line could state the hash of other files, but a repeated period writes another.
-        last = -1 if has_periods(run.settings.method) else 0
-        hashes[client] = stated[last] if stated else ""
+    for client in run.start.ledgers:
+        if client in ledgers:
+            files = ledgers[client].lines.files
+            stated = [hashed for marked, hashed in files if marked == run.start.charge_id]
+            hashes[client] = stated if has_periods(run.settings.method) else stated[:1]
     return hashes
 
 

@@ -322,6 +322,16 @@ def test_classifier_of_a_run_with_pictures_is_balanced(epsilon: float | None) ->
     assert recalls[True] > recalls[False] + 0.1
 
 
+def test_class_that_may_be_absent_is_not_favoured() -> None:
+    labels = torch.tensor([0] * 30 + [1] * 28 + [2] * 2)
+    sums = pixel_rows(torch.full((60, WIDTH), WIDTH**-0.5), labels, 4).sums()
+    sums[-WIDTH * 4 :] *= WIDTH**0.5 * low_pass((1, 8, 8))(torch.ones(1, 1, 8, 8))[0, -1]
+    exact = PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 4).shares
+    torch.testing.assert_close(exact.float(), torch.tensor([0.5, 28 / 60, 2 / 60, 0.5]))
+    noisy = PixelMoments.unpacked(Pool(sums, 1.0, 60), WIDTH, 4).shares  # of 0.07 in a share
+    assert noisy[2] == noisy[3] == noisy.max()
+
+
 def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:
     """An ε of shared noise needs the assumption next to it."""
     method, privacy = replace(QUICK, aggregation="secure"), replace(PRIVATE, noise_multiplier=3.0)

@@ -387,13 +387,15 @@ def other_delta(folder: Path) -> None:
     write_report(guard.guard_report(folder), folder)
 
 
-def test_settings_may_change_between_jobs_but_not_back(tmp_path: Path) -> None:
+def test_changed_settings_are_noted_with_the_next_update(tmp_path: Path) -> None:
     """Each update notes the settings with which it was charged."""
     first = (released(tmp_path) / "guard.toml").read_text()
     make(tmp_path, "rounds = 4")
     assert verify_run(tmp_path).problems[0].code == "files.guard.toml"
     update_of(tmp_path, 7)
-    assert verify_run(tmp_path).problems == []
+    changed = verify_run(tmp_path)
+    assert changed.problems == []
+    assert "2 successive versions of guard.toml" in " ".join(changed.notes)
     (tmp_path / "guard.toml").write_text(first)
     assert "files.guard.toml" in [problem.code for problem in verify_run(tmp_path).problems]
 

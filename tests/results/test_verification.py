@@ -200,6 +200,19 @@ def test_unplanned_charges_of_the_run_are_found(
     assert codes(folder) == (["ledger.foreign"] if own else [])
 
 
+def test_charges_of_the_run_before_its_start_are_found(tmp_path: Path) -> None:
+    """A start that is moved behind a charge would present it as one of an earlier run."""
+    kept = tmp_path / "kept"
+    folder = run(tmp_path, settings("fedavg", ledger=str(kept), noise_multiplier=3.0))
+
+    def moved(start: dict[str, Any]) -> None:
+        for client, place in start["ledgers"].items():
+            place |= {"rows": 1, "chain": read_ledger(kept / f"{client}.jsonl").lines.chains[1]}
+
+    edit_json("privacy_start.json", moved)(folder)
+    assert "ledger.foreign" in codes(folder)
+
+
 def with_id_of(other: Path, start: dict[str, Any]) -> None:
     """Claims that a run's charges are those of another run."""
     start["charge_id"] = json.loads((other / "privacy_start.json").read_text())["charge_id"]

@@ -112,7 +112,8 @@ class PixelMoments:
         roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
             covariance that all classes share, restricted to eigenvalues above a noise threshold.
         shares: the share of all examples that each class has, [C]. The released shares are shrunk
-            towards 1/C by their noise.
+            towards 1/C by their noise. A class whose share does not exceed the noise, and which may
+            be absent, has the largest share, so that nothing favours it.
     """
 
     means: Tensor
@@ -131,7 +132,8 @@ class PixelMoments:
         gram = second[:-1, :-1] / (1 - CONSTANT**2)
         released = crossed[:, -1:] / CONSTANT
         deviations = shrunk(released.T - 1 / classes, noise / CONSTANT).flatten()
-        estimated = (1 / classes + deviations).clamp_min(max(FEWEST, noise / CONSTANT))
+        estimated = 1 / classes + deviations
+        estimated[estimated <= max(FEWEST, noise / CONSTANT)] = estimated.max()
         noise /= 1 - CONSTANT**2
         shares = released.clamp_min(max(FEWEST, noise))
         means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
