@@ -221,8 +221,8 @@ class Charges:
         charge the same period.
         """
         self.foreign += [(client, row) for row in rows]
-        known = client in self.ledger_rows.ledgers and not self.run.networked
-        if known and not has_periods(self.run.settings.method):
+        is_marked = client in self.ledger_rows.ledgers and not self.run.networked
+        if is_marked and not has_periods(self.run.settings.method):
             self.unplanned += [(client, row) for row in rows]
 
     def round_context(self, number: int) -> RoundContext:
