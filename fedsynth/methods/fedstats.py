@@ -59,6 +59,7 @@ from fedsynth.methods.statistics.images import ImagesState, MakesImages
 from fedsynth.methods.statistics.pictures import (
     DIRECTIONS,
     PixelMoments,
+    class_shares,
     pixel_rows,
     pixel_width,
     principal_directions,
@@ -281,7 +282,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         width = low_pass(context.spec.image_shape).dimension
         pictures = PixelMoments.unpacked(small, width, context.spec.classes)
         if self.balanced:
-            bias = -pictures.shares.log().float()
+            bias = -class_shares(small, width, context.spec.classes).log().float()
             state = _with_parameters(state, {"classifier.bias": bias - bias.mean()})
         if self.has_principal(context.privacy, context):
             compute = self.in_parts(state.parameters, context)
@@ -294,7 +295,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             state,
             picture_means=pictures.means,
             picture_roots=pictures.roots,
-            picture_shares=pictures.shares,
+            picture_overall=pictures.overall,
         )
 
     # ---------------------- each round: moments about m in round 1, then a gradient at the model

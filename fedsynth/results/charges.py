@@ -113,7 +113,8 @@ class Charges:
         histories: the current contents of the clients' ledgers.
         charged: for each client, the ledger rows that this run has added, in round order.
         foreign: pairs (client, row) for all other ledger rows that were added since the run began.
-        unplanned: those of them that have the run's identifier.
+        unplanned: pairs (client, row) for rows with the run's identifier that the plan does not
+            contain, or the report leaves out.
         missing: pairs (client, row) for rows that the plan requires and the ledger does not
             contain.
 
@@ -163,9 +164,17 @@ class Charges:
                     of_run.append(row)
                 else:
                     self.foreign.append((client, row))
-            elif is_own and not self.run.abandoned:  # the report leaves it out
-                self._add_unplanned(client, [row])
+            elif is_own and self._is_marked(client) and not self.run.abandoned:
+                self.unplanned.append((client, row))  # the report leaves it out
         return of_run
+
+    def _is_marked(self, client: str) -> bool:
+        """Returns True if only this run adds lines with its identifier to the client's ledger.
+
+        Without a ledger file, this is unknown. Several runs may charge the same period.
+        """
+        has_lines = client in self.ledger_rows.ledgers and not self.run.networked
+        return has_lines and not has_periods(self.run.settings.method)
 
     def _sort_rows(self, number: int, client: str, remaining: list[Release]) -> None:
         """Compares a client's ledger rows of this run with the planned rows.
@@ -215,14 +224,9 @@ class Charges:
         self._add_unplanned(client, remaining)
 
     def _add_unplanned(self, client: str, rows: Sequence[Release]) -> None:
-        """Adds the rows that the plan does not contain.
-
-        It is unknown whether they belong to the run without a ledger file, or if several runs may
-        charge the same period.
-        """
+        """Adds rows that the plan does not contain."""
         self.foreign += [(client, row) for row in rows]
-        is_marked = client in self.ledger_rows.ledgers and not self.run.networked
-        if is_marked and not has_periods(self.run.settings.method):
+        if self._is_marked(client):
             self.unplanned += [(client, row) for row in rows]
 
     def round_context(self, number: int) -> RoundContext:
@@ -293,7 +297,10 @@ class Charges:
             if only_this_run and ledger.dataset != data_set_id(self.run.settings):
                 text = f"{client}'s ledger belongs to another data set or partition"
                 problems.append(Problem("ledger.data_set", text))
-        for client, row in self.foreign if only_this_run else self.unplanned:
+        unplanned = list(self.unplanned)
+        if only_this_run:
+            unplanned += [other for other in self.foreign if other not in unplanned]
+        for client, row in unplanned:
             text = f"{client}'s ledger contains {_text(row)}, which is not planned by config.toml"
             problems.append(Problem("ledger.foreign", text))
         return problems

@@ -37,7 +37,12 @@ from fedsynth.methods.fedstats import (
 from fedsynth.methods.fedstats import PIXELS as PICTURE
 from fedsynth.methods.statistics import moments as cm
 from fedsynth.methods.statistics.moments import released_roots
-from fedsynth.methods.statistics.pictures import PixelMoments, pixel_rows, pixel_width
+from fedsynth.methods.statistics.pictures import (
+    PixelMoments,
+    class_shares,
+    pixel_rows,
+    pixel_width,
+)
 from fedsynth.models.on_features import Embedding, FeatureLinear, root_names
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.plans import FIRST, MAIN, ReleasePlan
@@ -326,9 +331,9 @@ def test_class_that_may_be_absent_is_not_favoured() -> None:
     labels = torch.tensor([0] * 30 + [1] * 28 + [2] * 2)
     sums = pixel_rows(torch.full((60, WIDTH), WIDTH**-0.5), labels, 4).sums()
     sums[-WIDTH * 4 :] *= WIDTH**0.5 * low_pass((1, 8, 8))(torch.ones(1, 1, 8, 8))[0, -1]
-    exact = PixelMoments.unpacked(Pool(sums, 0.0, 60), WIDTH, 4).shares
+    exact = class_shares(Pool(sums, 0.0, 60), WIDTH, 4)
     torch.testing.assert_close(exact.float(), torch.tensor([0.5, 28 / 60, 2 / 60, 0.5]))
-    noisy = PixelMoments.unpacked(Pool(sums, 1.0, 60), WIDTH, 4).shares  # of 0.07 in a share
+    noisy = class_shares(Pool(sums, 1.0, 60), WIDTH, 4)  # of 0.07 in a share
     assert noisy[2] == noisy[3] == noisy.max()
 
 
@@ -409,6 +414,7 @@ def test_means_and_directions_above_the_noise_equal_numpy() -> None:
     v = v / np.linalg.norm(v, axis=1, keepdims=True)
     means = np.stack([v[labels == c].mean(axis=0) for c in range(10)])
     np.testing.assert_allclose(actual.means, means, atol=1e-5)
+    np.testing.assert_allclose(actual.overall, v.mean(axis=0), atol=1e-5)
     about = v - means[labels]
     np.testing.assert_allclose(actual.roots @ actual.roots.T, about.T @ about / 60, atol=1e-5)
     # directions below the noise are dropped
@@ -422,7 +428,7 @@ def test_means_and_directions_above_the_noise_equal_numpy() -> None:
 def test_images_are_drawn_around_class_means() -> None:
     means = 0.2 + torch.eye(64, dtype=torch.float64)[:10]
     roots = 0.05 * torch.eye(64, dtype=torch.float64)
-    moments = PixelMoments(means, roots, torch.ones(len(means)) / len(means))
+    moments = PixelMoments(means, roots, means.mean(dim=0))
     images = moments.drawn(50, (1, 8, 8), (0.5, 1.0), torch.Generator().manual_seed(0))
     assert images.shape == (10, 50, 1, 8, 8)
     assert 0 <= float(images.min()) <= float(images.max()) <= 1

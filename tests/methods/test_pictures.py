@@ -33,7 +33,7 @@ def moments() -> PixelMoments:
     means = torch.stack([disc, left, left.flip(-1)]).flatten(1)
     means = means / means.norm(dim=1, keepdim=True)
     roots = 0.02 * torch.randn(CELLS**2, 5, generator=generator(), dtype=torch.float64)
-    return PixelMoments(means, roots, torch.full((3,), 1 / 3, dtype=torch.float64))
+    return PixelMoments(means, roots, means.mean(dim=0))
 
 
 def statistics(class_means: Tensor, weight: Tensor) -> ReleasedStatistics:
@@ -50,15 +50,15 @@ def test_the_style_is_the_one_with_the_released_class_means(style: pictures.Styl
 def test_pictures_with_a_bright_border_stay_as_drawn() -> None:
     """Dark shapes on a bright background. The noisy mean of a rare class does not decide."""
     dark = moments()
-    bright = replace(dark, means=dark.means.max() - dark.means)
+    means = dark.means.max() - dark.means
+    bright = replace(dark, means=means, overall=means.mean(dim=0))
     released = statistics(torch.zeros(3, 256), torch.zeros(3, 256))
     style = pictures._chosen_style(bright, released, SHAPE, generator())
     assert style is pictures.plain_images
     disc = rendered(bright, released, 50, SHAPE, generator())[0].mean(dim=(0, 1))
     assert disc[8, 8] < 0.3
     assert disc[[0, 0, -1, -1], [0, -1, 0, -1]].min() > 0.7
-    shares = torch.tensor([0.5, 0.499, 0.001], dtype=torch.float64)
-    noisy = PixelMoments(torch.cat([dark.means[:2], 9 * bright.means[:1]]), dark.roots, shares)
+    noisy = replace(dark, means=torch.cat([dark.means[:2], 9 * bright.means[:1]]))
     assert pictures._chosen_style(noisy, released, SHAPE, generator()) is not style
 
 

@@ -52,7 +52,7 @@ class ImagesState(ServerState):
     Args:
         class_means: the class means of z around their common mean, [C, d], from the released
             moments. None before round 1, or if no images are requested.
-        picture_means, picture_roots, picture_shares: the fields of `PixelMoments`, from the
+        picture_means, picture_roots, picture_overall: the fields of `PixelMoments`, from the
             released small pictures. None before round 1, or if small pictures are not released.
         images: the normalised images generated after the last round, [C · m, channels, H, W], where
             m is `images_each`.
@@ -62,7 +62,7 @@ class ImagesState(ServerState):
     class_means: Tensor | None = None
     picture_means: Tensor | None = None
     picture_roots: Tensor | None = None
-    picture_shares: Tensor | None = None
+    picture_overall: Tensor | None = None
     images: Tensor | None = None
     soft_labels: Tensor | None = None
 
@@ -138,10 +138,10 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
         draws = torch_generator(context.seed, "fedstats' start images")
 
         def start(count: int, candidates: int) -> Tensor:
-            means, roots, shares = state.picture_means, state.picture_roots, state.picture_shares
-            if means is None or roots is None or shares is None:
+            means, roots, overall = state.picture_means, state.picture_roots, state.picture_overall
+            if means is None or roots is None or overall is None:
                 return from_statistics.public_start(statistics, count, shape, draws, candidates)
-            pictures = PixelMoments(means, roots, shares)
+            pictures = PixelMoments(means, roots, overall)
             return rendered(pictures, statistics, count, shape, draws).to(weight.device)
 
         parts = []

@@ -103,6 +103,23 @@ def pixel_width(dimension: int, classes: int) -> int:
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 
+def class_shares(pool: Pool, dimension: int, classes: int) -> Tensor:
+    """Estimates the share of all examples that each class has, [C].
+
+    The released shares are shrunk towards 1/C by their noise. A class whose share does not exceed
+    the noise may be absent. It has the largest share, so that a balanced classifier does not favour
+    it.
+
+    Args:
+        pool, dimension, classes: as in `PixelMoments.unpacked`.
+    """
+    _, crossed, noise = second_and_crossed(pool, dimension, classes)
+    noise /= CONSTANT
+    shares = 1 / classes + shrunk(crossed[:, -1:].T / CONSTANT - 1 / classes, noise).flatten()
+    shares[shares <= max(FEWEST, noise)] = shares.max()
+    return shares
+
+
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
     """The class means and the common covariance of small pictures, scaled to unit norm.
@@ -111,14 +128,12 @@ class PixelMoments:
         means: the mean of each class, [C, D − 1], without u's constant.
         roots: columns that span the variation within classes, [D − 1, k]. roots·rootsᵀ is the
             covariance that all classes share, restricted to eigenvalues above a noise threshold.
-        shares: the share of all examples that each class has, [C]. The released shares are shrunk
-            towards 1/C by their noise. A class whose share does not exceed the noise, and which may
-            be absent, has the largest share, so that nothing favours it.
+        overall: the mean of all examples, [D − 1].
     """
 
     means: Tensor
     roots: Tensor
-    shares: Tensor
+    overall: Tensor
 
     @classmethod
     def unpacked(cls, pool: Pool, dimension: int, classes: int) -> PixelMoments:
@@ -130,19 +145,16 @@ class PixelMoments:
         """
         second, crossed, noise = second_and_crossed(pool, dimension, classes)
         gram = second[:-1, :-1] / (1 - CONSTANT**2)
-        released = crossed[:, -1:] / CONSTANT
-        deviations = shrunk(released.T - 1 / classes, noise / CONSTANT).flatten()
-        estimated = 1 / classes + deviations
-        estimated[estimated <= max(FEWEST, noise / CONSTANT)] = estimated.max()
         noise /= 1 - CONSTANT**2
-        shares = released.clamp_min(max(FEWEST, noise))
-        means = crossed[:, :-1] / shares / math.sqrt(1 - CONSTANT**2)
+        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
+        weighted = crossed[:, :-1] / math.sqrt(1 - CONSTANT**2)
+        means = weighted / shares
         within = gram - (shares * means).T @ means
         values, vectors = torch.linalg.eigh(within)
         # pure noise reaches noise·√(2D), so about a tenth of its directions pass this threshold
         significant = values > max(noise * math.sqrt(dimension), 1e-9)
         roots = vectors[:, significant] * values[significant].sqrt()
-        return cls(means, roots, estimated)
+        return cls(means, roots, weighted.sum(dim=0))
 
     def drawn(
         self, count: int, shape: Shape, variety: tuple[float, float], generator: torch.Generator
@@ -174,7 +186,7 @@ class PixelMoments:
         roots = self.roots.cpu().double()
         blurred = _blur(shape, ROOT_BLUR) @ roots
         lost = roots.norm(dim=0) / blurred.norm(dim=0).clamp_min(1e-12)
-        return PixelMoments(means, blurred * lost.clamp_max(REGAINED), self.shares)
+        return PixelMoments(means, blurred * lost.clamp_max(REGAINED), self.overall)
 
     def symmetric(self, images_CICHW: Tensor, generator: torch.Generator) -> Tensor:
         """Makes images of symmetric classes more symmetric.
@@ -245,7 +257,7 @@ def rendered(
 def _fitting_styles(moments: PixelMoments, shape: Shape) -> Sequence[Style]:
     """Returns the rendering styles that fit the border of the mean picture of all examples."""
     cells = cells_of(shape)
-    mean = (moments.shares @ moments.means).view(cells)  # a rare class's mean is mostly noise
+    mean = moments.overall.view(cells)  # not of the class means: a rare class's is mostly noise
     border = torch.cat([mean[:, [0, -1]].flatten(), mean[:, :, [0, -1]].flatten()])
     white = mean.quantile(WHITE)
     if min(cells[1:]) > 2 and white > 0 and border.median() >= BRIGHT * white:
