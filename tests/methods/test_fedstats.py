@@ -335,6 +335,8 @@ def test_class_that_may_be_absent_is_not_favoured() -> None:
     torch.testing.assert_close(exact.float(), torch.tensor([0.5, 28 / 60, 2 / 60, 0.5]))
     noisy = class_shares(Pool(sums, 1.0, 60), WIDTH, 4)  # of 0.07 in a share
     assert noisy[2] == noisy[3] == noisy.max()
+    negative = class_shares(Pool(-sums, 0.5, 60), WIDTH, 4)
+    torch.testing.assert_close(negative, torch.full_like(negative, 1 / 4))
 
 
 def test_run_that_exhausts_its_budget_exports_images(tmp_path: Path) -> None:

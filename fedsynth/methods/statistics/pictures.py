@@ -108,7 +108,7 @@ def class_shares(pool: Pool, dimension: int, classes: int) -> Tensor:
 
     The released shares are shrunk towards 1/C by their noise. A class whose share does not exceed
     the noise may be absent. It has the largest share, so that a balanced classifier does not favour
-    it.
+    it. If no share exceeds the noise, all classes have the share 1/C.
 
     Args:
         pool, dimension, classes: as in `PixelMoments.unpacked`.
@@ -116,7 +116,10 @@ def class_shares(pool: Pool, dimension: int, classes: int) -> Tensor:
     _, crossed, noise = second_and_crossed(pool, dimension, classes)
     noise /= CONSTANT
     shares = 1 / classes + shrunk(crossed[:, -1:].T / CONSTANT - 1 / classes, noise).flatten()
-    shares[shares <= max(FEWEST, noise)] = shares.max()
+    is_present = shares > max(FEWEST, noise)
+    if not is_present.any():
+        return torch.full_like(shares, 1 / classes)
+    shares[~is_present] = shares.max()
     return shares
 
 
