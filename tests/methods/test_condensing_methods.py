@@ -32,7 +32,7 @@ from fedsynth.models.flat import flatten
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation import matching
+from fedsynth.synthesizer.condensation import matching, sets
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from fedsynth.training.loop import LoopCheckpointer
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
@@ -228,6 +228,13 @@ def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.Monke
     client_uploads(method, round_context(compiled=True), clients)
     functions = ["_embed"] if name == "fedsum" else ["_back", "_between", "_embed"]
     assert sorted(compiled) == functions
+
+
+def test_the_server_accepts_images_that_are_mostly_noise() -> None:
+    method = replace(FAST, image_lr=1e9)
+    ctx = round_context(PrivacySettings(noise_multiplier=1.0))
+    images = upload(method, ctx, private_clients(method, ctx, digits(LABELS))).images
+    assert float(images.abs().max()) == sets.MAX_PIXEL
 
 
 FEW = digits([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])

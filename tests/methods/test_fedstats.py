@@ -611,6 +611,8 @@ def test_noise_alone_shortens_little() -> None:
     shorten, factor = cm.principal_shortening(Pool(100 * noise, 100.0, 1e4), torch.eye(20))
     assert float(shorten.shortened.max()) < 0.35
     assert 1 <= factor < 1.02
+    _, factor = cm.principal_shortening(Pool(100 * noise, 100.0, 10.0), torch.eye(20))
+    assert factor >= 1
 
 
 def test_regained_norm_is_unbiased_by_noise() -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from fedsynth.core.sums import Pool
 from fedsynth.methods.statistics import pictures
 from fedsynth.methods.statistics.pictures import PixelMoments, rendered
 from fedsynth.synthesizer.condensation.from_statistics import (
@@ -106,3 +108,26 @@ def test_only_symmetric_classes_are_drawn_symmetrically() -> None:
 
     assert torch.equal(made[1:], drawn[1:])
     assert float(asymmetry(made)[0]) < 0.6 * float(asymmetry(drawn)[0])
+
+
+def test_shares_and_means_of_thousands_of_classes_are_exact() -> None:
+    classes, width = 2000, 3
+    labels = torch.cat([torch.zeros(2001), torch.arange(1, classes)]).long()
+    u = F.normalize(torch.rand(len(labels), width - 1, generator=generator()))
+    u = torch.cat(
+        [u * (1 - pictures.CONSTANT**2) ** 0.5, torch.full((len(u), 1), pictures.CONSTANT)], dim=1
+    )
+    pool = Pool(pictures.pixel_rows(u.double(), labels, classes).sums(), 0.0, len(labels))
+    shares = pictures.class_shares(pool, width, classes)
+    expected = torch.bincount(labels) / len(labels)
+    torch.testing.assert_close(shares.float(), expected)
+    means = PixelMoments.unpacked(pool, width, classes).means
+    torch.testing.assert_close(means.norm(dim=1)[1:].float(), torch.ones(classes - 1))
+
+
+def test_shaded_image_of_one_pixel_is_finite() -> None:
+    moments = PixelMoments(
+        torch.ones(2, 1).double(), torch.zeros(1, 0).double(), torch.ones(1).double()
+    )
+    images = pictures.shaded_images(moments, 3, (1, 1, 1), generator())
+    assert images.isfinite().all()

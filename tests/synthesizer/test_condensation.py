@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -489,6 +490,19 @@ def test_images_start_in_their_classes_and_approach_the_means() -> None:
     assert released.distance(z[1]) < 0.7 * released.distance(z[0])
     assert torch.equal(start, start_images(released))  # not changed in place
     assert 0 <= float(images.min()) <= float(images.max()) <= 1
+
+
+def test_class_means_that_are_hidden_by_noise_do_not_pull_images() -> None:
+    released = replace(statistics(), class_means=torch.zeros(3, statistics().weight.shape[1]))
+    z = embed(start_images(released).flatten(0, 1)).unflatten(0, (3, 2)).requires_grad_(True)
+    distance = released.distance(z)
+    assert distance == 0
+    assert not torch.autograd.grad(distance, z)[0].any()
+
+
+def test_soft_labels_at_a_low_temperature_keep_their_sum() -> None:
+    uniform = torch.full((1, 10), 0.1)
+    torch.testing.assert_close(student.softened(uniform, 0.01), uniform)
 
 
 def test_gradient_in_parts_equals_autograd(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,6 +315,8 @@ class CondensingMethod(TrainsOnUnion):
         """Yields the condensation step numbers t = 0, …, T − 1.
 
         It also reports the progress and saves checkpoints. Yields nothing if there are no images.
+        Private images are limited to the server's range after the last step, because noise has no
+        bound.
 
         Args:
             clients: the group of clients.
@@ -332,6 +334,8 @@ class CondensingMethod(TrainsOnUnion):
             report=lambda completed: context.report("condense", completed, self.iterations),
             draws=draws,
         )
+        if isinstance(clients, PrivateClientView):
+            images_SICHW.clamp_(-sets.MAX_PIXEL, sets.MAX_PIXEL)
 
 
 def perturbed(

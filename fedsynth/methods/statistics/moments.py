@@ -280,7 +280,7 @@ def principal_shortening(pool: Pool, directions_dk: Tensor) -> tuple[Shortening,
     exact = torch.where(values > edge, (values + (values**2 - edge**2).clamp_min(0).sqrt()) / 2, 0)
     square = 1 - float(((1 - factors**2) * exact).sum())
     turned = directions_dk @ vectors.to(directions_dk)
-    return Shortening(turned, (1 - factors).float()), max(square, floor) ** -0.5
+    return Shortening(turned, (1 - factors).float()), max(square, min(floor, 1.0)) ** -0.5
 
 
 def noise_edge(noise: float, size: int) -> float:

@@ -85,9 +85,9 @@ Style = Callable[["PixelMoments", int, Shape, torch.Generator], Tensor]
 # The quantile of an image's pixels that is scaled to white, because small pictures have lost their
 # brightness.
 WHITE = 0.98
-# The smallest share of all examples that a class is assumed to have. A smaller released share is
-# noise.
-FEWEST = 1e-3
+# The smallest share of all examples that a class is assumed to have, relative to 1/C. A smaller
+# released share is noise.
+FEWEST = 0.01
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
@@ -116,7 +116,7 @@ def class_shares(pool: Pool, dimension: int, classes: int) -> Tensor:
     _, crossed, noise = second_and_crossed(pool, dimension, classes)
     noise /= CONSTANT
     shares = 1 / classes + shrunk(crossed[:, -1:].T / CONSTANT - 1 / classes, noise).flatten()
-    is_present = shares > max(FEWEST, noise)
+    is_present = shares > max(FEWEST / classes, noise)
     if not is_present.any():
         return torch.full_like(shares, 1 / classes)
     shares[~is_present] = shares.max()
@@ -149,7 +149,7 @@ class PixelMoments:
         second, crossed, noise = second_and_crossed(pool, dimension, classes)
         gram = second[:-1, :-1] / (1 - CONSTANT**2)
         noise /= 1 - CONSTANT**2
-        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST, noise))
+        shares = (crossed[:, -1:] / CONSTANT).clamp_min(max(FEWEST / classes, noise))
         weighted = crossed[:, :-1] / math.sqrt(1 - CONSTANT**2)
         means = weighted / shares
         within = gram - (shares * means).T @ means
@@ -354,7 +354,7 @@ def shaded_images(
     level = SHADED_LEVEL[0] + (SHADED_LEVEL[1] - SHADED_LEVEL[0]) * level
     texture = random_images(number, shape, generator)
     texture = texture[torch.randperm(number, generator=generator)]
-    deviation, mean = torch.std_mean(texture, dim=(1, 2, 3), keepdim=True)
+    deviation, mean = torch.std_mean(texture, dim=(1, 2, 3), correction=0, keepdim=True)
     texture = (texture - mean) / deviation.clamp_min(1e-3)
     filled = level * (1 - shading + shading * x_NCHW) + TEXTURE * roughness**2 * texture
     return (silhouette * filled.clamp(DARKEST, 1)).view(-1, count, *shape)

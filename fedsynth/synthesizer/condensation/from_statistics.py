@@ -90,13 +90,15 @@ class ReleasedStatistics:
     def distance(self, z_CId: Tensor) -> Tensor:
         """Returns the squared distance between the class means of z and the released class means.
 
-        It is relative to the squared norm of `class_means`.
+        It is relative to the squared norm of `class_means`. If all class means are 0, because noise
+        hides them, the distance is 0.
 
         Args:
             z_CId: z of I images per class, [classes, I, d].
         """
-        size = self.class_means.square().sum().clamp_min(1e-12)
-        return (z_CId.mean(dim=1) - self.class_means).square().sum() / size
+        size = self.class_means.square().sum()
+        distance = (z_CId.mean(dim=1) - self.class_means).square().sum()
+        return torch.where(size > 0, distance / size.clamp_min(1e-12), 0 * distance)
 
 
 @dataclass(frozen=True)
