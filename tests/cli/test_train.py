@@ -369,6 +369,7 @@ FEDDM = f"{OPEN} --rounds 1 --dp-sigma 1"
 EXAMPLES = Path(__file__).parents[2] / "examples" / "audit_functions.py"
 
 
+@pytest.mark.usefixtures("repeatable_noise")
 def test_audit_prints_lower_bound_and_epsilon(fedsynth: Call) -> None:
     audit = fedsynth(f"privacy audit {FEDDM} --canaries 500").ok
     first, *bounds, second = audit.stdout.splitlines()
@@ -408,6 +409,7 @@ def test_functions_are_audited(fedsynth: Call, tmp_path: Path) -> None:
     fedsynth(command).assert_refused("sigma or epsilon must be set")
 
 
+@pytest.mark.usefixtures("repeatable_noise")
 def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: Path) -> None:
     folder = fedsynth(f"train {FEDDM} --output {tmp_path / 'out'}").folder
     audit = f"privacy audit --run {folder}"

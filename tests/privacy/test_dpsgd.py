@@ -89,7 +89,7 @@ def test_empty_samples_receive_noise_and_nominal_divisor() -> None:
     """A broken version would skip empty batches or divide by the realised batch size."""
     empty = torch.zeros(0, 1, 2, 2), torch.zeros(0, dtype=torch.int64)
     steps = [trained(linear(), *empty, noise_multiplier=2.0, sample_rate=0.5) for _ in range(200)]
-    assert torch.stack(steps).std() == pytest.approx(0.5 * 2.0 / 8, rel=0.05)
+    assert torch.stack(steps).std() == pytest.approx(0.5 * 2.0 / 8, rel=0.1)
 
 
 def test_steps_use_poisson_samples() -> None:

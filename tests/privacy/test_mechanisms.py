@@ -77,7 +77,7 @@ def test_noise_is_independent_and_as_charged(sigma: float, clip: float, shares: 
     noise, deviation = torch.cat(draws), sigma * clip / math.sqrt(shares)
     assert s.noise_std == pytest.approx(deviation)
     for row in noise:
-        assert row.std() == pytest.approx(deviation, rel=0.05)
+        assert row.std() == pytest.approx(deviation, rel=0.08)  # seven deviations
         assert abs(row.mean()) < 5 * deviation / math.sqrt(width)
     assert (torch.corrcoef(noise) - torch.eye(9)).abs().max() < 0.1
 

@@ -334,16 +334,17 @@ def test_vectors_belong_only_to_included_canaries(scale: float, device: torch.de
 def test_unused_directions_are_scored_as_absent_canaries() -> None:
     """A broken version would score directions that lie in a sum, or that lack a sum's noise."""
     audited = Canaries(torch.zeros(40).long(), torch.arange(40) < 30, 1, torch.Generator())
+    secret = SecretGenerator(test_only=np.random.default_rng(0))
     for width, unused in ((5000, 40), (70, 30), (60, 20), (90, 20)):
         row = Release(1, "x", "m", "x", 1.0, 2.0, 1.0, "full", 1, width)
-        mechanism = AuditedSums(audited, row, 1, BudgetEnforcer(Ledger("0")), SecretGenerator())
+        mechanism = AuditedSums(audited, row, 1, BudgetEnforcer(Ledger("0")), secret)
         mechanism.add(torch.ones(31, width), torch.zeros(31).long()[mechanism.sample(31)])
         mechanism.release()
         assert len(audited.unused) == unused
     scores = audited.independent
     assert float(scores[audited.included].mean()) == pytest.approx(4, abs=2)  # 4 sums, σ = 1
     for absent in (scores[~audited.included], audited.unused):
-        assert abs(float(absent.mean())) < 2.2  # five deviations
+        assert abs(float(absent.mean())) < 2.2  # at least three deviations
         assert 0.5 < float(absent.std()) < 4
 
 

@@ -120,7 +120,7 @@ def test_residual_noise_passes_through_the_jacobian() -> None:
     matcher = private_matcher(ResidualMatcher, 1e4, 1e-3, divisor=6.0)
     draws = torch.stack([matcher.gradient(t, features, S)[0].flatten() for t in range(50)])
     expected = 2 * 1e4 * 1e-3 / 6 * J[:, 0].norm()
-    assert draws.square().sum(1).mean().sqrt() == pytest.approx(float(expected), rel=0.15)
+    assert draws.square().sum(1).mean().sqrt() == pytest.approx(float(expected), rel=0.25)
 
 
 def test_paper_mechanism_clips_the_batch_gradient() -> None:
