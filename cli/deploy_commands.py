@@ -89,7 +89,9 @@ def server(
     insecure: Insecure = False,
     host: Annotated[str, typer.Option(help="Use 0.0.0.0 for remote clients.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="The port for the clients.")] = 9092,
-    join_seconds: Annotated[float, typer.Option(help="Until all clients must join.")] = 600.0,
+    join_seconds: Annotated[
+        float, typer.Option(help="Seconds in which all clients must join.")
+    ] = 600.0,
     answer_seconds: Annotated[float, typer.Option(help="Seconds that a step may take.")] = 3600.0,
     config: options.Config = None,
     output: options.Output = Path("runs"),
@@ -147,7 +149,7 @@ def client(
     ] = None,
     device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, options.flag("--once", "Exit after one run.")] = False,
-    wait: Annotated[float, typer.Option(help="Seconds without a server to exit.")] = 600.0,
+    wait: Annotated[float, typer.Option(help="Exit after these seconds without a server.")] = 600.0,
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 

@@ -229,8 +229,7 @@ Output = Annotated[Path, path_option("The folder that contains the run folders."
 Resume = Annotated[
     Path | None,
     path_option(
-        "Resume the unfinished run in this folder (runs/….incomplete) with the same settings. "
-        "You can change only --device, --memory-gb, --compile and --data-root.",
+        "Resume the unfinished run in this folder (runs/….incomplete) with the same settings.",
         metavar="RUN",
     ),
 ]

@@ -95,7 +95,7 @@ def verify(
 ) -> None:
     """Check a run's privacy report against the run's settings and ledgers.
 
-    The command builds the report again, and prints each difference to the stored report,
+    The command builds the report again, and prints each difference from the stored report,
     summary.json and metrics.jsonl. If there is a difference, the exit code is 1. For several runs,
     it prints a line for each. The command does not show that noise was really added.
     """
@@ -211,8 +211,8 @@ def audit(
 ) -> None:
     """Test a run's claimed ε with an attack on the run's releases.
 
-    The audit computes a lower bound on ε and compares it with the claim. The exit code is 1 if the
-    bound is above the claim. The command has the options of `fedsynth train`, and executes the run
+    The audit computes lower bounds on ε and compares them with the claim. The exit code is 1 if one
+    is above it. The command has the options of `fedsynth train`, and executes the run
     on random images, with real ledgers, masks, clipping and noise. The audit reads no records, and
     does not charge your ledgers. An audit can find a fault, but cannot prove privacy.
 
@@ -225,13 +225,12 @@ def audit(
     from fedsynth.cli.progress import make_observer
     from fedsynth.simulation.audit import audit_run, settings_of_run, write_audit
 
-    unusable = (run, config, guesses) if function is not None else (page,)
-    if any(option is not None for option in unusable):
-        fault = "--page is set without --function. Remove --page"
-        if function is not None:
-            fault = "--run, --config or --guesses is set with --function. Remove it"
-        raise OptionError(fault)
+    if function is None and page is not None:
+        raise OptionError("--page is set without --function. Remove --page")
     if function is not None:
+        for name, value in (("run", run), ("config", config), ("guesses", guesses)):
+            if value is not None:
+                raise OptionError(f"--{name} is set with --function. Remove --{name}")
         _audit_function(function, chosen, (dimension, canaries, confidence), page, as_json)
         return
     settings, first = _settings_to_audit(run, config, chosen)
@@ -279,11 +278,10 @@ def _audit_function(
 
     names = {"noise_multiplier": "sigma", "epsilon": "epsilon", "delta": "delta", "clip": "clip"}
     claim = chosen.pop("privacy")
-    if set(claim) - set(names) or any(chosen.values()):
-        raise OptionError(
-            "--function is combined with settings that it does not use. Remove all except "
-            "--dp-sigma, --dp-epsilon, --dp-delta and --dp-clip"
-        )
+    unused = [f"privacy.{name}" for name in claim if name not in names]
+    unused += [f"{section}.{name}" for section, table in chosen.items() for name in table]
+    if unused:
+        raise OptionError(f"--function does not use {', '.join(unused)}. Remove these settings")
     definition, _ = load_own(None, "function", function)
     dimension, canaries, confidence = numbers
     result = audit_function(
@@ -387,7 +385,7 @@ def _show(result: AuditResult, command: str, as_json: bool) -> None:
     _exit_if_false(result.fault)
 
 
-SIGNAL = "S/N is the signal-to-noise ratio of the sum over all clients, at most. Real data lower it"
+SIGNAL = "S/N is an upper bound on the signal-to-noise ratio of the sum over all clients"
 
 privacy_app = typer.Typer(
     help="Plan a privacy budget, show what is spent, or show, verify, sign and audit a report.",

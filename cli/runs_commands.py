@@ -181,7 +181,7 @@ def sweep(
     rows = sweep_rows(plan)
     missing = sum(row.planned - row.finished for row in rows)
     if part.count > 1 and missing and not only_table:
-        say(f"{missing} runs of all shards are missing. The last shard prints the table")
+        say(f"{missing} runs of all shards are missing. The shard that ends last prints the table")
     else:
         print(render(plan, rows, form), end="")
     if failed:

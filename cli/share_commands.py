@@ -125,9 +125,9 @@ def distill(
     from fedsynth.sharing.student import distil_files
 
     sections = options.set_options(settings or [])
-    if len(sections) > 1:
+    if unused := [section for section in sections if section != "method"]:
         raise OptionError(
-            f"--set contains the sections {list(sections)}. Set only the method's settings"
+            f"--set contains the sections {', '.join(unused)}. Set only the method's settings"
         )
     sections["run"] = {**chosen["run"], "method": method}
     sections |= {"data": chosen["data"], "model": chosen["model"]}
@@ -226,7 +226,7 @@ EvidenceBy = Annotated[
         "--evidence",
         metavar="NETWORK",
         help="Also attack the set, and compare it with the real images by these features, such as "
-        "pixels. Held out are --local-test or the test images.",
+        "pixels. Held out are partition.local_test or the test images.",
     ),
 ]
 Simulation = Annotated[
@@ -236,7 +236,8 @@ Simulation = Annotated[
 Continued = Annotated[
     Path | None,
     options.path_option(
-        "The shared set of the last period. Its sums are continued with the new records of --data.",
+        "The shared set of the previous period. Its sums are continued with the new records of "
+        "--data.",
         "--continue",
         metavar="SHARE",
     ),
@@ -271,8 +272,9 @@ def synthesize(
     Example: run `fedsynth data describe scans`, check and sign scans/fedsynth.toml, then run
     `fedsynth synthesize --data scans --dp-epsilon 8 --out share`.
 
-    If records keep arriving, set the number of periods in the first one (`--method fedstats --set
-    periods=12`). The next one is `fedsynth synthesize --continue share --data new --out share-2`.
+    If records keep arriving, set the number of periods in the first run (`--method fedstats --set
+    periods=12`). For the next period, run `fedsynth synthesize --continue share --data new --out
+    share-2`.
     """
     from fedsynth.cli.progress import make_observer, show_result
     from fedsynth.simulation.simulate import check_synthesis, owner_settings

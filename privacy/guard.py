@@ -100,11 +100,13 @@ class GuardSettings(Part):
         try:
             table = load_toml(file)
         except (OSError, ValueError) as error:
-            raise damaged(file, f"cannot read the guard's settings {file}: {error}") from None
+            raise damaged(file, f"cannot read {file}: {error}. Correct the file") from None
         with faults_as(partial(damaged, file), f"{file}"):
             settings = cls.model_validate(table)
         if (settings.rounds is None) == (settings.noise_multiplier is None):
-            raise damaged(file, f"{file} must set rounds or noise_multiplier. Set one of them")
+            raise damaged(
+                file, f"{file} must set either rounds or noise_multiplier. Set exactly one"
+            )
         return settings
 
     @property
@@ -246,9 +248,9 @@ class UpdateGuard:
                 or (trained.is_floating_point() and not sent.is_floating_point())
             ):
                 raise PrivacyError(
-                    f"array {short_repr(name)} in the answer of client {self.client!r}'s job does "
-                    "not match a received array in name, shape and type. Send the whole initial "
-                    "model from the server"
+                    f"array {short_repr(name)} is {_kind(trained)} in the answer of client "
+                    f"{self.client!r}'s job, and {_kind(sent)} in the request. Return the "
+                    "request's arrays"
                 ).with_code("guard.arrays")
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
@@ -285,6 +287,13 @@ def _tensor(name: str, value: Any) -> Tensor:
             f"array {short_repr(name)} cannot be converted to numbers (type "
             f"{type(value).__name__}). Remove it from the job's model"
         ).with_code("guard.arrays") from None
+
+
+def _kind(tensor: Tensor | None) -> str:
+    """Describes a tensor's type and shape, in a message."""
+    if tensor is None:
+        return "missing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _exact(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the standard deviation of the noise). The largest refuted μ gives the lower bou
 - *f-DP* (Mahloujifar, Melis & Chaudhuri, "Auditing f-differential privacy in one run", 2025,
   Algorithm 3) holds for any μ-GDP mechanism, whatever the dependence of the scores.
 - *Order statistics* (Xiang et al., "Tight privacy audit in one run", arXiv 2509.08704) assumes that
-  the scores are independent for the coins, and that each score alone is μ-GDP.
+  the scores are independent given the coins, and that each score alone is μ-GDP.
 - The *Gaussian pair* (Agrawal et al., "Let's ask Gauss", arXiv 2606.12733) assumes that the scores
   of the present canaries, and those of the absent ones, are independent and Gaussian. Nothing is
   assumed about the two means and variances.
@@ -111,8 +111,8 @@ def steinke_bound(epsilon: float) -> Bound:
 def f_dp_refutes(mu: float, correct: int, guesses: int, canaries: int, significance: float) -> bool:
     """Returns True if the correct guesses refute μ-GDP (Mahloujifar et al., Algorithm 3).
 
-    The recursion bounds the probabilities h_i and r_i that guess i is wrong or correct and that at
-    least i guesses are correct. If both together exceed the share of guesses, the probability of
+    The recursion bounds h_i and r_i, the probabilities that at least i guesses are correct and that
+    guess i is wrong or correct. If both together exceed the share of guesses, the probability of
     `correct` or more correct guesses is below `significance`.
     """
     from scipy.special import ndtr, ndtri

@@ -66,7 +66,8 @@ class Selection:
         rule = "must list the (σ, q, steps) of each candidate"
         require(complete and valid and counted, "candidates", rule, self.candidates)
         if mean is not None:
-            require(η is None and γ is None, "eta", "must be None with poisson_mean", η)
+            for name, value in (("eta", η), ("gamma", γ)):
+                require(value is None, name, "must be None with poisson_mean", value)
             rule = f"must be a number above 1, at most {MAX_TRIALS:g}"
             require(is_real(mean) and 1 < mean <= MAX_TRIALS, "poisson_mean", rule, mean)
             return

@@ -64,7 +64,7 @@ CHOICES = {
     "public": "best of nine on public images",
     "poisson": "selection, Poisson law",
     "logarithmic": "selection, logarithmic law",
-    "every": "best of one private run each",
+    "every": "best of nine private runs",
     "random": "one setting at random",
 }
 

@@ -166,14 +166,14 @@ def _check(sweep: Sweep) -> None:
         privacy = cell.settings.privacy
         if privacy is None or privacy.epsilon is None or privacy.noise_multiplier is not None:
             reason = (
-                "must be set, and privacy.noise_multiplier must not, because private "
-                "hyperparameter selection computes the noise. Set privacy.epsilon only"
+                "must be set, and privacy.noise_multiplier must not, because a selection computes "
+                "the noise. Set privacy.epsilon only"
             )
             raise PrivacySettingError("privacy", "epsilon", reason)
         for section, key in settings_with_own_code(cell.settings):
             reason = (
                 "names custom code, which could pass information from one trial to the next. Set "
-                "it to a built-in name, or remove [selection]"
+                "it to a built-in name"
             )
             raise SettingError(section, key, reason)
         method = cell.settings.method
@@ -184,16 +184,22 @@ def _check(sweep: Sweep) -> None:
             raise SettingError("method", "periods", reason, value=method.periods)
         if not cell.settings.partition.local_test:
             reason = (
-                "must be above 0, because private hyperparameter selection scores runs on held-out "
-                "records. Set it to 0.2, or remove [selection]"
+                "must be above 0, because a selection scores runs on held-out records. Set it to "
+                "0.2"
             )
             raise SettingError("partition", "local_test", reason)
         if _common(cell.settings) != _common(sweep.cells[0].settings):
+            if "seed" in cell.values and cell.settings.partition.seed is None:
+                reason = (
+                    "must be set, because all trials of a selection have the same clients, which "
+                    "depend on the run's seed otherwise. Set it to 0"
+                )
+                raise SettingError("partition", "seed", reason)
+            names = ", ".join(f"privacy.{name}" for name in VARIED)
             reason = (
-                f"changes the data, the clients or the privacy settings in the run {cell.label}. "
-                "In a private selection, they must be the same in all runs. Set partition.seed, "
-                "and vary only methods, models, rounds and "
-                f"{', '.join(f'privacy.{name}' for name in VARIED)}"
+                f"changes the data, the clients or the privacy settings in the run {cell.label}, "
+                "but all trials of a selection have the same ones. Change only methods, models, "
+                f"rounds and these settings: {names}"
             )
             raise SettingError("grid", "settings", reason)
 
@@ -206,7 +212,7 @@ def _common(settings: RunSettings) -> tuple[object, ...]:
 
 
 def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
-    """Checks that the runs can be used in a private selection.
+    """Checks that the runs can be used in a selection.
 
     Raises:
         SettingError: the ledgers are not kept, a run has no guarantee, or the score or its cost is
@@ -216,19 +222,16 @@ def _check_plans(plans: tuple[PrivacyPlan, ...]) -> None:
         raise SettingError(
             "data",
             "dataset",
-            "must have class labels, because private hyperparameter selection counts correct "
-            "labels. Remove [selection]",
+            "must have class labels, because a selection counts correct labels. Remove [selection]",
         )
     for plan in plans:
         _ledger_folder(plan)
         if not plan.facts.guaranteed:
-            reason = (
-                "has no privacy guarantee, which a private selection needs. Use another mechanism"
-            )
+            reason = "has no privacy guarantee, which a selection needs. Use another mechanism"
             raise PrivacySettingError("privacy", "mechanism", reason, value=plan.facts.name)
         sampled = any(rate < 1 for _, rate, _ in plan.totals.steps)
         if sampled and plan.privacy.adjacency == "replace-one":
-            reason = "cannot be used for private selection of subsampled runs. Use add-remove"
+            reason = "cannot be used for a selection of subsampled runs. Use add-remove"
             raise PrivacySettingError("privacy", "adjacency", reason, value="replace-one")
 
 
@@ -240,10 +243,7 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
     """
     folder = plan.privacy.ledger_folder
     if folder is None:
-        reason = (
-            "must be a folder, because private hyperparameter selection needs permanent ledgers. "
-            "Name a folder"
-        )
+        reason = "must be a folder, because a selection needs permanent ledgers. Name a folder"
         raise PrivacySettingError("privacy", "ledger", reason)
     return folder
 
@@ -251,11 +251,11 @@ def _ledger_folder(plan: PrivacyPlan) -> Path:
 def select_privately(
     sweep: Sweep, report: Callable[[str], None], *, download: bool = False
 ) -> dict[str, Any]:
-    """Executes a private selection, and returns the content of selection.json.
+    """Executes a selection, and returns the content of selection.json.
 
-    If the selection has already finished, its result is returned. The best run's folder is in
-    `SelectionPlan.folder`. An interrupted selection keeps its charge and nothing else; the next
-    call is a new selection with a new charge.
+    If the selection has already finished, its result is returned. The best run's folder is
+    `result_folder(sweep) / result["run"]`. An interrupted selection keeps its charge and nothing
+    else; the next call is a new selection with a new charge.
 
     Args:
         sweep: the sweep, with `selection` set.
@@ -296,7 +296,7 @@ def describe(plan: SelectionPlan) -> str:
     """Describes in a sentence how the number of trials is drawn, and what the selection costs."""
     delta = plan.plans[0].privacy.delta
     return (
-        f"private selection among {len(plan.sweep.cells)} runs: {plan.selection.mean:g} trials are "
+        f"selection among {len(plan.sweep.cells)} runs: {plan.selection.mean:g} trials are "
         f"expected, each with ε = {plan.trial_epsilon:.3g}; in total ε = {plan.epsilon:.3g} at δ = "
         f"{delta:g}; a score's noise has standard deviation {plan.score_noise:.2g}"
     )

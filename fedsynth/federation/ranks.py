@@ -4,8 +4,9 @@ Rank 0 is the server. It also has every client's ledger and state, and writes al
 exchange, the clients of the round are shared out over all ranks by their estimated cost. Rank 0
 charges the clients of another rank and then sends their states and the request to this rank. The
 rank computes the clients' steps, as `InProcess` does, and sends the uploads and the new states
-back. A client's step depends neither on the rank nor on the number of ranks. If the server's step
-has independent parts (`ServerParts`), the ranks take turns to compute them.
+back. Except for last bits in a pass that clients share, a client's step depends neither on the rank
+nor on the number of ranks. If the server's step has independent parts (`ServerParts`), the ranks
+take turns to compute them.
 
 In a private run, a rank draws the noise of its clients with its own secret keys. It has ledgers in
 memory only, which mirror the charges that rank 0 has made before.

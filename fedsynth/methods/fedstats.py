@@ -15,7 +15,7 @@ Newton-like. Without them, all steps have momentum and one size, which limits th
 add together.
 
 Together with the centre, round 1 may release two optional statistics. Covariances of φ's channels
-and spatial cells are used to whiten z. Moments of downsampled images are released if synthetic
+and spatial cells are used to whiten z. Moments of thumbnails are released if synthetic
 images are requested. Second moments of z in the subspace of images that are rendered from them are
 then released together with the moments, and z is shortened along the largest directions before the
 gradient steps. No release subsamples the data, so the Gaussian mechanisms compose exactly.
@@ -106,7 +106,7 @@ class StatisticSums(Message):
 class CentreSums(Message):
     """A client's upload in FedStats' first exchange: noisy sums of features.
 
-    `pictures` are sums over downsampled images, and `covariances` sums of products of features.
+    `pictures` are sums over thumbnails, and `covariances` sums of products of features.
     Both are empty if they are not released.
     """
 
@@ -237,7 +237,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
-        Each client sums its features, clipped to the public norm bound. It also sums small pictures
+        Each client sums its features, clipped to the public norm bound. It also sums thumbnails
         for synthetic images, and products of features for whitening, where they are released.
         """
         features = self.map_of(context.spec)
@@ -263,7 +263,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     ) -> FedStatsState:
         """Returns the server's state after the first exchange.
 
-        It contains the features' centre m. The whitening matrices and the moments of small pictures
+        It contains the features' centre m. The whitening matrices and the moments of thumbnails
         are added if they are released.
         """
         if self.period == 1:
@@ -574,7 +574,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         facts = {"model": f"linear in the features, {bias}, and computed from releases"}
         if self.releases_pictures(spec):
             small = low_pass(spec.image_shape)
-            facts["small pictures"] = f"{small.dimension} coordinates of norm 1: {small.source}"
+            facts["thumbnails"] = f"{small.dimension} coordinates of norm 1: {small.source}"
         if self.has_whitening_matrices(spec):
             facts["whitening"] = (
                 "private runs whiten the features by noisy covariances of channels and cells, "
@@ -612,7 +612,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         The expected signals assume a best case. The C classes are equally frequent, all examples of
         a class share one z, and different classes have orthogonal z of norm 1. Then Σ e/b ⊗ z is
         n/C times a sum of C orthogonal terms of norm 1, so its norm is n/√C. The same holds for Σ z
-        zᵀ and the small pictures' moments. For the centre, all examples share one φ. For the
+        zᵀ and the thumbnails' moments. For the centre, all examples share one φ. For the
         covariances, features are white.
         """
         features, classes = self.map_of(context.spec), context.spec.classes
@@ -625,7 +625,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
         z = "z = (φ(x) − m)/R of each example; the joint vector of its products has norm at most 1"
         if self.has_covariances(privacy, context.spec):
             z = z.replace("= (", "= T(") + "; T is made of the released covariances"
-        pictures = "products of small pictures with labels, and their second moments"
+        pictures = "products of thumbnails with labels, and their second moments"
         u = (
             "u of each example, an image averaged in cells over its own norm, and a constant; "
             "the joint vector of its products has norm at most 1"

@@ -59,7 +59,7 @@ PARTIAL = {"participation": 0.75, "quorum": 0.7, "rounds": 3}
     [
         pytest.param(sections("fedstats", privacy=PRIVATE), id="a fine grid"),
         pytest.param(sections("fedsum", privacy={**PRIVATE, "clip": 1e9}), id="steps above 1"),
-        pytest.param(  # features and small pictures have different noise; the images use both
+        pytest.param(  # features and thumbnails have different noise; the images use both
             sections("fedstats", privacy=PRIVATE, method={"ipc": 2, "image_steps": 1}), id="two"
         ),
         pytest.param(four_clients(**PARTIAL), id="three of four clients"),

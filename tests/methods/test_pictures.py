@@ -1,4 +1,4 @@
-"""Images that are rendered from the moments of small pictures."""
+"""Images that are rendered from the moments of thumbnails."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """FedStats' synthetic images. The server generates them after the last round, from released sums
 only.
 
-If moments of small pictures are released, the initial images are rendered from them
+If moments of thumbnails are released, the initial images are rendered from them
 (`fedsynth.methods.statistics.pictures`). Otherwise they are drawn from random processes. They are
 then optimised towards the released class means of features
 (`fedsynth.synthesizer.condensation.from_statistics`). For each optimised image, three
@@ -53,7 +53,7 @@ class ImagesState(ServerState):
         class_means: the class means of z around their common mean, [C, d], from the released
             moments. None before round 1, or if no images are requested.
         picture_means, picture_roots, picture_overall: the fields of `PixelMoments`, from the
-            released small pictures. None before round 1, or if small pictures are not released.
+            released thumbnails. None before round 1, or if thumbnails are not released.
         images: the normalised images generated after the last round, [C · m, channels, H, W], where
             m is `images_each`.
         soft_labels: the labels that the released classifier gives the images, [C · m, C].
@@ -80,11 +80,11 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
         drawn_ipc: number of further images per class, not optimised. Each is worse, but they are
             more diverse, and a student learns more from both kinds. They cost no privacy and little
             time.
-        pictures: whether the images start from released moments of small pictures. Otherwise the
+        pictures: whether the images start from released moments of thumbnails. Otherwise the
             images start from random processes, which cost no privacy. "auto" releases them for grey
             images with more than one row and column of pixels. For colour images, a student learns
             more from random processes.
-        pixel_share: share of the budget for the moments of small pictures. It is used only if
+        pixel_share: share of the budget for the moments of thumbnails. It is used only if
             images are requested.
     """
 
@@ -105,7 +105,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
         return self.ipc + self.drawn_ipc
 
     def releases_pictures(self, spec: DatasetSpec) -> bool:
-        """Returns True if moments of small pictures are released.
+        """Returns True if moments of thumbnails are released.
 
         They are released if images are requested that do not start from random processes. The
         decision uses only public facts.
@@ -129,7 +129,7 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
 
         The images are sorted by class. In each class the optimised images come first.
 
-        The images start from random processes if no moments of small pictures were released.
+        The images start from random processes if no moments of thumbnails were released.
         """
         weight, shape = teacher.classifier.weight, context.spec.image_shape
         class_means = state.class_means
@@ -204,7 +204,7 @@ def check_differentiable(model: FeatureLinear) -> None:
         embedded = model.embed_pixels(image)
     if not embedded.requires_grad:
         reason = (
-            "is above 0, but the feature map has no gradient with respect to the pixels. Remove "
-            "torch.no_grad from the feature map, or set method.ipc=0 and method.drawn_ipc=400"
+            "is above 0, but the feature map has no gradient with respect to the pixels. Set "
+            "method.ipc=0 and method.drawn_ipc=400"
         )
         raise SettingError("method", "ipc", reason)

@@ -26,7 +26,7 @@ common factor then roughly keeps the trace. u is clipped and φ is not, so T is 
 right for z.
 
 Of z's second moments in a subspace of k directions, only k²/2 entries are released. The subspace is
-that of images rendered from released moments of small pictures, so it contains most of the
+that of images rendered from released moments of thumbnails, so it contains most of the
 directions along which z varies most. These are then shortened (`principal_shortening`).
 """
 

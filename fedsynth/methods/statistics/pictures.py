@@ -1,6 +1,6 @@
 """Small pictures: how their moments are released, and how images are rendered from the moments.
 
-A small picture v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
+A thumbnail v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
 (`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients release noisy sums
 of √½·[svec(u uᵀ); e_y ⊗ u], which are `Moments` with targets of norm 1. The sums give the class
 counts, the class means and a common covariance around the means, of which only directions above a
@@ -82,7 +82,7 @@ SYMMETRY = 0.4
 # A function (moments, images per class, image shape, generator) that renders images.
 Style = Callable[["PixelMoments", int, Shape, torch.Generator], Tensor]
 
-# The quantile of an image's pixels that is scaled to white, because small pictures have lost their
+# The quantile of an image's pixels that is scaled to white, because thumbnails have lost their
 # brightness.
 WHITE = 0.98
 # The smallest share of all examples that a class is assumed to have, relative to 1/C. A smaller
@@ -91,7 +91,7 @@ FEWEST = 0.01
 
 
 def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
-    """Returns each example's vector for the release of small pictures.
+    """Returns each example's vector for the release of thumbnails.
 
     The vector is √½·[svec(u uᵀ); e_y ⊗ u], of norm at most 1.
     """
@@ -125,7 +125,7 @@ def class_shares(pool: Pool, dimension: int, classes: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PixelMoments:
-    """The class means and the common covariance of small pictures, scaled to unit norm.
+    """The class means and the common covariance of thumbnails, scaled to unit norm.
 
     Attributes:
         means: the mean of each class, [C, D − 1], without u's constant.
@@ -240,7 +240,7 @@ def rendered(
     The images have the shape [C, count, channels, H, W], with pixels in [0, 1], on the CPU.
 
     Args:
-        moments: the released moments of small pictures.
+        moments: the released moments of thumbnails.
         statistics: the released class means of z, and the classifier.
         count: the number of images of each class.
         shape: the shape (channels, H, W) of an image.
@@ -302,7 +302,7 @@ def principal_directions(
     the statistics by which one is chosen are not released yet.
 
     Args:
-        moments: the released moments of small pictures.
+        moments: the released moments of thumbnails.
         compute: computes the embeddings z of images (`compute_part`).
         count: the number of directions.
         shape: the shape (channels, H, W) of an image.
