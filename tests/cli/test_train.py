@@ -403,7 +403,9 @@ def test_functions_are_audited(fedsynth: Call, tmp_path: Path) -> None:
     facts = json.loads(correct.ok.stdout)
     assert facts["epsilon"] == 9  # the noise is that of 4.4
     assert len(facts["bounds"]) == 8
-    fedsynth(f"{command} --dp-sigma 1 --rounds 2").assert_refused("does not use run.rounds. Remove these settings")
+    fedsynth(f"{command} --dp-sigma 1 --rounds 2").assert_refused(
+        "does not use run.rounds. Remove these settings"
+    )
     fedsynth(f"{command} --run x").assert_refused("is set with --function")
     fedsynth(f"privacy audit {FEDDM} --page x").assert_refused("--page is set without")
     fedsynth(command).assert_refused("sigma or epsilon must be set")
