@@ -542,7 +542,7 @@ def test_small_editions_hold_every_method_of_claims(name: str) -> None:
             for key, value in block.sections.get("method", {}).items()
         })  # fmt: skip
         assert settings.partition.subset <= 0.1
-        assert settings.rounds <= 15
+        assert settings.rounds <= 40
     methods = {cell.method for cell in runnable}
     assert all({claim.ahead, *claim.of} <= methods for claim in small.claims)
     line = lines(small, runnable[:1], [0], {})[0]
