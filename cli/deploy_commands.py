@@ -149,7 +149,9 @@ def client(
     ] = None,
     device: Annotated[str, typer.Option(help="The device: auto, cpu or cuda.")] = "auto",
     once: Annotated[bool, options.flag("--once", "Exit after one run.")] = False,
-    wait: Annotated[float, typer.Option(help="Exit after these seconds without a server.")] = 600.0,
+    wait: Annotated[
+        float, typer.Option(help="Seconds without a server after which the client exits.")
+    ] = 600.0,
 ) -> None:
     """Take part in a federation with your own data, your own ledger and your own rules.
 

@@ -115,8 +115,8 @@ def audit(
         delta: δ.
         clip: the norm to which the function clips vectors.
         dimension: d.
-        canaries: the number of canaries of each design. Together, more than d canaries are
-            audited in several calls.
+        canaries: the number of canaries of each design. If a design has more than d canaries,
+            several calls audit them.
         confidence: the confidence of each lower bound.
         test_only: a seeded generator for tests, from which the coins are drawn.
 
@@ -215,11 +215,11 @@ class _Calls:
         except Exception as error:
             raise PrivacyError(
                 f"the audited function failed with {type(error).__name__}: {one_line(error)}. "
-                f"Make it accept an array of shape {list(vectors.shape)}"
+                f"Correct the function, which gets an array of shape {list(vectors.shape)}"
             ).with_code("audit.function") from error
         if released.shape != (self.dimension,) or not np.isfinite(released).all():
             raise PrivacyError(
-                f"the audited function returned an array of shape {list(released.shape)}, not "
-                f"{self.dimension} finite numbers. Return the noisy sum"
+                f"the audited function returned an array of shape {list(released.shape)} or values "
+                f"that are not finite, but the sum has {self.dimension} numbers. Return the noisy sum"
             ).with_code("audit.function")
         return released

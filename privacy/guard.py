@@ -100,7 +100,9 @@ class GuardSettings(Part):
         try:
             table = load_toml(file)
         except (OSError, ValueError) as error:
-            raise damaged(file, f"cannot read {file}: {error}. Correct the file") from None
+            raise damaged(
+                file, f"cannot read the settings {file}: {error}. Write or correct them"
+            ) from None
         with faults_as(partial(damaged, file), f"{file}"):
             settings = cls.model_validate(table)
         if (settings.rounds is None) == (settings.noise_multiplier is None):

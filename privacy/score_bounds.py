@@ -111,8 +111,8 @@ def steinke_bound(epsilon: float) -> Bound:
 def f_dp_refutes(mu: float, correct: int, guesses: int, canaries: int, significance: float) -> bool:
     """Returns True if the correct guesses refute μ-GDP (Mahloujifar et al., Algorithm 3).
 
-    The recursion bounds h_i and r_i, the probabilities that at least i guesses are correct and that
-    guess i is wrong or correct. If both together exceed the share of guesses, the probability of
+    The recursion bounds h_i (r_i), the probability that at least i guesses are correct and that a
+    random guess is wrong (correct). If both together exceed the share of guesses, the probability of
     `correct` or more correct guesses is below `significance`.
     """
     from scipy.special import ndtr, ndtri

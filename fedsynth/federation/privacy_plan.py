@@ -411,7 +411,7 @@ class PrivacyPlan:
         return self._totals(self.most_rounds())
 
     def as_trial(self, epsilon: float) -> PrivacyPlan:
-        """Returns the plan for this run as one trial of a private hyperparameter selection.
+        """Returns the plan for this run as one trial of a private selection.
 
         A trial has its own budget and no earlier releases. Its plan has the σ for the budget, and
         no cap, because the selection has been charged for the trial.

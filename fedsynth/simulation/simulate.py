@@ -144,7 +144,7 @@ def simulate(
     links = connect()
     with nullcontext() if links is None else links.run():
         if links is not None and (trial is not None or has_periods(settings.method)):
-            reason = "must be 1 for a private selection or several periods. Start without torchrun"
+            reason = "must be 1 for a selection or several periods. Start without torchrun"
             raise SettingError(None, "WORLD_SIZE", reason)
         if links is not None and links.rank:
             cached = settings.encoder is not None and settings.encoder.encoder_cache

@@ -31,8 +31,9 @@ from fedsynth.models import convnet as frozen
 from fedsynth.models.flat import flatten
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.mechanisms import GaussianSumMechanism
+from fedsynth.privacy.plans import MAIN
 from fedsynth.seeding import torch_generator
-from fedsynth.synthesizer.condensation import matching, sets
+from fedsynth.synthesizer.condensation import matching
 from fedsynth.synthesizer.condensation.sets import SyntheticSet, real_start
 from fedsynth.training.loop import LoopCheckpointer
 from tests.digits import CPU, SPEC, client_uploads, convnet, digits, private_clients, round_context
@@ -230,11 +231,15 @@ def test_private_clients_are_never_compiled(name: str, monkeypatch: pytest.Monke
     assert sorted(compiled) == functions
 
 
-def test_the_server_accepts_images_that_are_mostly_noise() -> None:
-    method = replace(FAST, image_lr=1e9)
-    ctx = round_context(PrivacySettings(noise_multiplier=1.0))
+@pytest.mark.parametrize("mechanism", ["residual", "gradient"])
+def test_the_server_accepts_images_that_are_mostly_noise(mechanism: str) -> None:
+    method = replace(FAST, image_lr=1e12)
+    ctx = round_context(PrivacySettings(noise_multiplier=1.0, mechanism=mechanism))
     images = upload(method, ctx, private_clients(method, ctx, digits(LABELS))).images
-    assert float(images.abs().max()) == sets.MAX_PIXEL
+    rule: Any = method.upload_rules(MAIN, 0, ctx)["images"]
+    assert (float(images.min()), float(images.max())) == (rule.low, rule.high)
+    exact = upload(method, round_context(), clients(0)).images  # a divergence is still refused
+    assert float(exact.abs().max()) > rule.high
 
 
 FEW = digits([0, 0, 0, 1, 1, 1, 1, 2, 0, 0, 1, 1])

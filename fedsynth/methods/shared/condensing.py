@@ -334,7 +334,7 @@ class CondensingMethod(TrainsOnUnion):
             report=lambda completed: context.report("condense", completed, self.iterations),
             draws=draws,
         )
-        if isinstance(clients, PrivateClientView):
+        if context.privacy is not None:
             images_SICHW.clamp_(-sets.MAX_PIXEL, sets.MAX_PIXEL)
 
 

@@ -1,4 +1,4 @@
-"""Small pictures: how their moments are released, and how images are rendered from the moments.
+"""Thumbnails: how their moments are released, and how images are rendered from the moments.
 
 A thumbnail v is a downsampled image. u = (√(1−c²)·v/‖v‖, c) has norm 1 and D coordinates
 (`fedsynth.features.scattering`), and e_y is the image's one-hot label. Clients release noisy sums
@@ -99,7 +99,7 @@ def pixel_rows(u_ND: Tensor, labels_N: Tensor, classes: int) -> Moments:
 
 
 def pixel_width(dimension: int, classes: int) -> int:
-    """Returns the number of coordinates of the small-picture release."""
+    """Returns the number of coordinates of the thumbnails' release."""
     return dimension * (dimension + 1) // 2 + dimension * classes
 
 

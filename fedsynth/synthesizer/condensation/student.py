@@ -157,7 +157,7 @@ def softened(shares_NC: Tensor, temperature: float) -> Tensor:
     tensor([[0.5714, 0.4286],
             [1.0000, 0.0000]])
     """
-    return torch.softmax(shares_NC.log() / temperature, dim=1)
+    return torch.softmax(shares_NC.clamp_min(1e-30).log() / temperature, dim=1)
 
 
 def augmented(
