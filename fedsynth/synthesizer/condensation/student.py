@@ -151,13 +151,14 @@ def as_shares(labels: Tensor, student: nn.Module, images_NCHW: Tensor) -> Tensor
 
 
 def softened(shares_NC: Tensor, temperature: float) -> Tensor:
-    """Returns the softmax of log(p)/T for rows p of labels.
+    """Returns the softmax of log(p)/T for rows p of labels. Rows of zeros stay as they are.
 
     >>> softened(torch.tensor([[0.64, 0.36], [1.0, 0.0]]), temperature=2.0)
     tensor([[0.5714, 0.4286],
             [1.0000, 0.0000]])
     """
-    return torch.softmax(shares_NC.clamp_min(1e-30).log() / temperature, dim=1)
+    softer = torch.softmax(shares_NC.log() / temperature, dim=1)
+    return torch.where(shares_NC.sum(dim=1, keepdim=True) > 0, softer, shares_NC)
 
 
 def augmented(
