@@ -212,11 +212,11 @@ def audit(
     """Test a run's claimed ε with an attack on the run's releases.
 
     The audit computes lower bounds on ε and compares them with the claim. The exit code is 1 if one
-    is above it. The command has the options of `fedsynth train`, and executes the run
-    on random images, with real ledgers, masks, clipping and noise. The audit reads no records, and
-    does not charge your ledgers. An audit can find a fault, but cannot prove privacy.
+    is above it. The command has the options of `fedsynth train`, and executes the run on random
+    images, with real ledgers, masks, clipping and noise. The audit reads no records, and does not
+    charge your ledgers. An audit can find a fault, but cannot prove privacy.
 
-    With --function, a Python function of your own is executed instead. Its claim is --dp-sigma or
+    With --function, your Python function is executed instead. Its claim is --dp-sigma or
     --dp-epsilon, with --dp-delta and --dp-clip.
 
     Examples: `fedsynth privacy audit --method feddm --dp-sigma 3`, `fedsynth privacy audit --run
