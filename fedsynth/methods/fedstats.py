@@ -103,6 +103,11 @@ class StatisticSums(Message):
 
 
 @dataclass(frozen=True)
+class CentreAsked(Message):
+    """The empty request of FedStats' first exchange, whose sums need no model."""
+
+
+@dataclass(frozen=True)
 class CentreSums(Message):
     """A client's upload in FedStats' first exchange: noisy sums of features.
 
@@ -192,6 +197,7 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     summary = "the server computes a model and images from noisy class statistics of fixed features"
     reference = "after Mehta et al. 2022, DP-FC, arXiv 2211.13403"
     dp_mechanisms = ("statistics",)
+    first_request = CentreAsked
     first_upload = CentreSums
     upload = StatisticSums
     state = FedStatsState
@@ -225,15 +231,13 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
 
     # ---------------------------------------- round 1, first exchange: the centre m of the features
 
-    def first_broadcast(
-        self, state: FedStatsState, context: RoundContext
-    ) -> ModelParameters | None:
+    def first_broadcast(self, state: FedStatsState, context: RoundContext) -> CentreAsked | None:
         if context.round > 1 or not (self.period == 1 or self.releases_pictures(context.spec)):
             return None
-        return ModelParameters(state.parameters, 1.0)
+        return CentreAsked()
 
     def first_step(
-        self, message: ModelParameters, clients: Group, states: ClientStates, context: RoundContext
+        self, message: CentreAsked, clients: Group, states: ClientStates, context: RoundContext
     ) -> Results:
         """Computes the sums that each client releases in the first exchange.
 
