@@ -318,7 +318,7 @@ def _print_judgements(judged: Sequence[Judgement]) -> None:
     from fedsynth.experiments.comparison import format_number
     from fedsynth.results.finished import Spread
 
-    rows = [["claim", "data", "smallest difference", "seeds", "verdict"]]
+    rows = [["claim", "data", "deciding difference", "seeds", "verdict"]]
     for entry in judged:
         rival, differences = entry.closest, entry.differences[entry.closest]
         difference = f"{format_number(*Spread.of(differences))} ({rival})"

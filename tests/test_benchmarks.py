@@ -259,7 +259,9 @@ def test_rows_of_other_settings_are_errors(
     assert rows.percents("x", "fedavg", range(3)) == [50.0]
 
 
-def test_differences_beyond_the_deviation_are_bold(script: Any) -> None:
+def test_differences_whose_interval_excludes_zero_are_bold(script: Any) -> None:
+    """Student's t for three seeds is 4.303: intervals are ±1.43 and ±3.79."""
     rows = script("library.rows")
     assert rows.paired([2.0, 2.0, 3.0], 3) == "**+2.3 ± 0.6**"
-    assert rows.paired([2.0, 2.0], 3) == "+2.0 ± 0.0 (2)"  # two seeds are too few
+    assert rows.paired([1.0, 2.0, 4.0], 3) == "+2.3 ± 1.5"
+    assert rows.paired([2.0], 3) == "+2.0 (1)"

@@ -54,7 +54,7 @@ def _shortening() -> list[float]:
 
 @sentence(
     "docs/fedstats.md",
-    "A client sends {:.1f} to {:.1f} MB in a run. A run takes {:.0f} to {:.0f} seconds for all ten "
+    "A client sends {:.1f} to {:.1f} MB in a run. A run takes at least {:.0f} to {:.0f} seconds for all ten "
     "clients on one core, without computing features",
 )
 def _cost() -> list[float]:

@@ -73,8 +73,9 @@ def _private_images() -> str:
         images.append(["FedStats", data, NOTHING, *_measured(STUDENTS, data, "student_taught")])
         cells = _measured(CLASSIFIERS, data, "accuracy")
         classifiers.append(["FedStats", data, NOTHING, *cells])
-    hard = _measured(STUDENTS, OWN, "student_hard")
-    images.append(["FedStats, hard labels", OWN, NOTHING, *hard])
+    for data in NOISE:
+        hard = _measured(STUDENTS, data, "student_hard")
+        images.append(["FedStats, hard labels", data, NOTHING, *hard])
     body = [
         ["*networks trained on released images*", *[""] * 5],
         *images,

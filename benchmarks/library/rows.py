@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from fedsynth.experiments.comparison import interval
 from fedsynth.experiments.rows import Rows
 from library import RESULTS
 
@@ -115,9 +116,10 @@ def each(values: Iterable[float], form: str = ".2f") -> str:
 
 
 def paired(differences: Sequence[float], seeds: int) -> str:
-    """Returns mean ± standard deviation of paired differences, in bold if the mean of three seeds
-    or more is larger than the deviation."""
+    """Returns mean ± standard deviation of paired differences.
+
+    It is bold if their 95 % interval excludes zero.
+    """
     text = spread(differences, seeds, 1, "+")
-    if len(differences) < 3 or abs(statistics.mean(differences)) <= statistics.stdev(differences):
-        return text
-    return f"**{text}**"
+    low, high = interval(differences)
+    return f"**{text}**" if low > 0 or high < 0 else text

@@ -242,7 +242,7 @@ class Judgement:
     @property
     def closest(self) -> str:
         """The rival method that decides: the 95 % interval of its difference reaches lowest."""
-        return min(self.differences, key=lambda rival: _interval(self.differences[rival])[0])
+        return min(self.differences, key=lambda rival: interval(self.differences[rival])[0])
 
     @property
     def verdict(self) -> str:
@@ -251,14 +251,17 @@ class Judgement:
         Otherwise `UNRESOLVED`. A difference counts if its 95 % interval by Student's t over the
         seeds excludes zero.
         """
-        intervals = [_interval(values) for values in self.differences.values()]
+        intervals = [interval(values) for values in self.differences.values()]
         if any(high < 0 for _, high in intervals):
             return FAILS
         return HOLDS if all(low > 0 for low, _ in intervals) else UNRESOLVED
 
 
-def _interval(differences: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean difference. It is infinite for fewer than two."""
+def interval(differences: Sequence[float]) -> tuple[float, float]:
+    """Returns the 95 % interval of the mean difference (Student's t).
+
+    It is infinite for fewer than two differences.
+    """
     mean, std = Spread.of(differences)
     if mean is None or std is None:
         return -math.inf, math.inf
