@@ -37,7 +37,7 @@ def _random_process() -> list[float]:
 
 @table("large-data")
 def _large_data() -> str:
-    files = ("npy", "parquet", "png")
+    files = ("npy", "parquet", "png", "npy, scattering")
     columns = {
         "images, MB": ("mib", 2**20 / 1e6),
         "vectors, MB": ("vectors_mib", 2**20 / 1e6),
