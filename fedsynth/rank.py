@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+from fedsynth.errors import SettingError
+
 # The variables that torchrun sets, and with which another launcher starts ranks.
 REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -20,6 +22,16 @@ def num_ranks() -> int:
         return 1
     size, place = os.environ["WORLD_SIZE"], os.environ["RANK"]
     return int(size) if size.isdecimal() and place.isdecimal() else 1
+
+
+def require_one_process(task: str) -> None:
+    """Checks that the program was started without torchrun, before it charges or creates anything.
+
+    Raises:
+        SettingError: the program has several ranks.
+    """
+    if num_ranks() > 1:
+        raise SettingError(None, "WORLD_SIZE", f"must be 1 for {task}. Start without torchrun")
 
 
 def this_rank() -> int:

@@ -26,6 +26,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from fedsynth import rank
 from fedsynth.config.settings import RunSettings
 from fedsynth.errors import DivergedError, FedsynthError, OutputError, SettingError, writing
 from fedsynth.experiments.rows import (
@@ -325,6 +326,7 @@ def run_sweep(
     if sweep.selection is not None:
         reason = "has no effect in run_sweep. Call select_privately, or remove [selection]"
         raise SettingError("selection", "law", reason)
+    rank.require_one_process("a sweep")
     shard = shard or Shard()
     with locked(sweep) if shard.count == 1 else nullcontext() as lock:
         return _run_waiting(sweep, report, lock, shard)

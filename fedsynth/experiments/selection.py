@@ -24,6 +24,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from fedsynth import rank
 from fedsynth.config.loading import settings_with_own_code
 from fedsynth.config.settings import RunSettings
 from fedsynth.core.periods import has_periods
@@ -266,6 +267,7 @@ def select_privately(
         SettingError, PrivacyError: as `plan_selection`, or a ledger cannot be charged.
         OutputError: another sweep is active in the folder, or the folder cannot be written.
     """
+    rank.require_one_process("a selection")
     folder = result_folder(sweep)
     if (folder / RESULT).exists():
         return dict(load_json(folder / RESULT))

@@ -256,6 +256,7 @@ class InProcess:
             if replies.refusals:
                 return protocol.Replies(messages, replies.refusals)
             messages.update(replies.messages)
+            context.report("clients", len(messages), len(stepping))
         for client, client_state in hanging:
             client.rollback(client_state)
         for number in lost:

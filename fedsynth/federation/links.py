@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -109,7 +110,12 @@ class Links:
         self._frames: SimpleQueue[Frame | None] = SimpleQueue()
         self._heard: dict[int, float] = {}
         self._lock = Lock()  # of the messages of a frame
-        self._sending: dict[int, list[tuple[Any, Tensor]]] = {}
+        self._readers: dict[int, Thread] = {}
+        # Frames that a peer may not have received yet, and the number of received frames before
+        # them. Gloo sends a tensor in the background, unless it is deleted.
+        self._sending: dict[int, deque[list[tuple[Any, Tensor]]]] = defaultdict(deque)
+        self._confirmed: dict[int, int] = defaultdict(int)
+        self._arrived: dict[int, int] = defaultdict(int)
         rank.connected = True
 
     def _read(self, peer: int) -> None:
@@ -131,6 +137,8 @@ class Links:
                     if part.numel():
                         dist.recv(part.view(-1).view(torch.uint8), peer, group=self._group)
                     parts[name] = part.numpy().tobytes() if dtype == BYTES else part
+                self._arrived[peer] += 1
+                self._confirm(peer, header.pop("received"))
                 frame = Frame(peer, **header, parts=parts)
                 self._heard[peer] = time.monotonic()
                 if frame.run != self._run:  # a run that has failed
@@ -144,10 +152,17 @@ class Links:
         self._lost.add(peer)
         self._frames.put(None)
 
+    def _confirm(self, peer: int, received: int) -> None:
+        """Deletes the tensors of the frames that a peer has received."""
+        with self._lock:
+            while self._confirmed[peer] < received:
+                self._sending[peer].popleft()
+                self._confirmed[peer] += 1
+
     def send(self, peer: int, kind: str, facts: Facts = EMPTY, parts: Parts = EMPTY) -> None:
         """Sends a frame without waiting until it has arrived.
 
-        Tensors must be contiguous and on the CPU. They must not change.
+        Tensors must be contiguous and on the CPU. They and bytearrays must not change.
         """
         described = []
         contents = []
@@ -158,11 +173,12 @@ class Links:
             described.append([name, dtype, list(content.shape)])
             if content.numel():
                 contents.append(content.view(-1).view(torch.uint8))
-        facts = {"run": self._run, "kind": kind, "facts": dict(facts), "parts": described}
-        header = _bytes(json.dumps(facts).encode())
-        sending = self._sending.setdefault(peer, [])  # gloo reads the tensors later
+        values = {"run": self._run, "kind": kind, "facts": dict(facts), "parts": described}
+        header = _bytes(json.dumps({**values, "received": self._arrived[peer]}).encode())
+        sending: list[tuple[Any, Tensor]] = []
         # The connection may be closed, which `_read` notices.
         with suppress(RuntimeError), self._lock:
+            self._sending[peer].append(sending)
             for tensor in (torch.tensor([len(header)]), header, *contents):
                 sending.append((dist.isend(tensor, peer, group=self._group), tensor))
         self._heard[peer] = time.monotonic()
@@ -187,13 +203,6 @@ class Links:
                 return None
         if frame is None:
             raise self._loss()
-        if frame.kind in (
-            "step",
-            "parts",
-            "answer",
-            "part",
-        ):  # the peer has received all that was sent to it
-            self._sending.pop(frame.peer, None)
         if "code" not in frame.facts:
             return frame
         text, code = frame.facts["text"], frame.facts["code"]
@@ -230,10 +239,13 @@ class Links:
         self._run += 1
         self._frames = SimpleQueue()
         self.locate = str
-        readers = []
         for peer in sorted(set(self.peers) - self._lost):
-            readers.append(Thread(target=self._read, args=(peer,), daemon=True))
-            readers[-1].start()
+            if peer in self._readers:
+                self._readers[peer].join(CHECK_SECONDS)
+                if self._readers[peer].is_alive():  # a failed run's reader receives this run, too
+                    continue
+            self._readers[peer] = Thread(target=self._read, args=(peer,), daemon=True)
+            self._readers[peer].start()
         seconds = STOP_SECONDS
         try:
             yield
@@ -249,7 +261,7 @@ class Links:
             self._report(error)
             raise
         finally:
-            for reader in readers:
+            for reader in self._readers.values():
                 reader.join(seconds)
 
     def _report(self, error: Exception) -> None:
@@ -272,9 +284,10 @@ class Links:
                     self.next()
 
 
-def _bytes(content: bytes) -> Tensor:
-    """Returns bytes as a tensor, uint8."""
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+def _bytes(content: bytes | bytearray) -> Tensor:
+    """Returns bytes as a tensor, uint8. A bytearray is not copied, so that peers can share it."""
+    buffer = content if isinstance(content, bytearray) else bytearray(content)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 _LINKS: list[Links] = []

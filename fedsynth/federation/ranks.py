@@ -149,7 +149,7 @@ class Ranks(InProcess):
         except BudgetExceededError as error:
             return protocol.Replies(refusals=(protocol.Refusal(str(error), spent=error.spent),))
         facts = {"exchange": exchange, **_round_facts(context)}
-        packed = {"request": message.to_bytes()}
+        packed = {"request": bytearray(message.to_bytes())}  # one copy for all peers
         stepping = [peer for peer in self._links.peers if shares[peer]]
         for peer in stepping:
             states, parts = _packed_states(self.clients, shares[peer], exchange, context)
@@ -182,11 +182,12 @@ class Ranks(InProcess):
         self._calls += 1
         size, call = self._links.size, self._calls
         facts = {**_round_facts(context), "call": call}
+        shared_bytes = bytearray(NamedTensors(shared).to_bytes())  # one copy for all peers
         for peer in self._links.peers:
             assigned = parts[peer::size]
             if assigned:
-                packed = {str(i): NamedTensors(part).to_bytes() for i, part in enumerate(assigned)}
-                packed["shared"] = NamedTensors(shared).to_bytes()
+                packed: dict[str, Any] = {"shared": shared_bytes}
+                packed |= {str(i): NamedTensors(part).to_bytes() for i, part in enumerate(assigned)}
                 self._links.send(peer, "parts", {**facts, "count": len(assigned)}, packed)
         compute = cast(ServerParts, self.clients[0].method).server_part(shared, context)
         received: dict[int, deque[Frame]] = {peer: deque() for peer in self._links.peers}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ class Following(ActiveRun):
             parts.append(part if assigned[number] == self._links.rank else part[:0])
         used = torch.cat(parts).unique()
         if not len(used):  # more ranks than clients
-            return train, parts
+            return train.subset(np.arange(1)), parts
         return train.subset(used.numpy()), [torch.searchsorted(used, part) for part in parts]
 
     def run(self, started: Frame | None) -> RunResult:

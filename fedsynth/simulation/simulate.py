@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fedsynth import rank
 from fedsynth.config.checks import check_method
 from fedsynth.config.resolve import check_sections, resolve
 from fedsynth.config.settings import RunSettings
@@ -143,9 +144,8 @@ def simulate(
 
     links = connect()
     with nullcontext() if links is None else links.run():
-        if links is not None and (trial is not None or has_periods(settings.method)):
-            reason = "must be 1 for a selection or several periods. Start without torchrun"
-            raise SettingError(None, "WORLD_SIZE", reason)
+        if trial is not None or has_periods(settings.method):
+            rank.require_one_process("a selection or several periods")
         if links is not None and links.rank:
             cached = settings.encoder is not None and settings.encoder.encoder_cache
             # Rank 0 downloads the data and stores encoded images before it sends a frame.
@@ -359,7 +359,7 @@ def synthesize(
     result = simulate(
         settings, output=runs, observer=observer, download=download, continued=continued
     )
-    if result.folder is not None and result.metrics:
+    if rank.this_rank() == 0 and result.folder is not None and result.metrics:
         with_model = with_model or has_periods(settings.method)
         flags = {"unprotected": unprotected, "with_model": with_model}
         export_run(result.folder, target, **flags, method=type(settings.method), real=real)

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 from fedsynth import FedAvg, RunResult, load_dataset, resolve, simulate
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.errors import DivergedError, FedsynthError
+from fedsynth.federation import links as links_module
 from fedsynth.federation import ranks
 from fedsynth.federation.links import RankError, connect
 from fedsynth.privacy import randomness
@@ -174,6 +176,35 @@ def failing(folder: Path) -> dict[str, Any]:
     return errors
 
 
+def links(folder: Path) -> dict[str, Any]:
+    """Fails at rank 0 before rank 1 begins. Then a request overtakes three large answers."""
+    connected = connect()
+    assert connected is not None
+    time.sleep(2.0 * this_rank())
+    with (
+        patch.object(links_module, "STOP_SECONDS", 0.1),
+        suppress(RankError, DivergedError),
+        connected.run(),
+    ):
+        if this_rank():
+            connected.next()
+        raise DivergedError("the loss is not finite")
+    with connected.run():
+        if this_rank() == 0:
+            connected.send(1, "step")
+            sums = [float(connected.next().parts["x"].double().sum()) for _ in range(4)]
+            connected.send(1, "end")
+            return {"sums": sums}
+        for number in range(4):
+            if number == 3:
+                connected.next()  # the request, which arrived before all answers were sent
+            part = torch.full((2**24,), number, dtype=torch.uint8)
+            connected.send(0, "part", parts={"x": part})
+            del part
+        connected.next()
+    return {}
+
+
 def hanging(folder: Path) -> dict[str, Any]:
     """Stops rank 1 for good. No other case can follow."""
     original = FedAvg.client_step
@@ -193,7 +224,7 @@ def hanging(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal, interrupted, resumed, private, rejected, failing, hanging)
+    for function in (equal, interrupted, resumed, private, rejected, failing, links, hanging)
 }
 
 

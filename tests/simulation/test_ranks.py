@@ -21,22 +21,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsynth import FedAvg, resolve
+from fedsynth import FedAvg, rank, resolve
 from fedsynth.cli.app import app
 from fedsynth.core.messages import Message
+from fedsynth.errors import SettingError
+from fedsynth.experiments.runner import run_sweep
+from fedsynth.experiments.selection import select_privately
 from fedsynth.federation import ranks, run_data
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import public_context
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.links import EMPTY, SECONDS, Frame
-from fedsynth.federation.protocol import RunTerms
+from fedsynth.federation.protocol import Observer, RunTerms
 from fedsynth.federation.ranks import owners, statement
 from fedsynth.privacy import read_ledger
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.rank import num_ranks, this_rank
 from fedsynth.results.verification import verify_run
 from fedsynth.simulation import simulate as simulate_module
+from fedsynth.simulation.simulate import synthesize
 from tests.simulation import rank_program
+from tests.simulation.test_recorded_numbers import case, settings_of
 from tests.test_cuda import run_on_fake_gpu, small
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="not tried there")
@@ -109,7 +114,7 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of two ranks."""
     folder = tmp_path_factory.mktemp("two")
     (alone / "interrupted").rename(folder / "interrupted")
-    names = "equal,resumed,interrupted,private,rejected,failing,hanging"
+    names = "equal,resumed,interrupted,private,rejected,failing,links,hanging"
     with started(2, *PROGRAM, names, str(folder)) as both:
         ((code, _, err),) = ended(both[:1])  # the other one hangs in the end
         assert code == 0, err
@@ -183,6 +188,10 @@ def test_rank_0_reports_the_failures_of_other_ranks(two: Path) -> None:
     others = values(two, "failing", rank=1)
     assert others.keys() == errors.keys()
     assert others["version"][0] == "ranks.stopped"
+
+
+def test_no_frame_is_lost_if_runs_or_messages_overlap(two: Path) -> None:
+    assert values(two, "links")["sums"] == [number * 2**24 for number in range(4)]
 
 
 def test_a_hanging_rank_is_noticed(two: Path) -> None:
@@ -282,6 +291,42 @@ def test_other_commands_run_in_one_process(monkeypatch: pytest.MonkeyPatch, caps
     assert "runs was started with torchrun" in capsys.readouterr().err
 
 
+def test_functions_that_charge_or_start_runs_need_one_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rank, "num_ranks", lambda: 2)
+    sweep: Any = SimpleNamespace(output=tmp_path, selection=None)
+    for function in (run_sweep, select_privately):
+        with pytest.raises(SettingError, match="WORLD_SIZE must be 1 for a"):
+            function(sweep, print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_rank_0_exports_a_shared_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = settings_of(case("fedstats", run={"rounds": 1}, method={"ipc": 4}))
+    monkeypatch.setattr(rank, "this_rank", lambda: 1)
+    synthesize(settings, tmp_path / "share", runs=tmp_path / "runs", unprotected=True)
+    assert not (tmp_path / "share").exists()
+
+
+def test_each_group_of_clients_is_a_sign_of_progress() -> None:
+    steps = []
+
+    class Steps(Observer):
+        def step(self, round: int, stage: str, completed: int, total: int) -> None:
+            steps.append((stage, completed, total))
+
+    settings = settings_of(case("fedstats", run={"rounds": 1, "memory_gb": 1e-6}))
+    simulate_module.simulate(settings, observer=Steps())
+    exchange = [("clients", finished, 4) for finished in range(1, 5)]
+    assert [step for step in steps if step[0] == "clients"] == 2 * exchange
+
+
+def received(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parts of a frame as its receiver has them."""
+    return {k: bytes(v) if isinstance(v, bytearray) else v for k, v in parts.items()}
+
+
 class Loopback:
     """Links to a second rank in the same process."""
 
@@ -305,7 +350,7 @@ class Loopback:
             self.frames.append(Frame(1, 1, "hello", statement(self.identity), {}))
 
     def send(self, peer: int, kind: str, facts: Any, parts: Any = EMPTY) -> None:
-        frame = Frame(peer, 1, kind, json.loads(json.dumps(facts)), parts)
+        frame = Frame(peer, 1, kind, json.loads(json.dumps(facts)), received(parts))
         if kind == "step":
             self.steps += 1
             ranks._answer(self.other, cast(Any, self), frame)
@@ -392,7 +437,7 @@ def test_results_of_an_earlier_call_are_discarded() -> None:
 
     class Doubling(Loopback):
         def send(self, peer: int, kind: str, facts: Any, parts: Any = EMPTY) -> None:
-            frame = Frame(peer, 1, kind, facts, dict(parts))
+            frame = Frame(peer, 1, kind, facts, received(parts))
             backend: Any = SimpleNamespace(clients=[client])
             answers = Answers(self.frames)
             ranks._answer_parts(backend, cast(Any, answers), frame)
