@@ -35,7 +35,7 @@ PUBLISHED_CLASSIFIERS = {
     ),
 }
 PUBLIC = {"PrivImage": "ImageNet"}
-OWN, AGGREGATED = "federated, own noise", "federated, aggregated noise"
+OWN, AGGREGATED = "own", "aggregated"
 NOISE = {OWN: "own", AGGREGATED: "secure"}
 
 
@@ -84,14 +84,14 @@ def _private_images() -> str:
         *classifiers,
         *_central(PUBLISHED_CLASSIFIERS),
     ]
-    return markdown(["method", "data", "public data", *DATASETS], body)
+    return markdown(["method", "noise", "public data", *DATASETS], body)
 
 
 @table("private-images-short")
 def _private_images_short() -> str:
     body = [["FedStats", data, *_measured(STUDENTS, data, "student_taught")] for data in NOISE]
     body += [[name, "central", *PUBLISHED_IMAGES[name]] for name in (FETA_PRO, DP_FETA)]
-    return markdown(["", "data", *DATASETS], body)
+    return markdown(["", "noise", *DATASETS], body)
 
 
 @table("private-images-fid")
