@@ -54,8 +54,8 @@ def _shortening() -> list[float]:
 
 @sentence(
     "docs/fedstats.md",
-    "A client sends {:.1f} to {:.1f} MB in a run. A run takes at least {:.0f} to {:.0f} seconds for ten "
-    "clients on one core, without features",
+    "A client sends {:.1f} to {:.1f} MB in a run. A run takes at least {:.0f} to {:.0f} seconds "
+    "for ten clients on one core, without features",
 )
 def _cost() -> list[float]:
     """The least and the most at ε = 1."""

@@ -214,8 +214,8 @@ def _networks_time() -> list[float]:
 
 @sentence(
     DOCUMENT,
-    "M = 50 changes accuracy by {:+.2f} points on MNIST (paired standard error {:.2f}; lower in {:.0f} of "
-    "five pairs) and by {:+.2f} on Fashion-MNIST ({:.2f}; {:.0f} of five)",
+    "M = 50 changes accuracy by {:+.2f} points on MNIST (paired standard error {:.2f}; lower in "
+    "{:.0f} of five pairs) and by {:+.2f} on Fashion-MNIST ({:.2f}; {:.0f} of five)",
 )
 def _fifty_networks() -> list[float]:
     """Compared with the literal loop on the same seeds."""
