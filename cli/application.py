@@ -116,9 +116,17 @@ class OneLineGroup(TyperGroup):
             return super().invoke(ctx)
 
 
-def fail(text: str) -> NoReturn:
-    """Prints an error message as one line, and ends the program with exit code 2."""
-    print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
+def fail(text: str, code: str = "") -> NoReturn:
+    """Prints an error message as one line, and ends the program with exit code 2.
+
+    Of several ranks, one prints it (`rank.speaks`).
+
+    Args:
+        text: the message.
+        code: the code of the error.
+    """
+    if rank.speaks(code):
+        print(f"fedsynth: error: {' '.join(text.split())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -145,12 +153,10 @@ def one_line_errors(as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except FedsynthError as error:
-        if not rank.speaks(error.code):
-            sys.exit(2)
         text = ". Also: ".join((str(error), *getattr(error, "__notes__", ())))
-        if as_json:
+        if as_json and rank.speaks(error.code):
             print(json.dumps({"error": {"code": error.code, "message": text}}, indent=2))
-        fail(text)
+        fail(text, error.code)
     except BrokenPipeError:  # as in `fedsynth runs | head`
         _discard(sys.stdout)
         _discard(sys.stderr)

@@ -15,7 +15,6 @@ empty mappings are restored). Nothing in the file is executed. A server's state
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -140,6 +139,7 @@ class Packed:
         5.0
         """
         values = self.header_values()
+        _require_finite(type(self), values)
         header = {"fedsynth_message": WIRE_FORMAT, "type": type(self).__name__, "values": values}
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self.arrays()}
         # one entry, because safetensors writes several entries in random order
@@ -149,14 +149,14 @@ class Packed:
         """Returns the numbers, the Nones, and the keys of the mappings, by field.
 
         Raises:
-            MessageError: as for `to_bytes`.
+            MessageError: a field is not a tensor, a number, a mapping or None.
         """
         values: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, Mapping):
                 values[f.name] = list(value)
-            elif value is None or (isinstance(value, int | float) and math.isfinite(value)):
+            elif value is None or isinstance(value, int | float):
                 values[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(
@@ -176,6 +176,7 @@ class Packed:
         tensors, header = _unpacked(sent)
         if header.type != cls.__name__:
             raise MessageError(f"expected a {cls.__name__} message, got {header.type!r:.80}")
+        _require_finite(cls, header.values)
         return cls.made_of(tensors, header.values)
 
     @classmethod
@@ -183,8 +184,7 @@ class Packed:
         """Creates an instance from its `arrays` and `header_values`, which are emptied.
 
         Raises:
-            MessageError: a field is missing, unexpected or of another type, or a number is not
-                finite.
+            MessageError: a field is missing, unexpected or of another type.
         """
         by_field: dict[str, Any] = {}
         hints = _hints_of(cls)
@@ -298,9 +298,20 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
                 raise MessageError(f"the received {what} is missing the tensor for key {key!r:.80}")
             mapping[key] = tensors.pop(f"{name}.{key}")
         return mapping
-    if value is None or (is_real(value) and (type(value) is float or abs(value) <= LARGEST)):
+    if value is None or type(value) in (int, float):
         return value
     raise MessageError(f"{what} must be a finite number, got {short_repr(value)}")
+
+
+def _require_finite(kind: type[Packed], values: Mapping[str, Any]) -> None:
+    """Raises MessageError if a number is not finite, or is an integer above `LARGEST`."""
+    for name in _names_of(kind):
+        value = values.get(name)
+        large = type(value) is int and abs(value) > LARGEST
+        if isinstance(value, int | float) and (large or not is_real(value)):
+            raise MessageError(
+                f"{kind.__name__}.{name} must be a finite number, got {short_repr(value)}"
+            )
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ CHECK_SECONDS = 1.0  # between two looks at the time
 STOP_SECONDS = 5.0
 FOREVER = timedelta(days=1000)  # for gloo: the server may compute for days
 FINAL = ("end", "stop", "bye")  # the kinds of the last frame of a run
+ALIVE = "alive"  # the kind of a frame which shows that the process of rank 0 runs
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 # The types of the values that JSON can encode, and of the parts (bytes or tensors), by name.
 Facts = Mapping[str, Any]
@@ -141,7 +142,7 @@ class Links:
                 self._confirm(peer, header.pop("received"))
                 frame = Frame(peer, **header, parts=parts)
                 self._heard[peer] = time.monotonic()
-                if frame.run != self._run:  # a run that has failed
+                if frame.run != self._run or frame.kind == ALIVE:  # or a run that has failed
                     continue
                 if frame.kind != "bye":
                     self._frames.put(frame)
@@ -181,12 +182,21 @@ class Links:
             self._sending[peer].append(sending)
             for tensor in (torch.tensor([len(header)]), header, *contents):
                 sending.append((dist.isend(tensor, peer, group=self._group), tensor))
-        self._heard[peer] = time.monotonic()
+        if kind != ALIVE:  # a request, to which the peer has as long to answer
+            self._heard[peer] = time.monotonic()
 
     def send_all(self, kind: str, facts: Facts, parts: Parts = EMPTY) -> None:
         """Sends a frame to all peers."""
         for peer in self.peers:
             self.send(peer, kind, facts, parts)
+
+    def _beat(self, ended: Event) -> None:
+        """Tells the other ranks until `ended` is set that the process of rank 0 runs.
+
+        Rank 0 may compute for days between two requests.
+        """
+        while not ended.wait(self._seconds / 4):
+            self.send_all(ALIVE, EMPTY)
 
     def poll(self, seconds: float = 0.0) -> Frame | None:
         """Returns the next frame, or None if none arrives within `seconds`.
@@ -223,7 +233,7 @@ class Links:
                     raise RankError(
                         f"rank {peer} has given no sign for {self._seconds:g} seconds. Start again "
                         f"with --resume, or increase {SECONDS}"
-                    ).with_code("ranks.silent")
+                    ).with_code("ranks.silent" if peer else "ranks.server")
 
     def _loss(self) -> RankError:
         """Returns the error that names a lost rank."""
@@ -247,6 +257,9 @@ class Links:
             self._readers[peer] = Thread(target=self._read, args=(peer,), daemon=True)
             self._readers[peer].start()
         seconds = STOP_SECONDS
+        ended = Event()
+        if self.rank == 0:
+            Thread(target=self._beat, args=(ended,), daemon=True).start()
         try:
             yield
             seconds = self._seconds
@@ -261,6 +274,7 @@ class Links:
             self._report(error)
             raise
         finally:
+            ended.set()
             for reader in self._readers.values():
                 reader.join(seconds)
 

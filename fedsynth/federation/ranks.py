@@ -16,8 +16,9 @@ Those of many clients are packed together (`stacked`):
 
     rank 0 sends    start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
                     with the request and the states, parts {round, participants, count} of the
-                    server's step with their tensors, end {results} with the model
-    others send     hello {fedsynth, torch, settings and data}, report {clients, stage, completed,
+                    server's step with their tensors, end {results} with the model, and alive {}
+                    at regular times
+    others send     hello {versions, settings, data}, report {clients, stage, completed,
                     total}, note {text}, answer {clients, refusals, rejected} with uploads and
                     states, part {} with the result of a part, error {text, code}
     all send        stop {text, code} if the run fails, and bye {} after the last message of a run
@@ -41,7 +42,12 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.messages import Message, Packed, Tensors
 from fedsynth.core.method import Method
 from fedsynth.core.uploads import check_type, require_dense
-from fedsynth.errors import BudgetExceededError, MessageError, UploadRejectedError
+from fedsynth.errors import (
+    BudgetExceededError,
+    MessageError,
+    UploadRejectedError,
+    short_repr,
+)
 from fedsynth.federation import protocol
 from fedsynth.federation.client_runtime import ClientRuntime
 from fedsynth.federation.in_process import InProcess
@@ -90,13 +96,16 @@ def owners(
     return assigned
 
 
-def statement(identity: str) -> dict[str, str]:
+def statement(settings: Mapping[str, Mapping[str, Any]], identity: str) -> dict[str, Any]:
     """Returns a description of the run that must be the same at all ranks.
 
     Args:
+        settings: the settings by section, without those that may differ between machines.
         identity: the identity of the settings and data (`run_identity`).
     """
-    return {"fedsynth": __version__, "torch": torch.__version__, "settings and data": identity}
+    named = {f"{name}.{key}": v for name, section in settings.items() for key, v in section.items()}
+    versions = {"fedsynth": __version__, "torch": torch.__version__}
+    return {**versions, **named, "data with the hash": identity}
 
 
 class Ranks(InProcess):
@@ -105,13 +114,15 @@ class Ranks(InProcess):
     Args:
         clients: all clients in the order of their indices.
         links: the connections to the other ranks.
-        identity: the identity of the settings and data.
+        stated: the `statement` of rank 0.
     """
 
-    def __init__(self, clients: Sequence[ClientRuntime], links: Links, identity: str) -> None:
+    def __init__(
+        self, clients: Sequence[ClientRuntime], links: Links, stated: Mapping[str, Any]
+    ) -> None:
         super().__init__(clients)
         self._links = links
-        self._stated = statement(identity)
+        self._stated = stated
         # Another rank keeps the records that it owns in this context (`Following`).
         self._context = clients[0].context
         self._calls = 0  # of `compute_parts`
@@ -128,11 +139,13 @@ class Ranks(InProcess):
         while waiting:
             frame = self._links.next(sorted(waiting))
             waiting.remove(frame.peer)
-            for name, value in self._stated.items():
-                if frame.facts[name] != value:
+            for name in {**self._stated, **frame.facts}:
+                value, expected = frame.facts.get(name), self._stated.get(name)
+                if value != expected:
                     raise RankError(
-                        f"rank {frame.peer} has {name} {frame.facts[name]}, but rank 0 has "
-                        f"{value}. Start all ranks with the same {name}"
+                        f"rank {frame.peer} has {name} {short_repr(value)}, but rank 0 has "
+                        f"{short_repr(expected)}. Start all ranks with the same versions, settings "
+                        "and data"
                     ).with_code("ranks.differ")
 
     def step(
@@ -291,7 +304,7 @@ def serve(backend: InProcess, links: Links, frame: Frame | None) -> Frame:
         The frame with the results of the run.
     """
     while True:
-        frame = frame or links.next()
+        frame = frame or links.next(links.peers)
         if frame.kind == "end":
             return frame
         if frame.kind == "start":

@@ -19,7 +19,7 @@ from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import Clients, RunData, divided, new_ledgers
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.results.active_run import ActiveRun
-from fedsynth.results.checkpoint import run_identity
+from fedsynth.results.checkpoint import run_identity, without_place
 from fedsynth.results.run_record import RunResult
 
 
@@ -45,7 +45,8 @@ class Following(ActiveRun):
         super().__init__(settings, context, Observer())
         self._links = links
         parts = list(map(torch.from_numpy, clients.parts))
-        self._identity = run_identity(settings, loaded.train, loaded.test, parts)
+        identity = run_identity(settings, loaded.train, loaded.test, parts)
+        self._stated = ranks.statement(without_place(settings.to_mapping()), identity)
         train = loaded.train
         records, _ = divided(settings, parts, train)
         if settings.participation == 1:  # so that each rank has the same clients in all rounds
@@ -80,7 +81,7 @@ class Following(ActiveRun):
         Args:
             started: the frame with the run terms, if it was received already.
         """
-        self._links.send(0, "hello", ranks.statement(self._identity))
+        self._links.send(0, "hello", self._stated)
         frame = ranks.serve(self.backend, self._links, started)
         parameters = ranks.NamedTensors.from_bytes(frame.parts["model"]).tensors
         return RunResult(

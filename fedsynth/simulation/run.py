@@ -38,7 +38,7 @@ from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.links import Links
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer, Refusal
-from fedsynth.federation.ranks import Ranks
+from fedsynth.federation.ranks import Ranks, statement
 from fedsynth.federation.run_data import Clients, divided, new_ledgers
 from fedsynth.formatting import format_epsilon
 from fedsynth.methods import is_own_method
@@ -50,7 +50,7 @@ from fedsynth.privacy.periods import ENCODING, PeriodFacts, ReleaseSequence
 from fedsynth.results import run_messages
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.charges import plan_when_it_began
-from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity
+from fedsynth.results.checkpoint import Checkpoint, CheckpointFolder, run_identity, without_place
 from fedsynth.results.run_folder import ROUNDS, RunFolder, private_start
 from fedsynth.results.run_record import RunResult, own_sources, sent_sets
 from fedsynth.simulation.following import send_result
@@ -246,7 +246,8 @@ class Simulation(ActiveRun):
                 ClientRuntime(number, settings, self.context, data, ledger, sequence=sequence)
             )
         if self._links is not None:
-            return Ranks(runtimes, self._links, self._identity())
+            stated = statement(without_place(settings.to_mapping()), self._identity())
+            return Ranks(runtimes, self._links, stated)
         return InProcess(runtimes)
 
     def _original_plan(

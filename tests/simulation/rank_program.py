@@ -124,7 +124,7 @@ def private(folder: Path) -> dict[str, Any]:
 
 
 def rejected(folder: Path) -> dict[str, Any]:
-    """Lets three clients send invalid uploads."""
+    """Lets clients send invalid uploads."""
     original = FedAvg.client_step
 
     def broken(self: FedAvg, message: Any, clients: Any, *rest: Any) -> Any:
@@ -137,12 +137,13 @@ def rejected(folder: Path) -> dict[str, Any]:
                 1: replace(upload, parameters={**upload.parameters, name: weight * math.nan}),
                 2: replace(upload, parameters={name: weight[1:]}),
                 3: Message(),
+                4: replace(upload, weight=math.nan),
             }
             results[place] = bad.get(number, upload), state
         return results
 
     with patch.object(FedAvg, "client_step", broken):
-        settings = settings_of(case("fedavg", partition={"clients": 8}, run={"quorum": 0.5}))
+        settings = settings_of(case("fedavg", partition={"clients": 10}, run={"quorum": 0.5}))
         return facts(simulate(settings, quiet=True))
 
 
@@ -174,6 +175,19 @@ def failing(folder: Path) -> dict[str, Any]:
     settings = settings_of(case("fedavg"))
     attempt("nothing")
     return errors
+
+
+def alive(folder: Path) -> dict[str, Any]:
+    """Lets rank 0 compute for longer than a rank may give no sign."""
+    connected = connect()
+    assert connected is not None
+    with patch.object(connected, "_seconds", 2.0), connected.run():
+        if this_rank() == 0:
+            connected.send(1, "step")
+            time.sleep(5.0)
+            connected.send(1, "end")
+            return {}
+        return {"frames": [connected.next([0]).kind for _ in range(2)]}
 
 
 def links(folder: Path) -> dict[str, Any]:
@@ -224,7 +238,10 @@ def hanging(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
-    for function in (equal, interrupted, resumed, private, rejected, failing, links, hanging)
+    for function in (
+        *(equal, interrupted, resumed, private),
+        *(rejected, failing, links, alive, hanging),
+    )
 }
 
 

@@ -33,7 +33,7 @@ from fedsynth.federation.context import public_context
 from fedsynth.federation.in_process import InProcess
 from fedsynth.federation.links import EMPTY, SECONDS, Frame
 from fedsynth.federation.protocol import Observer, RunTerms
-from fedsynth.federation.ranks import owners, statement
+from fedsynth.federation.ranks import owners
 from fedsynth.privacy import read_ledger
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.rank import num_ranks, this_rank
@@ -114,7 +114,7 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of two ranks."""
     folder = tmp_path_factory.mktemp("two")
     (alone / "interrupted").rename(folder / "interrupted")
-    names = "equal,resumed,interrupted,private,rejected,failing,links,hanging"
+    names = "equal,resumed,interrupted,private,rejected,failing,links,alive,hanging"
     with started(2, *PROGRAM, names, str(folder)) as both:
         ((code, _, err),) = ended(both[:1])  # the other one hangs in the end
         assert code == 0, err
@@ -130,7 +130,7 @@ def test_an_invalid_upload_is_rejected_with_its_own_reason(alone: Path, two: Pat
     expected = values(alone, "rejected")
     assert values(two, "rejected") == expected
     for row in expected["rows"]:
-        assert len(set(row["rejected"].values())) == 4
+        assert len(set(row["rejected"].values())) == 5
 
 
 @pytest.mark.parametrize("name", rank_program.CLOSE)
@@ -182,7 +182,8 @@ def test_rank_0_reports_the_failures_of_other_ranks(two: Path) -> None:
         r"rank 1, one of the clients \[[0-3]\]: the loss is not finite", errors["client"][1]
     )
     assert errors["version"][0] == errors["settings"][0] == "ranks.differ"
-    assert "rank 1 has fedsynth 0.0.1, but rank 0 has 0.0.2" in errors["version"][1]
+    assert "rank 1 has fedsynth '0.0.1', but rank 0 has '0.0.2'" in errors["version"][1]
+    assert "rank 1 has run.seed 1, but rank 0 has 0" in errors["settings"][1]
     assert errors["diverged"][0] == "training.diverged"
     assert "nothing" not in errors
     others = values(two, "failing", rank=1)
@@ -192,6 +193,10 @@ def test_rank_0_reports_the_failures_of_other_ranks(two: Path) -> None:
 
 def test_no_frame_is_lost_if_runs_or_messages_overlap(two: Path) -> None:
     assert values(two, "links")["sums"] == [number * 2**24 for number in range(4)]
+
+
+def test_a_long_step_of_rank_0_is_no_fault(two: Path) -> None:
+    assert values(two, "alive", rank=1)["frames"] == ["step", "end"]
 
 
 def test_a_hanging_rank_is_noticed(two: Path) -> None:
@@ -233,6 +238,18 @@ def test_a_killed_server_is_reported_by_one_rank(tmp_path: Path) -> None:
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("fedsynth: error: rank 0 has ended unexpectedly")
+
+
+@pytest.mark.slow
+def test_a_server_that_stops_is_noticed(tmp_path: Path) -> None:
+    many = ("--rounds", "100000", "--output", str(tmp_path))
+    with started(2, *TRAIN, *many, **{SECONDS: "15"}) as both:
+        wait_for_round_2(both[0])
+        both[0].send_signal(signal.SIGSTOP)
+        ((code, out, err),) = ended(both[1:])
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("fedsynth: error: rank 0 has given no sign for 15 seconds")
 
 
 def test_a_missing_rank_and_a_port_that_is_taken_are_reported() -> None:
@@ -289,6 +306,11 @@ def test_other_commands_run_in_one_process(monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         app(["runs"])
     assert "runs was started with torchrun" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        app(["train", "--no-such-option"])
+    assert capsys.readouterr().err == ""  # rank 0 prints it
 
 
 def test_functions_that_charge_or_start_runs_need_one_process(
@@ -347,7 +369,7 @@ class Loopback:
             ]
             self.other = InProcess(rows)
             self.other.start(RunTerms(facts["sizes"], facts["noise_multiplier"]))
-            self.frames.append(Frame(1, 1, "hello", statement(self.identity), {}))
+            self.frames.append(Frame(1, 1, "hello", self.stated, {}))
 
     def send(self, peer: int, kind: str, facts: Any, parts: Any = EMPTY) -> None:
         frame = Frame(peer, 1, kind, json.loads(json.dumps(facts)), received(parts))
@@ -370,7 +392,7 @@ def test_tensors_move_between_devices(name: str, monkeypatch: pytest.MonkeyPatch
     original = ranks.Ranks.__init__
 
     def keep(self: ranks.Ranks, clients: Any, *rest: Any) -> None:
-        links.clients, links.identity = clients, rest[1]
+        links.clients, links.stated = clients, rest[1]
         original(self, clients, *rest)
 
     sections = small(name.split(",")[0], ", private" in name)
@@ -402,11 +424,12 @@ def test_messages_of_many_clients_are_packed_together(monkeypatch: pytest.Monkey
     sent: dict[int, Any] = {0: mixed(0), 2: mixed(2), 1: mixed(1), 3: mixed(3, size=4), 5: mixed(5)}
     expected = {k: message.to_bytes() for k, message in sent.items()}
     sparse = replace(mixed(6), mask=torch.ones(3).to_sparse())
-    sent |= {4: mixed(4, weight=math.nan), 6: sparse, 7: Message()}
+    sent |= {4: replace(mixed(4), weight=cast(Any, "1")), 6: sparse, 7: Message()}
     untyped: Any = {"a.b": 1.0}
     sent[8] = replace(mixed(8), parameters=untyped)
     sent[9] = replace(mixed(9), mask=None)  # which only the receiver notices
-    for limit, stacks in ((2**25, 3), (1, 5)):
+    sent[11] = replace(mixed(11), weight=math.nan)  # which the server rejects
+    for limit, stacks in ((2**25, 3), (1, 6)):
         monkeypatch.setattr(ranks, "STACK_BYTES", limit)
         rejected: dict[int, str] = {}
         facts, parts = ranks.stacked(Mixed, "uploads", remaining := dict(sent), rejected)
@@ -418,6 +441,7 @@ def test_messages_of_many_clients_are_packed_together(monkeypatch: pytest.Monkey
         assert all(part.is_contiguous() for part in parts.values())  # as gloo needs
         received = ranks.unstacked(Mixed, "uploads", frame, torch.device("cpu"), rejected)
         assert "Mixed.mask must have the type Tensor, got NoneType" in rejected[9]
+        assert math.isnan(received.pop(11).weight)
         assert {k: message.to_bytes() for k, message in received.items()} == expected
         for _, tensor in received[0].arrays():  # a tensor of its own, not a view of the stack
             assert tensor.untyped_storage().nbytes() == tensor.nbytes
