@@ -43,13 +43,21 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 
 
 @contextmanager
-def forked_rng(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Returns a context manager that seeds PyTorch's global CPU generator from the arguments.
+def forked_rng(
+    seed: int, purpose: str, *numbers: int, device: torch.device | None = None
+) -> Iterator[torch.Generator]:
+    """Returns a context manager that seeds PyTorch's global generator from the arguments.
 
     Use it for module constructors and dropout, which accept no generator. The previous state is
-    restored afterwards. Only the CPU generator changes, because module constructors draw on the
-    CPU.
+    restored afterwards.
+
+    Args:
+        seed, purpose, numbers: as for `derive_seed`.
+        device: the device whose generator is seeded, by default the CPU, on which module
+            constructors draw.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(derive_seed(seed, purpose, *numbers))
-        yield
+    index = torch.cuda.current_device() if device is not None and device.type == "cuda" else None
+    with torch.random.fork_rng(devices=[] if index is None else [index]):
+        generators = torch.cuda.default_generators
+        generator = torch.default_generator if index is None else generators[index]
+        yield generator.manual_seed(derive_seed(seed, purpose, *numbers))

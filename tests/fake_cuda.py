@@ -302,6 +302,11 @@ def fake_gpu() -> Iterator[_FakeGpu]:
         patch.setattr("fedsynth.simulation.simulate.resolve_device", lambda name: CUDA)
         card = SimpleNamespace(total_memory=2**33)
         patch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        generator = torch.Generator(CUDA)
+        patch.setattr(torch.cuda, "default_generators", (generator,))
+        patch.setattr(torch.cuda, "get_rng_state", lambda index: generator.get_state())
+        patch.setattr(torch.cuda, "set_rng_state", lambda state, index: generator.set_state(state))
         patch.setattr("fedsynth.training.sgd._record", gpu.record)
         _ACTIVE.append(gpu)
         try:

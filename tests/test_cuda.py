@@ -55,6 +55,7 @@ WAIT_FREE_LOOPS = tuple((file, function) for file, functions in {
 ALLOWED_WAITS = {  # with the reason
     ("privacy/randomness.py", "SecretGenerator.normal"): "noise is the host's: a copy a release",
     ("core/context.py", "RoundContext.load_frozen"): "the ensemble, once for each round",
+    ("privacy/batch_independence.py", "_Passes.of_step"): "a trial, before the first round",
     ("data/images.py", "_constants"): "pixel constants, once for each data set",
 }
 

@@ -311,7 +311,7 @@ def _require_finite(kind: type[Packed], values: Mapping[str, Any]) -> None:
         if isinstance(value, int | float) and (large or not is_real(value)):
             raise MessageError(
                 f"{kind.__name__}.{name} must be a finite number, got {short_repr(value)}"
-            )
+            ).with_code("message.value")
 
 
 def privacy_of_fields(message: type[Message]) -> dict[str, tuple[str, str]]:

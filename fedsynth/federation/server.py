@@ -27,6 +27,7 @@ from fedsynth.federation import protocol
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.privacy.ledger.ledger import History
 from fedsynth.privacy.plans import EXCHANGES, FIRST
+from fedsynth.seeding import forked_rng
 
 
 class Server:
@@ -114,6 +115,20 @@ class Server:
             TypeError: a reply, the sum or the new state has another type than the method declares.
             DivergedError: the new model has numbers that are not finite.
         """
+        with forked_rng(context.seed, "server layers", context.round, device=context.device):
+            state = self._next_state(exchange, replies, context)
+        if exchange != FIRST:
+            protocol.check_finite(state.parameters, "the server's model", context.round)
+            self.state = state
+        self._next = state
+
+    def _next_state(
+        self,
+        exchange: str,
+        replies: Mapping[int, Message] | protocol.SecureSum,
+        context: RoundContext,
+    ) -> ServerState:
+        """Returns the next state, and checks the types of all that the method computes with."""
         method, declared = self.method, exchange_of(self.method, exchange)
         if isinstance(replies, protocol.SecureSum):
             total, count = replies.message, len(replies.clients)
@@ -129,10 +144,7 @@ class Server:
                 f"method {method.name}'s server step must return its declared `state` type "
                 f"{method.state.__name__}, got {type(state).__name__}"
             )
-        if exchange != FIRST:
-            protocol.check_finite(state.parameters, "the server's model", context.round)
-            self.state = state
-        self._next = state
+        return state
 
     def end(self, context: RoundContext) -> None:
         """Completes the server's state after the last round, by the method's last step.

@@ -31,6 +31,7 @@ from fedsynth.privacy.dpsgd import (
     Optimiser as Optimiser,  # defined there, as privacy imports no higher package
 )
 from fedsynth.privacy.dpsgd import Penalty as Penalty
+from fedsynth.seeding import forked_rng
 from fedsynth.training.loop import LoopCheckpointer, State, resumable
 
 WARM_UP = 3
@@ -273,8 +274,9 @@ def train_on(
 ) -> None:
     """Trains a network in place by minibatch SGD.
 
-    The network is left in training mode. Without examples, it is not changed. On a GPU, steps with
-    full batches are recorded as a CUDA graph where possible.
+    The network is left in training mode. Its dropout masks depend only on the generator's seed.
+    Without examples, it is not changed. On a GPU, steps with full batches are recorded as a CUDA
+    graph where possible.
 
     Args:
         model: the network.
@@ -309,23 +311,26 @@ def train_on(
     if objective.recordable and labels_N.is_cuda and full_steps >= WORTH_RECORDING:
         written = [network.flat, *moments, network.grad, *model.buffers()]
         full = recorded(lambda i: step(images(i), labels(i)), settings.batch, written)
-    for epoch in resumable(
-        -(-total_steps // per_epoch),
-        changed,
-        keeper=keeper,
-        name=name,
-        report=lambda completed: report(min(total_steps, completed * per_epoch), total_steps),
-    ):
-        order = torch.randperm(len(labels_N), generator=generator)
-        order = order.to(labels_N.device, non_blocking=True)
-        parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
-        if len(parts[-1]) == 1 and has_batch_norm(model):
-            # the mean loss is the same, and batch norm gets the two values that it needs
-            parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
-        while full is not None and parts and len(parts[0]) == settings.batch:
-            full(parts.pop(0))  # leaves at most one part, the last
-        for x, y in fetched(images, labels, parts):
-            step(x, y)
+    # dropout draws from the global generator
+    with forked_rng(generator.initial_seed(), "layers", device=labels_N.device) as layers:
+        changed["layers"] = layers
+        for epoch in resumable(
+            -(-total_steps // per_epoch),
+            changed,
+            keeper=keeper,
+            name=name,
+            report=lambda completed: report(min(total_steps, completed * per_epoch), total_steps),
+        ):
+            order = torch.randperm(len(labels_N), generator=generator)
+            order = order.to(labels_N.device, non_blocking=True)
+            parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
+            if len(parts[-1]) == 1 and has_batch_norm(model):
+                # the mean loss is the same, and batch norm gets the two values that it needs
+                parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
+            while full is not None and parts and len(parts[0]) == settings.batch:
+                full(parts.pop(0))  # leaves at most one part, the last
+            for x, y in fetched(images, labels, parts):
+                step(x, y)
 
 
 def fetched(

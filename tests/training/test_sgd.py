@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,19 @@ from fedsynth.models.registry import ModelSettings, build_model
 from fedsynth.models.small import Linear
 from fedsynth.privacy.dpsgd import DpSgdSettings, Optimiser, dp_sgd
 from fedsynth.privacy.passes import Units
+from fedsynth.results.checkpoint import CheckpointFolder, LoopCheckpoints
 from fedsynth.seeding import forked_rng
 from fedsynth.training import many_clients, sgd
 from fedsynth.training.many_clients import Learner, learner_bytes, train_together
-from fedsynth.training.sgd import Adam, MomentumSgd, Objective, Pull, SgdSettings, train_on
+from fedsynth.training.sgd import (
+    CROSS_ENTROPY,
+    Adam,
+    MomentumSgd,
+    Objective,
+    Pull,
+    SgdSettings,
+    train_on,
+)
 from tests.conftest import NO_CUDA
 from tests.digits import SPEC
 from tests.privacy.support import mechanism
@@ -337,3 +348,32 @@ def test_last_batch_of_one_example_is_doubled(examples: int) -> None:
         part = part if len(part) == 2 else torch.cat([part, part])
         take_step(optimiser, nn.functional.cross_entropy(expected(x[part]), y[part]))
     torch.testing.assert_close(dict(net.state_dict()), dict(expected.state_dict()))
+
+
+def test_dropout_depends_on_the_generator_only(tmp_path: Path) -> None:
+    """Its masks are equal after an interruption, and the global generator is left as it was."""
+    x, y = torch.randn(20, 4, generator=seeded(0)), torch.arange(20) % 3
+    first = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    def trained(name: str, seed: int = 1, stop: int = 0) -> Tensor:
+        net = copy.deepcopy(first)
+        keeper = LoopCheckpoints(CheckpointFolder(tmp_path / name, "this run"), 1, 0.0)
+
+        def report(completed: int, total: int) -> None:
+            if completed == stop:
+                raise KeyboardInterrupt
+
+        settings = SgdSettings(3, 5, MomentumSgd(0.1))
+        with forked_rng(seed + stop, "another use"):
+            before = torch.get_rng_state()
+            with suppress(KeyboardInterrupt):
+                train_on(
+                    net, x.__getitem__, y, settings, seeded(seed), CROSS_ENTROPY, report, keeper
+                )
+            assert torch.equal(torch.get_rng_state(), before)
+        return flatten(net)
+
+    expected = trained("whole")
+    assert not torch.equal(trained("resumed", stop=8), expected)
+    assert torch.equal(trained("resumed"), expected)
+    assert not torch.equal(trained("other", seed=2), expected)
