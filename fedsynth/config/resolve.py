@@ -219,8 +219,8 @@ def _check_source(name: str, stated: Any, own_method: type[Method] | None) -> No
 
 def take_encoder(data: dict[str, Any]) -> EncoderSettings | None:
     """Removes the encoder settings from the section "data", and returns them."""
-    values = {name: data.pop(name) for name in field_types(EncoderSettings) if data.get(name)}
-    if not values:
+    values = {name: data.pop(name) for name in field_types(EncoderSettings) if name in data}
+    if not any(values.values()):
         return None
     return from_mapping(EncoderSettings, {"encoder": "", **values})
 

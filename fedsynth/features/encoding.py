@@ -17,15 +17,17 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from fedsynth import rank
 from fedsynth.data.files import expanded, read_tensors
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical import Decoding
@@ -52,6 +54,16 @@ MAX_NORM = 1 + 1e-5
 
 CACHED = "vectors-{}.safetensors"
 Progress = Callable[[int, int], None]
+
+
+class Adder(Protocol):
+    """The connections between ranks that compute vectors together."""
+
+    rank: int
+    size: int
+
+    def add(self, integers: Tensor) -> None:
+        """Replaces a tensor by its sum over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +267,7 @@ def encode(
     cache: str = "",
     progress: Progress = lambda completed, total: None,
     note: Note = lambda text: None,
+    links: Adder | None = None,
 ) -> ImageData:
     """Replaces a data set's images by feature vectors.
 
@@ -269,6 +282,7 @@ def encode(
         progress: a function that receives the numbers of finished batches and all batches.
         note: a function that receives the reason if the map fails on an image. The vector is then
             0.
+        links: the connections to the other ranks, which encode the same images, or None.
 
     Raises:
         OutputError: the cache folder is readable by others, or cannot be written.
@@ -280,8 +294,10 @@ def encode(
     >>> vectors.images.shape, vectors.spec.bounds
     (torch.Size([2, 1, 1, 64]), (-1.0, 1.0))
     """
-    compute = partial(_vectors, data, features, device, progress, note)
-    vectors = compute() if not cache else cached(Path(cache), data, features, compute, MAX_NORM)
+    compute = partial(_vectors, data, features, device, progress, note, links)
+    vectors = (
+        compute() if not cache else cached(Path(cache), data, features, compute, MAX_NORM, links)
+    )
     stored = vectors.add_(1).div_(2).clamp_(0, 1)
     return replace(
         data,
@@ -292,20 +308,32 @@ def encode(
 
 
 def _vectors(
-    data: ImageData, features: FeatureMap, device: torch.device, progress: Progress, note: Note
+    data: ImageData,
+    features: FeatureMap,
+    device: torch.device,
+    progress: Progress,
+    note: Note,
+    links: Adder | None,
 ) -> Tensor:
-    """Computes vectors, float32 [N, d], clipped to norm 1. Non-finite vectors become 0."""
+    """Computes vectors, float32 [N, d], clipped to norm 1. Non-finite vectors become 0.
+
+    The ranks take turns to compute the batches.
+    """
     vectors = new_tensor((len(data), features.dimension), torch.float32)
     with torch.no_grad():
         isolated = registry.is_own_features(features.name) and _is_moved(features, device)
         length, count = (MIN_LENGTH, 1) if isolated else (PASS, PASS)
         total = -(-len(data) // count)
         for number, images in enumerate(data.images.split(count)):
+            if links is not None and number % links.size != links.rank:
+                continue
             batch = padded(images.to(device), length)
             rows = values_of_each(features, (batch,), note)[: len(images)]
             first = number * count
             vectors[first : first + len(images)] = rows.cpu()
             progress(number + 1, total)
+    if links is not None:
+        links.add(vectors.view(torch.int32))  # others have only zeros there, so bits are kept
     vectors /= features.norm_bound
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
     vectors /= norms.clamp_min(1)
@@ -340,25 +368,33 @@ def cached(
     features: FeatureMap,
     compute: Callable[[], Tensor],
     max_norm: float = math.inf,
+    links: Adder | None = None,
 ) -> Tensor:
     """Reads a data set's vectors from a folder, or computes and stores them.
 
     A file is replaced if it is damaged, has another shape, or contains a vector longer than
-    `max_norm`, which is infinite for unscaled vectors.
+    `max_norm`, which is infinite for unscaled vectors. With several ranks, all of them compute if one
+    of them has no file, and one on each machine writes it.
 
     Raises:
         OutputError: the folder is readable by others, or cannot be written.
     """
     _require_private(folder)
     path = folder / CACHED.format(_key(data, features, max_norm))
-    try:
+    vectors = None
+    with suppress(OSError, ValueError, LookupError, RuntimeError):
         vectors = read_tensors(path)[0]["vectors"]
         norms = torch.linalg.vector_norm(vectors, dim=1)
-        if vectors.shape == (len(data), features.dimension) and bool((norms <= max_norm).all()):
-            return vectors
-    except (OSError, ValueError, LookupError, RuntimeError):
-        pass
+        if vectors.shape != (len(data), features.dimension) or bool((norms > max_norm).any()):
+            vectors = None
+    missing = torch.tensor([vectors is None], dtype=torch.int32)
+    if links is not None:
+        links.add(missing)
+    if vectors is not None and not missing:
+        return vectors
     vectors = compute()
+    if rank.local_rank():
+        return vectors
     with writing(path):
         write_whole(path, safetensors.torch.save({"vectors": vectors}), secret=True)
     return vectors

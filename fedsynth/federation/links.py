@@ -34,6 +34,8 @@ DEFAULT_SECONDS = "1800"
 CHECK_SECONDS = 1.0  # between two looks at the time
 # The number of seconds that a rank waits for the others at the end of a run that has failed.
 STOP_SECONDS = 5.0
+ADD_SECONDS = 0.005  # between two looks at a sum
+PART = 2**23  # the number of integers in one message of a sum
 FOREVER = timedelta(days=1000)  # for gloo: the server may compute for days
 FINAL = ("end", "stop", "bye")  # the kinds of the last frame of a run
 ALIVE = "alive"  # the kind of a frame which shows that the process of rank 0 runs
@@ -96,19 +98,21 @@ class Links:
         try:
             if not dist.is_initialized():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-            group = dist.new_group(backend="gloo", timeout=FOREVER)
+            group, sums = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
         except (RuntimeError, ValueError) as error:  # a port that is taken, a missing rank
             raise RankError(
                 f"rank {rank.this_rank()} cannot connect all {rank.num_ranks()} ranks: "
                 f"{one_line(error).rstrip('.')}. Start all ranks with the same free port"
             ).with_code("ranks.connection") from None
-        self._group = cast(dist.ProcessGroup, group)  # all ranks are in it
+        # all ranks are in both
+        self._group, self._sums = cast(dist.ProcessGroup, group), cast(dist.ProcessGroup, sums)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.peers = range(1, self.size) if self.rank == 0 else range(1)
         self.locate: Callable[[], str] = str
         self._run = 0
         self._lost: set[int] = set()
         self._frames: SimpleQueue[Frame | None] = SimpleQueue()
+        self._early: deque[Frame] = deque()  # the frames that arrived during `add`
         self._heard: dict[int, float] = {}
         self._lock = Lock()  # of the messages of a frame
         self._readers: dict[int, Thread] = {}
@@ -185,7 +189,7 @@ class Links:
         if kind != ALIVE:  # a request, to which the peer has as long to answer
             self._heard[peer] = time.monotonic()
 
-    def send_all(self, kind: str, facts: Facts, parts: Parts = EMPTY) -> None:
+    def send_all(self, kind: str, facts: Facts = EMPTY, parts: Parts = EMPTY) -> None:
         """Sends a frame to all peers."""
         for peer in self.peers:
             self.send(peer, kind, facts, parts)
@@ -196,7 +200,7 @@ class Links:
         Rank 0 may compute for days between two requests.
         """
         while not ended.wait(self._seconds / 4):
-            self.send_all(ALIVE, EMPTY)
+            self.send_all(ALIVE)
 
     def poll(self, seconds: float = 0.0) -> Frame | None:
         """Returns the next frame, or None if none arrives within `seconds`.
@@ -206,6 +210,8 @@ class Links:
             RankError: a rank is lost or has failed.
         """
         frame = None
+        if self._early:
+            return self._early.popleft()
         try:
             frame = self._frames.get(timeout=seconds) if seconds else self._frames.get_nowait()
         except Empty:
@@ -228,12 +234,39 @@ class Links:
             frame = self.poll(CHECK_SECONDS)
             if frame is not None:
                 return frame
-            for peer in waiting:
-                if time.monotonic() - self._heard[peer] > self._seconds:
-                    raise RankError(
-                        f"rank {peer} has given no sign for {self._seconds:g} seconds. Start again "
-                        f"with --resume, or increase {SECONDS}"
-                    ).with_code("ranks.silent" if peer else "ranks.server")
+            self._require_signs(waiting)
+
+    def _require_signs(self, peers: Sequence[int]) -> None:
+        """Raises RankError if one of the given ranks has given no sign for too long."""
+        for peer in peers:
+            if time.monotonic() - self._heard[peer] > self._seconds:
+                raise RankError(
+                    f"rank {peer} has given no sign for {self._seconds:g} seconds. Start again "
+                    f"with --resume, or increase {SECONDS}"
+                ).with_code("ranks.silent" if peer else "ranks.server")
+
+    def add(self, integers: Tensor) -> None:
+        """Replaces a contiguous tensor of integers on the CPU by its sum over all ranks.
+
+        All ranks must call it.
+
+        Raises:
+            DivergedError, RankError: as for `next`.
+        """
+        early: list[Frame] = []
+        for part in integers.view(-1).split(PART):
+            work = dist.all_reduce(part, group=self._sums, async_op=True)
+            while not work.is_completed():
+                frame = self.poll(ADD_SECONDS)
+                if frame is not None:
+                    early.append(frame)
+                self._require_signs(self.peers)
+            try:
+                work.wait()
+            except RuntimeError:  # a connection was closed, which `_read` notices
+                while True:
+                    self.next(self.peers)
+        self._early.extend(early)
 
     def _loss(self) -> RankError:
         """Returns the error that names a lost rank."""
@@ -248,6 +281,8 @@ class Links:
         """Receives frames during a `with` block, and tells the other ranks if the block fails."""
         self._run += 1
         self._frames = SimpleQueue()
+        self._early.clear()
+        self._heard = dict.fromkeys(self.peers, time.monotonic())
         self.locate = str
         for peer in sorted(set(self.peers) - self._lost):
             if peer in self._readers:

@@ -14,7 +14,7 @@ memory only, which mirror the charges that rank 0 has made before.
 The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages.
 Those of many clients are packed together (`stacked`):
 
-    rank 0 sends    start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
+    rank 0 sends    downloaded {}, start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
                     with the request and the states, parts {round, participants, count} of the
                     server's step with their tensors, end {results} with the model, and alive {}
                     at regular times
@@ -292,19 +292,18 @@ class Exchanged:
         return list(self._answers.values())
 
 
-def serve(backend: InProcess, links: Links, frame: Frame | None) -> Frame:
+def serve(backend: InProcess, links: Links) -> Frame:
     """Computes the steps that rank 0 requests from this rank, until the run has ended.
 
     Args:
         backend: the clients.
         links: the connection to rank 0.
-        frame: the frame with the run terms, if it was received already.
 
     Returns:
         The frame with the results of the run.
     """
     while True:
-        frame = frame or links.next(links.peers)
+        frame = links.next(links.peers)
         if frame.kind == "end":
             return frame
         if frame.kind == "start":
@@ -314,7 +313,6 @@ def serve(backend: InProcess, links: Links, frame: Frame | None) -> Frame:
             _answer_parts(backend, links, frame)
         else:
             _answer(backend, links, frame)
-        frame = None
 
 
 def _round_facts(context: RoundContext) -> dict[str, Any]:

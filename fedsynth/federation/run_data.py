@@ -38,7 +38,7 @@ from fedsynth.errors import (
     SettingError,
     one_line,
 )
-from fedsynth.features.encoding import encode, encoded_spec, encoder_map
+from fedsynth.features.encoding import Adder, encode, encoded_spec, encoder_map
 from fedsynth.files import expand_home, require_folder
 from fedsynth.formatting import printable
 from fedsynth.large_arrays import new_tensor
@@ -245,6 +245,7 @@ def encoded(
     parts: Sequence[IntArray],
     device: torch.device,
     progress: Callable[[int, str, int, int], None],
+    links: Adder | None = None,
 ) -> RunData:
     """Replaces the run's images by vectors, if the run has an encoder.
 
@@ -253,6 +254,7 @@ def encoded(
         parts: the indices of each client's training images. The vectors of other images are 0.
         device: the device that computes the vectors.
         progress: a function that receives the progress, as `Observer.step`.
+        links: the connections to the other ranks, or None.
     """
     settings, images, test = run_data.settings, run_data.train, run_data.test
     encoder = settings.encoder
@@ -262,7 +264,7 @@ def encoded(
         _check_public_images(Path(encoder.public_images), settings.folder)
     features = encoder_map(encoder, images.spec)
     show = partial(progress, 0, "encoding")
-    options: dict[str, Any] = {"cache": encoder.encoder_cache, "progress": show}
+    options: dict[str, Any] = {"cache": encoder.encoder_cache, "progress": show, "links": links}
     used = np.unique(np.concatenate(parts))
     are_all_used = len(used) == len(images)
     subset = images if are_all_used else images.subset(used)

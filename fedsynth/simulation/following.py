@@ -14,13 +14,27 @@ from fedsynth.federation import ranks
 from fedsynth.federation.client_runtime import ClientData, ClientRuntime
 from fedsynth.federation.context import choose_speed, public_context
 from fedsynth.federation.in_process import InProcess
-from fedsynth.federation.links import Frame, Links
+from fedsynth.federation.links import ALIVE, Links
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import Clients, RunData, divided, new_ledgers
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.results.active_run import ActiveRun
 from fedsynth.results.checkpoint import run_identity, without_place
 from fedsynth.results.run_record import RunResult
+
+
+class SignsOfLife(Observer):
+    """Shows rank 0 that this rank runs while it encodes images.
+
+    Args:
+        links: the connection to rank 0.
+    """
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+
+    def step(self, round: int, stage: str, completed: int, total: int) -> None:
+        self._links.send(0, ALIVE)
 
 
 class Following(ActiveRun):
@@ -75,14 +89,10 @@ class Following(ActiveRun):
             return train.subset(np.arange(1)), parts
         return train.subset(used.numpy()), [torch.searchsorted(used, part) for part in parts]
 
-    def run(self, started: Frame | None) -> RunResult:
-        """Computes the steps that rank 0 requests, and returns the result of the run.
-
-        Args:
-            started: the frame with the run terms, if it was received already.
-        """
+    def run(self) -> RunResult:
+        """Computes the steps that rank 0 requests, and returns the result of the run."""
         self._links.send(0, "hello", self._stated)
-        frame = ranks.serve(self.backend, self._links, started)
+        frame = ranks.serve(self.backend, self._links)
         parameters = ranks.NamedTensors.from_bytes(frame.parts["model"]).tensors
         return RunResult(
             settings=self.settings,

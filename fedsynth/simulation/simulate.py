@@ -42,7 +42,7 @@ from fedsynth.results.run_record import RunResult
 from fedsynth.results.saved_model import load_model
 from fedsynth.sharing.export import UNPROTECTED, export_run, require_new
 from fedsynth.sharing.fidelity import RealImages
-from fedsynth.simulation.following import Following
+from fedsynth.simulation.following import Following, SignsOfLife
 from fedsynth.simulation.periods import continued_sections
 from fedsynth.simulation.run import Simulation
 from fedsynth.simulation.trial import Trial
@@ -133,26 +133,28 @@ def simulate(
     if isinstance(observer, Logger):
         observer = Several([observer])  # its failure does not end the run
 
-    def load(
-        observer: Observer, *, download: bool
-    ) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
+    links = connect()
+
+    def load(observer: Observer) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
         device = resolve_device(settings.device)
-        loaded = run_data.data_of_run(settings, data, test, observer.note, download=download)
+        if links is not None and links.rank and download:
+            links.next(links.peers)  # until rank 0 has downloaded the data
+        may_download = download and not (links and links.rank)
+        loaded = run_data.data_of_run(settings, data, test, observer.note, download=may_download)
+        if links is not None and links.rank == 0 and download:
+            links.send_all("downloaded")
         run_data.require_a_ledger(loaded.settings, loaded.train.spec)
         loaded, clients = among_clients(loaded, parts, names)
-        return run_data.encoded(loaded, clients.parts, device, observer.step), clients, device
+        loaded = run_data.encoded(loaded, clients.parts, device, observer.step, links)
+        return loaded, clients, device
 
-    links = connect()
     with nullcontext() if links is None else links.run():
         if trial is not None or has_periods(settings.method):
             rank.require_one_process("a selection or several periods")
         if links is not None and links.rank:
-            cached = settings.encoder is not None and settings.encoder.encoder_cache
-            # Rank 0 downloads the data and stores encoded images before it sends a frame.
-            started = links.next() if download or cached else None
             with cpu_threads(settings.threads):
-                return Following(*load(Observer(), download=False), links).run(started)
-        loaded, clients, device = load(observer, download=download)
+                return Following(*load(SignsOfLife(links)), links).run()
+        loaded, clients, device = load(observer)
         test_images = None if loaded.test is None else loaded.test.to(device)
         released = None
         if continued is not None:  # with the centre and whitening of period 1

@@ -238,6 +238,12 @@ def test_runs_store_the_vectors_of_their_feature_map(tmp_path: Path) -> None:
         simulate(resolve(sections), quiet=True)
 
 
+def test_empty_encoder_settings_are_the_defaults() -> None:
+    with_encoder = resolve({"data": {"encoder": "scattering", "encoder_cache": ""}})
+    assert with_encoder == resolve({"data": {"encoder": "scattering"}})
+    assert resolve({"data": {"encoder": "", "public_images": ""}}) == resolve({})
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from fedsynth import FedAvg, RunResult, load_dataset, resolve, simulate
 from fedsynth.core.messages import Message, Tensors
 from fedsynth.errors import DivergedError, FedsynthError
+from fedsynth.features import encoding
 from fedsynth.federation import links as links_module
 from fedsynth.federation import ranks
 from fedsynth.federation.links import RankError, connect
@@ -91,6 +92,26 @@ def equal(folder: Path) -> dict[str, Any]:
     for name, sections in CLOSE.items():
         values[name] = numbers(simulate(settings_of(sections), quiet=True))
     return values
+
+
+def encoded(folder: Path) -> dict[str, Any]:
+    """Encodes images without a cache, then with an empty one, and then with the filled one."""
+    original = encoding.values_of_each
+    counts, values = [], []
+    folder.mkdir(parents=True, exist_ok=True)
+    for cache in ("", "cache", "cache"):
+        batches: list[int] = []
+
+        def counted(*arguments: Any, done: list[int] = batches) -> Any:
+            done.append(1)
+            return original(*arguments)
+
+        data = {"encoder": "scattering", "encoder_cache": str(folder / cache) if cache else None}
+        settings = settings_of(case("fedavg", data=data, model={"name": "linear"}))
+        with patch.object(encoding, "values_of_each", counted):
+            values.append(facts(simulate(settings, quiet=True)))
+        counts.append(len(batches))
+    return {"facts": values, "batches": counts}
 
 
 def interrupted(folder: Path) -> dict[str, Any]:
@@ -239,7 +260,7 @@ def hanging(folder: Path) -> dict[str, Any]:
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     function.__name__: function
     for function in (
-        *(equal, interrupted, resumed, private),
+        *(equal, encoded, interrupted, resumed, private),
         *(rejected, failing, links, alive, hanging),
     )
 }

@@ -104,7 +104,7 @@ def values(folder: Path, name: str, rank: int = 0) -> Any:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of one process, which also leaves an interrupted run to two ranks."""
     folder = tmp_path_factory.mktemp("alone")
-    rank_program.main("equal,interrupted,rejected", folder)
+    rank_program.main("equal,encoded,interrupted,rejected", folder)
     rank_program.main("resumed", folder / "whole")
     return folder
 
@@ -114,7 +114,7 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of two ranks."""
     folder = tmp_path_factory.mktemp("two")
     (alone / "interrupted").rename(folder / "interrupted")
-    names = "equal,resumed,interrupted,private,rejected,failing,links,alive,hanging"
+    names = "equal,encoded,resumed,interrupted,private,rejected,failing,links,alive,hanging"
     with started(2, *PROGRAM, names, str(folder)) as both:
         ((code, _, err),) = ended(both[:1])  # the other one hangs in the end
         assert code == 0, err
@@ -124,6 +124,16 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", rank_program.EQUAL)
 def test_two_ranks_give_equal_results(name: str, alone: Path, two: Path) -> None:
     assert values(two, "equal")[name] == values(alone, "equal")[name]
+
+
+def test_ranks_encode_images_together(alone: Path, two: Path) -> None:
+    expected = values(alone, "encoded")
+    whole = expected["batches"][0]
+    assert expected["batches"] == [whole, whole, 0]
+    shares = [values(two, "encoded", rank)["batches"] for rank in range(2)]
+    assert [sum(counts) for counts in zip(*shares, strict=True)] == [whole, whole, 0]
+    assert abs(shares[0][0] - shares[1][0]) <= 2
+    assert values(two, "encoded")["facts"] == expected["facts"]
 
 
 def test_an_invalid_upload_is_rejected_with_its_own_reason(alone: Path, two: Path) -> None:
