@@ -26,6 +26,7 @@ from fedsynth.features.random_process import (
     scattering_and_random_process,
     whitened_pair,
 )
+from fedsynth.features.scattering import MIN_SIDE as SCATTERING_SIDE
 from fedsynth.features.scattering import scattering, whitened_scattering
 from fedsynth.own_code import load_own, names_code, unloaded_file
 from fedsynth.privacy.batch_independence import ADVICE, StepInputs, dependence_on_batch
@@ -114,9 +115,13 @@ def features_for(shape: Shape) -> str:
     'mirrored-scattering+random-process'
     >>> features_for((1, 28, 28)), features_for((1, 8, 8))
     ('whitened-scattering+random-process', 'whitened-scattering')
+    >>> features_for((1, 7, 9))
+    'pixels'
     """
     if shape[:2] == (1, 1):
         return "unit-norm"
+    if min(shape[1:]) < SCATTERING_SIDE:
+        return "pixels"
     if shape[0] not in (1, 3) or min(shape[1:]) < MIN_SIDE:
         return "whitened-scattering"
     kind = "mirrored" if shape[0] == 3 else "whitened"

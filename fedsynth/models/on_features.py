@@ -136,7 +136,10 @@ class Shortening:
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor]) -> Shortening | None:
         """Creates the map from a model's buffers. Returns None if the map would be the identity."""
-        if "shortened" not in parameters or not bool(parameters["shortened"].any()):
+        if "shortened" not in parameters:
+            return None
+        # a traced graph applies the map in any case, because it cannot depend on values
+        if not torch.compiler.is_compiling() and not bool(parameters["shortened"].any()):
             return None
         return cls(parameters["directions"], parameters["shortened"])
 

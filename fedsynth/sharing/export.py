@@ -158,23 +158,26 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     summary = read_summary(folder)
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
+    kind: type[Method] | None = method
+    with suppress(UnknownNameError):
+        kind = method or method_class(name)
+    made_at_end = kind is not None and issubclass(kind, ImagesAtEnd)
     if not (folder / TENSORS).is_file():
+        advice = f"{name} makes none. Export its"
+        if made_at_end:
+            advice = "none were requested. Run again with method.ipc=400, or export its"
         raise OutputError(
-            f"the run in {folder} contains no images, because {name} makes none. Export its "
-            "model (--onnx)"
+            f"the run in {folder} contains no images, because {advice} model (--onnx)"
         )
     synthetic = shared_set.read_set(folder / TENSORS)
     if synthetic.clients is not None and len(synthetic.clients.unique()) == 1:
         synthetic = replace(synthetic, clients=None)
-    trained_on_images = False
-    with suppress(UnknownNameError):
-        trained_on_images = not issubclass(method or method_class(name), ImagesAtEnd)
     return Share(
         replace(synthetic, epsilon=guarantee.get("epsilon"), delta=guarantee.get("delta")),
         f"fedsynth {__version__}, {name}",
         report,
         summary.get("test_accuracy"),
-        trained_on_images,
+        kind is not None and not made_at_end,
         model_in(folder, method) if with_model else None,
         report is not None and private_start(folder).test_images == PUBLIC,
     )
@@ -242,7 +245,7 @@ def _write(share: Share, out: Path) -> None:
     write_croissant(synthetic, out, f"{title}, made by {share.made_by}, {guarantee}")
     if share.model is not None:
         write_model(out / MODEL, *share.model)
-    (out / shared_set.README).write_text(readme(share), "utf-8")
+    (out / shared_set.README).write_text(readme(share, file_hash(out / TENSORS)), "utf-8")
     report = share.report
     if share.evidence is not None:
         pack = json.dumps(share.evidence.to_json(), indent=1, ensure_ascii=False)
@@ -261,8 +264,13 @@ def _write(share: Share, out: Path) -> None:
     shared_set.write_hashes(out)
 
 
-def readme(share: Share) -> str:
-    """Returns an exported folder's README for its recipients."""
+def readme(share: Share, tensor_hash: str) -> str:
+    """Returns an exported folder's README for its recipients.
+
+    Args:
+        share: the exported set.
+        tensor_hash: the hash of its file `synthetic.safetensors`.
+    """
     spec, report = share.synthetic.spec, share.report
     count = len(share.synthetic.labels)
     architecture = share.model and share.model[1]
@@ -282,6 +290,9 @@ def readme(share: Share) -> str:
         steps=min(3000, 300 + count // 5),
         teaches=architecture and architecture.teaches,
         code=code,
+        # the cache of `datasets` knows a folder by its name and this part of the README
+        config=tensor_hash[:12],
+        beyond=bool(((share.synthetic.images < 0) | (share.synthetic.images > 1)).any()),
         loaded=PICTURES if spec.can_be_drawn else VALUES,
         files={part: name.partition("@")[0] for part, name in code.items() if is_label(name)},
     )

@@ -271,15 +271,21 @@ def test_invalid_settings_are_rejected_before_charge(site_folder: Path, tmp_path
 LABELS = torch.tensor([1, 0, 1, 0, 2, 0])
 
 
-def export(folder: Path, shape: tuple[int, int, int], **more: Any) -> SharedSet:
-    images = torch.rand(6, *shape, generator=torch.Generator().manual_seed(0)) * 1.5 - 0.25
+def export(
+    folder: Path,
+    shape: tuple[int, int, int],
+    seed: int = 0,
+    labels: torch.Tensor = LABELS,
+    **more: Any,
+) -> SharedSet:
+    images = torch.rand(6, *shape, generator=torch.Generator().manual_seed(seed)) * 1.5 - 0.25
     names = ("<b>a/b</b>", 'c|"d"', "*e*: f")
     spec = DatasetSpec(
         "[x]: (y)", *shape, 3, 6, 6, (0.5,) * shape[0], (0.2,) * shape[0], names, "", **more
     )
-    soft = torch.eye(3)[LABELS] * 0.7 + 0.1
-    synthetic = SharedSet(images, LABELS, soft, None, spec, 1.5, 1e-5)
-    folder.mkdir()
+    soft = torch.eye(3)[labels] * 0.7 + 0.1
+    synthetic = SharedSet(images, labels, soft, None, spec, 1.5, 1e-5)
+    folder.mkdir(parents=True)
     _write(Share(synthetic, "fedsynth", None, None, False, None, False), folder)
     return synthetic
 
@@ -329,6 +335,24 @@ def test_exported_images_load_with_datasets(datasets: Any, tmp_path: Path) -> No
         assert escaped in text
 
 
+def test_datasets_tells_equally_named_folders_apart(datasets: Any, tmp_path: Path) -> None:
+    """Regression: its cache returned the set of another folder `share`, or of an older export."""
+    cache = str(tmp_path / "cache")
+    for shape in ((3, 5, 4), (1, 1, 7)):
+        rows = []
+        for number, seed in enumerate((0, 1)):
+            folder = tmp_path / f"{shape}" / str(number) / "share"
+            export(folder, shape, seed=seed)
+            rows.append([*datasets.load_dataset(str(folder), split="train", cache_dir=cache)])
+        assert rows[0] != rows[1]
+
+
+def test_images_of_one_class_have_labels_in_datasets(datasets: Any, tmp_path: Path) -> None:
+    export(tmp_path / "share", (3, 5, 4), labels=torch.zeros_like(LABELS))
+    rows = datasets.load_dataset(str(tmp_path / "share"))["train"]
+    assert set(rows["label"]) == {0}
+
+
 def test_exported_vectors_load_with_datasets(datasets: Any, tmp_path: Path) -> None:
     """A broken version would write scaled values, or lose digits of float32."""
     synthetic = export(tmp_path / "share", (1, 1, 7), bounds=(-4.0, 4.0))
@@ -356,7 +380,14 @@ def logits(file: Path, values: np.ndarray) -> Any:
     return ReferenceEvaluator(str(file)).run(None, {"images": values})[0]
 
 
-@pytest.mark.parametrize("method", [fs.FedAvg(local_steps=1), fs.FedStats(features="pixels")])
+@pytest.mark.parametrize(
+    "method",
+    [
+        fs.FedAvg(local_steps=1),
+        fs.FedStats(features="pixels"),
+        fs.FedStats(features="pixels", drawn_ipc=2),  # its model shortens some directions
+    ],
+)
 def test_onnx_model_matches_pytorch_on_pixels(method: Any, tmp_path: Path) -> None:
     """Broken versions omit the normalisation, fix the batch, or store paths of the machine."""
     result = model_run(method, tmp_path)

@@ -98,6 +98,9 @@ class MakesImages(from_statistics.ImageSteps, ImagesAtEnd, ServerParts):
         if self.pictures == "yes" and not self.images_each:
             reason = "is 'yes', but no images are requested. Set method.ipc=400"
             raise SettingError("method", "pictures", reason)
+        if self.pictures == "yes" and not self.pixel_share:
+            reason = "is 'yes', but method.pixel_share is 0. Set method.pixel_share=0.15"
+            raise SettingError("method", "pictures", reason)
 
     @property
     def images_each(self) -> int:
@@ -189,20 +192,30 @@ def class_means_of(pool: Pool, shape: tuple[int, int], *, has_second: bool) -> T
     return from_statistics.shrunk(means, scale * pool.noise_std).float()
 
 
-def check_differentiable(model: FeatureLinear) -> None:
-    """Checks that gradients flow from the feature map back to the pixels.
+def check_feature_map(model: FeatureLinear, *, optimised: bool) -> None:
+    """Checks on black, grey and white images that the server can compute with the feature map.
 
     The check runs before any budget is charged.
 
+    Args:
+        model: the method's model.
+        optimised: whether images are optimised, so that gradients must flow back to the pixels.
+
     Raises:
-        SettingError: the feature map has no gradient.
+        SettingError: a vector is not finite, or the feature map has no gradient.
     """
-    shape = model.feature_map.image_shape
-    image = torch.full((1, *shape), 0.5, device=model.classifier.weight.device)
-    image.requires_grad_(True)
+    levels = torch.tensor([0.0, 0.5, 1.0], device=model.classifier.weight.device)
+    images = levels.view(-1, 1, 1, 1).repeat(1, *model.feature_map.image_shape)
     with torch.enable_grad():
-        embedded = model.embed_pixels(image)
-    if not embedded.requires_grad:
+        embedded = model.embed_pixels(images.requires_grad_(optimised))
+    for level, is_finite in zip(levels, torch.isfinite(embedded).all(dim=1), strict=True):
+        if not is_finite:
+            reason = (
+                f"must be finite for all pixels in [0, 1], but is not if all pixels are {level:g}. "
+                "Change the feature map, or request no images"
+            )
+            raise SettingError("method", "features", reason)
+    if optimised and not embedded.requires_grad:
         reason = (
             "is above 0, but the feature map has no gradient with respect to the pixels. Set "
             "method.ipc=0 and method.drawn_ipc=400"

@@ -51,8 +51,11 @@ EXACT = 1e-6
 
 
 def target_norm(classes: int) -> float:
-    """Returns the norm of a centred one-hot target, b = ‖e_y − 1/C‖ = √(1 − 1/C)."""
-    return math.sqrt(1 - 1 / classes)
+    """Returns the norm of a centred one-hot target, b = ‖e_y − 1/C‖ = √(1 − 1/C).
+
+    With one class, all targets are 0. Then b is 1, so that they can be divided by it.
+    """
+    return math.sqrt(1 - 1 / classes) or 1.0
 
 
 def gradient_at_zero(pool: Pool, classes: int) -> Tensor:
