@@ -172,6 +172,8 @@ def sweep(
 
             print(describe(plan_selection(plan)))
         return
+    if plan.selection is not None and shard is not None:
+        raise OptionError("--shard has no effect on a private selection. Remove it")
     if plan.selection is not None:
         _select(plan, only_result=only_table)
         return
@@ -181,7 +183,7 @@ def sweep(
     rows = sweep_rows(plan)
     missing = sum(row.planned - row.finished for row in rows)
     if part.count > 1 and missing and not only_table:
-        say(f"{missing} runs of all shards are missing. The shard that ends last prints the table")
+        say(f"{missing} runs of the sweep have no result. Show the table with --only-table")
     else:
         print(render(plan, rows, form), end="")
     if failed:

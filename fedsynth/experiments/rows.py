@@ -86,15 +86,19 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
         is_auto = name == "run.precision" and today[name] == "auto"
         # the file of own code is known only where the run names it
         is_source = name == "run.method_source" and name not in today
-        uncompared = is_auto or is_source or name.rpartition(".")[2] in SPEED
+        # a run states the hub's commit, and the hash of an encoder's weights
+        is_commit = name == "data.revision" and name not in today
+        has_hash = name == "data.encoder" and value.partition("@")[0] == today.get(name)
+        is_speed = name.rpartition(".")[2] in SPEED
+        uncompared = is_auto or is_source or is_commit or has_hash or is_speed
         if not uncompared and value != today.get(name):
             return f"{name} was {value!r} and is {today.get(name, 'unset')!r} now"
     return ""
 
 
-def current(run: Path | None, settings: RunSettings) -> Path | None:
-    """Returns a run folder if it has the given settings, otherwise None."""
-    return None if run is None or changed_setting(run, settings) else run
+def current(runs: Sequence[Path], settings: RunSettings) -> Path | None:
+    """Returns the last of the run folders that have the given settings, or None."""
+    return next((run for run in reversed(runs) if not changed_setting(run, settings)), None)
 
 
 @dataclass(eq=False)

@@ -43,7 +43,7 @@ from fedsynth.experiments.sweep import Cell, Sweep, SweepError
 from fedsynth.federation.protocol import Observer
 from fedsynth.files import claim, last_line, open_regular, read_regular, write_whole
 from fedsynth.results.file_names import CONFIG, LOCK, METRICS
-from fedsynth.results.finished import finished_run, read_rows, unfinished_run
+from fedsynth.results.finished import finished_run, read_rows, run_folders, unfinished_runs
 from fedsynth.results.loggers import Several
 from fedsynth.simulation.simulate import simulate
 from fedsynth.validation import to_toml
@@ -200,10 +200,8 @@ class Runner:
                 return Outcome("existing")
             self.report(f"{job.name}: its row is outdated, because {changed}")
         folder = self.run_folder(job)
-        if (
-            current(finished_run(folder), job.settings) is None
-            and time.monotonic() >= self.deadline
-        ):
+        has_finished = current(run_folders(folder), job.settings) is not None
+        if not has_finished and time.monotonic() >= self.deadline:
             return Outcome("not begun", "the time budget is exhausted")
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +210,7 @@ class Runner:
             except BlockingIOError:
                 return Outcome("not begun", "another process is running it")
         with lock:
-            complete = current(finished_run(folder), job.settings)
+            complete = current(run_folders(folder), job.settings)
             if complete is not None:  # a call was killed before it wrote the row
                 return self._append(job, read_rows(complete / METRICS))
             return self._simulate(job, folder)
@@ -226,11 +224,11 @@ class Runner:
                     output=folder,
                     observer=Several([inner, Deadline(self.deadline, settings.rounds)]),
                     download=self.download,
-                    resume=current(unfinished_run(folder), settings),
+                    resume=current(unfinished_runs(folder), settings),
                     trained=self.trained,
                 )
             except (OutOfTimeError, DivergedError) as error:
-                rows = read_rows((unfinished_run(folder) or folder) / METRICS)
+                rows = read_rows((unfinished_runs(folder) or [folder])[-1] / METRICS)
                 if isinstance(error, DivergedError):
                     return self._append(job, rows, diverged=str(error))
                 rounds = f"{len(rows)} of {settings.rounds} rounds"
@@ -282,12 +280,9 @@ class Shard:
         Shard(number=1, count=4)
         """
         if text is None:
-            prefix = "SLURM_ARRAY_TASK_"
-            if prefix + "COUNT" not in environment:
+            text = _task_of_array(environment)
+            if not text:
                 return cls()
-            defaults = {"ID": 0, "MIN": 0, "STEP": 1}
-            task, first, step = (int(environment.get(prefix + n, v)) for n, v in defaults.items())
-            text = f"{(task - first) // step + 1}/{environment[prefix + 'COUNT']}"
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
         shard = cls(int(match[1]), int(match[2])) if match else cls(0)
         if not 1 <= shard.number <= shard.count:
@@ -307,6 +302,28 @@ class Shard:
         return [cell for cell in sweep.cells if (_ledger(cell) or cell) in chosen]
 
 
+def _task_of_array(environment: Mapping[str, str]) -> str:
+    """Returns the shard of a Slurm array's task, such as "2/8", or "" without an array.
+
+    Raises:
+        SweepError: the array's indices are not evenly spaced.
+    """
+    prefix = "SLURM_ARRAY_TASK_"
+    if prefix + "COUNT" not in environment:
+        return ""
+    defaults = {"COUNT": 1, "ID": 0, "MIN": 0, "STEP": 1}
+    with suppress(ValueError):
+        values = (int(environment.get(prefix + name, value)) for name, value in defaults.items())
+        count, task, first, step = values
+        last = first + step * (count - 1)
+        if step > 0 and int(environment.get(prefix + "MAX", last)) == last:
+            return f"{(task - first) // step + 1}/{count}"
+    raise SweepError(
+        "the indices of the Slurm array's tasks must be evenly spaced, as in --array=1-8. Set "
+        "--shard"
+    ).with_code("sweep.shard")
+
+
 def run_sweep(
     sweep: Sweep, report: Callable[[str], None], shard: Shard | None = None
 ) -> list[Cell]:
@@ -316,7 +333,8 @@ def run_sweep(
         sweep: the sweep.
         report: receives a line when a run begins or ends.
         shard: the part to execute, or None. Shards, also of other machines, may use the folder at
-            the same time. A run that another process executes is left out.
+            the same time. A run that another process executes is left out, and counts as failed
+            if it has no result in the end.
 
     Raises:
         KeyboardInterrupt: raised again after the active runs were stopped cleanly. Repeating the
@@ -380,12 +398,20 @@ def _run_waiting(
             changed = changed_setting(run, cell.settings)
             report(f"{cell.label}: its run is outdated, because {changed}")
     failed: list[Cell] = []
+    left_out: list[Cell] = []
     running: dict[Cell, subprocess.Popen[bytes]] = {}
     try:
         while waiting or running:
             for cell in _startable(sweep, waiting, running):
                 waiting.remove(cell)
-                if (process := _start(sweep, cell, lock)) is None:
+                try:
+                    process = _start(sweep, cell, lock)
+                except OutputError as error:
+                    failed.append(cell)
+                    report(f"{cell.label}: failed: {error}")
+                    continue
+                if process is None:
+                    left_out.append(cell)
                     report(f"left out: {cell.label}, which another process executes")
                     continue
                 running[cell] = process
@@ -403,7 +429,7 @@ def _run_waiting(
                     report(f"{ended}/{len(cells)} {cell.label}: {result}")
     finally:
         _stop(list(running.values()))
-    return failed
+    return failed + [cell for cell in left_out if sweep.finished(cell) is None]
 
 
 def _startable(sweep: Sweep, waiting: Sequence[Cell], running: Mapping[Cell, object]) -> list[Cell]:
@@ -451,7 +477,7 @@ def _started(sweep: Sweep, cell: Cell, locks: Sequence[FileIO]) -> subprocess.Po
     config = folder / CONFIG
     write_whole(config, to_toml(cell.settings.to_mapping()).encode())
     arguments = ["--config", str(config), "--output", str(folder)]
-    if (interrupted := current(unfinished_run(folder), cell.settings)) is not None:
+    if (interrupted := current(unfinished_runs(folder), cell.settings)) is not None:
         arguments = ["--resume", str(interrupted)]
     with open_regular(folder / LOG, writing=True, create=True) as log:
         process = subprocess.Popen(

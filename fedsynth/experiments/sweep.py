@@ -27,6 +27,7 @@ from fedsynth.config.resolve import resolve, section_of
 from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError, short_repr
 from fedsynth.experiments.rows import current, settings_hash
+from fedsynth.federation.run_data import declared, with_declared
 from fedsynth.methods import DEFAULT_METHOD, method_class
 from fedsynth.privacy.selection import LAWS, POISSON_LAW
 from fedsynth.results import finished
@@ -123,7 +124,7 @@ class Sweep:
 
     def finished(self, cell: Cell) -> Path | None:
         """Returns the folder of the finished run with the current settings, or None."""
-        return current(finished.finished_run(self.folder(cell)), cell.settings)
+        return current(finished.run_folders(self.folder(cell)), cell.settings)
 
 
 def read_sweep(file: Path) -> Sweep:
@@ -229,6 +230,8 @@ def _cell(shared: Sections, values: Values, method_values: Values) -> Cell:
     all_values = {**values, **method_values}
     try:
         settings = resolve(with_own_code(sections))
+        if settings.privacy is not None and settings.folder is not None:
+            settings = with_declared(settings, declared(settings))  # as the run does
         code = tuple(code_options(settings))
     except FedsynthError as error:
         run = _joined(all_values, ", ") or "without a grid"

@@ -130,10 +130,9 @@ def finished_run(folder: Path) -> Path | None:
     return next(reversed(run_folders(folder)), None)
 
 
-def unfinished_run(folder: Path) -> Path | None:
-    """Returns the folder of the last unfinished run in a folder, or None."""
-    configs = folder.glob(f"*{INCOMPLETE}/{CONFIG}")
-    return max((path.parent for path in configs), default=None)
+def unfinished_runs(folder: Path) -> list[Path]:
+    """Returns the folders of the unfinished runs in a folder, ordered by the runs' start."""
+    return sorted(path.parent for path in folder.glob(f"*{INCOMPLETE}/{CONFIG}"))
 
 
 def finished_runs(folders: Sequence[Path]) -> list[Path]:

@@ -38,7 +38,7 @@ from fedsynth.models.registry import count_parameters
 from fedsynth.results import checkpoint
 from fedsynth.results.checkpoint import LoopCheckpoints
 from fedsynth.results.file_names import INCOMPLETE, LOCK
-from fedsynth.results.finished import unfinished_run
+from fedsynth.results.finished import unfinished_runs
 from fedsynth.results.run_folder import RunFolder
 from fedsynth.validation import to_toml
 from tests.data.conftest import OfficialFiles
@@ -337,7 +337,7 @@ def test_time_budget_stops_after_round(
     assert run_jobs(tmp_path, jobs, deadline=1.0, observer=recorder) == ["stopped", "not begun"]
     assert rounds_of(recorder) == [1, 2, 3]
     assert run_jobs(tmp_path, jobs, deadline=1.0) == ["not begun", "not begun"]
-    assert unfinished_run(runner_in(tmp_path).run_folder(jobs[0])) is not None
+    assert unfinished_runs(runner_in(tmp_path).run_folder(jobs[0]))
     resumed = Mock(spec=Observer)
     assert run_jobs(tmp_path, jobs, observer=resumed) == ["finished", "finished"]
     assert rounds_of(resumed)[:2] == [4, 5]

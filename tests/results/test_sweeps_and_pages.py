@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import statistics
 import sys
 import threading
@@ -45,6 +46,7 @@ from fedsynth.validation import to_toml
 from tests.html_page import Page
 from tests.quick_runs import folder_of, quick_sections
 from tests.raising import raises
+from tests.user_files import make_image_folder, write_declaration
 
 GRID = """
 [run]
@@ -202,7 +204,7 @@ def test_shards_share_out_runs_and_none_is_lost(make_sweep: SweepFactory, tmp_pa
     with ThreadPoolExecutor() as pool:
         shards = [Shard(1, 3), Shard(1, 3), Shard(3, 3)]
         results = pool.map(lambda shard: run_sweep(sweep, lines.append, shard), shards)
-        assert list(results) == [[], [], []]
+        assert list(results)[2] == []  # the others have left out runs of each other
     assert sum(line.startswith("begins") for line in lines) == 5 == len(times(sweep))
     assert any(line.startswith("left out") for line in lines)
     lines.clear()
@@ -221,7 +223,7 @@ def test_run_of_a_killed_shard_is_not_repeated(make_sweep: SweepFactory) -> None
         run_sweep(sweep, killed, Shard(1, 2))
     os.waitpid(child, 0)
     lines: list[str] = []
-    assert run_sweep(sweep, lines.append) == []
+    assert run_sweep(sweep, lines.append) == list(sweep.cells)  # no result yet
     assert lines[-1].startswith("left out")
 
 
@@ -242,7 +244,12 @@ def test_shard_is_the_task_of_a_slurm_array(
 
 def test_invalid_shards_are_rejected() -> None:
     odd = {"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "2"}
-    for text, names in (("0/4", {}), ("5/4", {}), ("1", {}), ("a/b", {}), (None, odd)):
+    gaps = {f"SLURM_ARRAY_TASK_{n}": v for n, v in {"ID": "3", "MIN": "1", "MAX": "7"}.items()}
+    gaps["SLURM_ARRAY_TASK_COUNT"] = "3"
+    text = {**odd, "SLURM_ARRAY_TASK_ID": "a"}
+    step = {**odd, "SLURM_ARRAY_TASK_STEP": "0"}
+    wrong = [(None, names) for names in (odd, gaps, text, step)]
+    for text, names in (("0/4", {}), ("5/4", {}), ("1", {}), ("a/b", {}), *wrong):
         with raises(SweepError, "sweep.shard"):
             Shard.of(text, names)
 
@@ -252,11 +259,70 @@ def test_last_shard_prints_the_table(make_sweep: SweepFactory, tmp_path: Path) -
     common = ["sweep", str(tmp_path / "skew.toml"), "--output", str(tmp_path / "out")]
     first = CliRunner().invoke(app, [*common, "--shard", "1/2"])
     assert (first.exit_code, first.stdout) == (0, "")
-    assert "1 runs of all shards are missing" in first.stderr
+    assert "1 runs of the sweep have no result" in first.stderr
     task = {"SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_TASK_COUNT": "2", "SLURM_ARRAY_TASK_MIN": "1"}
     last = CliRunner().invoke(app, common, env=task)
     assert last.exit_code == 0
     assert last.stdout.startswith("method")
+
+
+def test_one_unwritable_folder_does_not_stop_the_others(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(SEEDS)
+    sweep.output.mkdir()
+    sweep.folder(sweep.cells[0]).write_text("a file")
+    lines: list[str] = []
+    assert run_sweep(sweep, lines.append) == [sweep.cells[0]]
+    assert sum(line.endswith("done") for line in lines) == 1
+
+
+def test_an_outdated_run_with_a_later_time_does_not_hide_the_current_one(
+    make_sweep: SweepFactory,
+) -> None:
+    """Such as one of a machine whose clock was wrong."""
+    sweep = make_sweep(SEED)
+    outdated = sweep.folder(sweep.cells[0]) / "20270101-000000-x"
+    assert run_sweep(sweep, print) == []
+    shutil.copytree(outdated.with_name("20260101-000000-x"), outdated)
+    config = outdated / "config.toml"
+    config.write_text(config.read_text().replace("momentum = 0.9", "momentum = 0.8"))
+    assert sweep.finished(sweep.cells[0]) == outdated.with_name("20260101-000000-x")
+
+
+def test_declared_values_are_those_of_the_run(tmp_path: Path) -> None:
+    """Regression: a private sweep on declared data was charged again at each call."""
+    write_declaration(make_image_folder(tmp_path / "scans"))
+    text = """
+[run]
+method = "fedavg"
+[data]
+folder = "FOLDER"
+[model]
+name = "linear"
+[partition]
+kind = "iid"
+clients = 1
+[privacy]
+noise_multiplier = 5.0
+[grid]
+seed = [0, 1]
+""".replace("FOLDER", str(tmp_path / "scans"))
+    (tmp_path / "s.toml").write_text(text)
+    sweep = replace(read_sweep(tmp_path / "s.toml"), output=tmp_path / "out")
+    assert list(map(len, (Shard(n, 2).cells(sweep) for n in (1, 2)))) == [2, 0]  # one ledger
+    cell = sweep.cells[0]
+    simulate(cell.settings, output=sweep.folder(cell), quiet=True)
+    assert sweep.finished(cell) is not None
+
+
+def test_a_run_that_names_its_encoders_weights_is_finished(make_sweep: SweepFactory) -> None:
+    sweep = make_sweep(f'[data]\nencoder = "torchvision:resnet18"\n{SEED}')
+    (cell,) = sweep.cells
+    assert run_sweep(sweep, print) == []
+    config = sweep.folder(cell) / "20260101-000000-x" / "config.toml"
+    text = config.read_text()
+    for name, is_finished in (("resnet18@0a1b2c", True), ("resnet34@0a1b2c", False)):
+        config.write_text(text.replace("resnet18", name))
+        assert (sweep.finished(cell) is not None) == is_finished
 
 
 def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> None:
