@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -312,7 +312,9 @@ def _raise(error: OSError) -> NoReturn:
     raise error
 
 
-def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: bool = False) -> None:
+def write_whole(
+    path: Path, content: bytes | Iterable[bytes], *, lasting: bool = True, secret: bool = False
+) -> None:
     """Creates or replaces a file atomically.
 
     A reader sees either the old file or the complete new one. The content is on disk when the
@@ -320,7 +322,7 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
 
     Args:
         path: the path of the file.
-        content: the new content.
+        content: the new content, in one piece or in several.
         lasting: True also writes the file's name to disk. With False, call `sync_folder`
             afterwards.
         secret: True lets only the current user read the file.
@@ -335,7 +337,8 @@ def write_whole(path: Path, content: bytes, *, lasting: bool = True, secret: boo
         with suppress(FileNotFoundError):
             rights &= path.lstat().st_mode
         with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
-            file.write(content)
+            for part in [content] if isinstance(content, bytes) else content:
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

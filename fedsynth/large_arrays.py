@@ -25,8 +25,10 @@ from torch import Tensor
 from fedsynth.errors import OutputError, one_line
 
 MAPPED_BYTES = 2**29
-# Rows that are converted at a time.
+# Rows of a table that are read at a time.
 ROWS = 4096
+# Numbers that are converted at a time, so that temporaries in float64 take some 100 MB.
+NUMBERS = 2**21
 # Bytes that are read at a time.
 BLOCK = 2**24
 
@@ -86,6 +88,22 @@ def new_tensor(
     return torch.from_numpy(new_array((size,))).view(dtype).view(*shape)
 
 
+def some_rows(x: Tensor) -> Sequence[Tensor]:
+    """Splits a tensor [N, …] into parts of about `NUMBERS` numbers, at least a row each."""
+    return x.split(max(1, NUMBERS // max(1, math.prod(x.shape[1:]))))
+
+
+def as_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    """Converts an array [N, …] to float32, some rows at a time. Returns a float32 array itself."""
+    if array.dtype == np.float32:
+        return array
+    result = new_array(array.shape, np.float32)
+    step = max(1, NUMBERS // max(1, math.prod(array.shape[1:])))
+    for first in range(0, len(array), step):
+        result[first : first + step] = array[first : first + step]
+    return result
+
+
 def converted(x: Tensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Tensor:
     """Applies a function to the rows of a tensor, some at a time.
 
@@ -95,7 +113,7 @@ def converted(x: Tensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtype
         dtype: the type of the result.
     """
     result = new_tensor(x.shape, dtype, x.device)
-    for rows, target in zip(x.split(ROWS), result.split(ROWS), strict=True):
+    for rows, target in zip(some_rows(x), some_rows(result), strict=True):
         target.copy_(convert(rows))
     return result
 

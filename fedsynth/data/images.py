@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from fedsynth.data.registry import SEGMENTATION, DatasetSpec, custom_spec, in_order
 from fedsynth.errors import DataError
-from fedsynth.large_arrays import ROWS, converted, is_mapped, new_array, selected
+from fedsynth.large_arrays import ROWS, converted, is_mapped, new_array, selected, some_rows
 from fedsynth.seeding import torch_generator
 
 IntArray = npt.NDArray[np.int64]
@@ -497,7 +497,7 @@ def _check_channels(x: Tensor, spec: DatasetSpec, kind: str, is_kind: bool) -> N
 
 
 def _check_finite(x: Tensor, spec: DatasetSpec) -> None:
-    bad = sum(int((~torch.isfinite(rows)).sum()) for rows in x.split(ROWS))
+    bad = sum(int((~torch.isfinite(rows)).sum()) for rows in some_rows(x))
     if bad:
         raise DataError(
             f"{bad} of {x.numel()} values of {spec.name} are NaN or infinite. Replace or remove "
@@ -524,7 +524,7 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
             lambda rows: rows.float().double().sub(low).div(high - low).clamp(0, 1),
             torch.float32,
         )
-    outside = sum(int(((rows < 0) | (rows > 1)).sum()) for rows in x.split(ROWS))
+    outside = sum(int(((rows < 0) | (rows > 1)).sum()) for rows in some_rows(x))
     if outside:
         raise DataError(
             f"{outside} of {x.numel()} floating-point pixels of {spec.name} are outside [0, 1]. "
@@ -606,7 +606,7 @@ def proxy_images(data: ImageData, spec: DatasetSpec) -> ImageData:
         spec: the specification of the other data set.
     """
     converted = []
-    for pixels in data.images.split(ROWS):
+    for pixels in some_rows(data.images):
         x = pixels.float()
         if pixels.is_floating_point():
             x = x * 255

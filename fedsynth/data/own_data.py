@@ -447,6 +447,10 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
         shape = _image_shape(records, settings)
         source = "images in a folder"
     else:
+        for key in ("image_size", "channels", "skip_corrupt", "skip_other"):
+            if getattr(settings, key):
+                reason = "has no effect on arrays and tables, only on image files. Remove it"
+                raise SettingError("data", key, reason)
         bounds = settings.limits()
         shape = image_shape_of(_slices(records.values, decoding.slice).shape)
         source = "records in a file"

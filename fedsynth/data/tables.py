@@ -15,6 +15,7 @@ import importlib
 import math
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -51,7 +52,7 @@ from fedsynth.errors import (
     one_line,
 )
 from fedsynth.files import decode_json, open_regular, read_regular
-from fedsynth.large_arrays import ROWS, new_array, read_array
+from fedsynth.large_arrays import ROWS, as_float32, new_array, read_array
 
 # A file's columns by name. Each function reads one column, [N, …].
 Readers = dict[str, Callable[[], Array]]
@@ -77,6 +78,8 @@ _IDENTIFIER = re.compile(
     r"(?i:|index|level_[0-9]+|__index_level_[0-9]+__|unnamed: ?[0-9]+|rownames?"
     r"|row[\W_]?nr|mrn|pid|eid|(.*[\W_])?(id|ids|idx|uid|uuid))|.*[a-z]ID"
 )
+# float64 represents all whole numbers up to this one
+LARGEST_WHOLE = 2.0**53
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?", re.IGNORECASE)
 _NUMBER_WITH_UNIT = re.compile(r"[<>~]?[+-]?[0-9]*[.,]?[0-9]+(e[+-]?[0-9]+)?[\s%]*", re.IGNORECASE)
 
@@ -116,7 +119,8 @@ class Part:
             return columns
         if self.numbers is not None:
             return list(self.numbers)
-        folded = {name.casefold(): name for name in self.readers}
+        # of names that differ in their case only, the first one counts: the given file
+        folded = {name.casefold(): name for name in reversed([*self.readers])}
         return list(filter(None, map(folded.get, _FEATURES)))[:1]
 
     def column(self, role: str, chosen: str) -> str:
@@ -286,7 +290,7 @@ def _features(
         uses["not used"] = ", ".join(unused)
         note("; ".join(f"{use}: {one_line(name or 'none')}" for use, name in uses.items()))
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
-        columns = {name: array.astype(np.float32, copy=False) for name, array in columns.items()}
+        columns = {name: as_float32(array) for name, array in columns.items()}
     if len(columns) == 1:
         return next(iter(columns.values()))
     shapes = {name: list(array.shape) for name, array in columns.items()}
@@ -323,8 +327,11 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
             f"{what} must contain one value for each record, got the shape {list(array.shape)}"
         )
     if array.dtype.kind == "f":
-        if not (np.isfinite(array) & (array == np.rint(array))).all():
-            raise DataError(f"{what} must contain whole numbers or text, got fractions or NaN")
+        is_whole = np.isfinite(array) & (array == np.rint(array)) & (abs(array) <= LARGEST_WHOLE)
+        if not is_whole.all():
+            raise DataError(
+                f"{what} must contain whole numbers or text, got {array[~is_whole][0]:g}"
+            )
         array = array.astype(np.int64)
     if stated and array.dtype.kind in "iu":
         wrong = array[(array < 0) | (array >= len(stated))]
@@ -336,6 +343,8 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
         return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
         raise DataError(f"{what} must contain one number or text per row, got several values")
+    if isinstance(array[:1].tolist()[0] if len(array) else "", bytes):
+        raise DataError(f"{what} must contain numbers or text, got bytes. Convert them to text")
     distinct, positions = np.unique(array, return_inverse=True)
     names = np.array([same_name(str(value)) for value in distinct], object)
     if "" in names:
@@ -381,7 +390,10 @@ def _read_npy(file: IO[bytes], length: int) -> Array:
     The header's size is checked before memory is allocated.
     """
     headers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
-    shape, by_columns, dtype = headers[npy_format.read_magic(file)](file)
+    version = npy_format.read_magic(file)
+    if version not in headers:
+        raise ValueError("records with named fields are not read. Save numbers or text")
+    shape, by_columns, dtype = headers[version](file)
     if dtype.hasobject:
         raise ValueError(
             "Python objects are not read, as they may execute code. Save numbers or text"
@@ -495,6 +507,14 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
     batches = list(_parquet_batches(paths, names, are_kept=True))
     if not batches:
         raise ValueError(_NO_RECORDS)
+    for batch in batches:
+        for name in names:
+            kinds = [b.schema.field(name).type for b in (batches[0], batch)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"the column {one_line(name)!r} has the types {kinds[0]} and {kinds[1]} in two "
+                    "parts. Write all parts with the same types"
+                )
     return _optional("pyarrow", "tables").Table.from_batches(batches)
 
 
@@ -549,6 +569,8 @@ def _table_part(
     decoding: Decoding = _PLAIN,
 ) -> Part:
     types = _optional("pyarrow", "tables").types
+    if repeated := [name for name, count in Counter(schema.names).items() if count > 1]:
+        raise ValueError(f"several columns are named {one_line(repeated[0])!r}. Rename them")
     stated, images = _stated_features(schema)
     kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
     checks = [types.is_integer, types.is_floating, types.is_boolean, types.is_decimal]
@@ -557,9 +579,12 @@ def _table_part(
     readers: Readers = {
         name: partial(_column, partial(read, [name]), name) for name in schema.names
     }
-    read_numbers = cache(partial(read, numbers))
-    readers |= {name: partial(_column, read_numbers, name) for name in numbers}
+    nested = [name for name in numbers if kinds[name] != schema.field(name).type]
+    plain = [name for name in numbers if name not in nested or batches is None]
+    read_numbers = cache(partial(read, plain))
+    readers |= {name: partial(_column, read_numbers, name) for name in plain}
     if batches is not None:
+        readers |= {name: partial(_large_column, partial(batches, [name]), name) for name in nested}
         readers |= {name: partial(_decoded, partial(batches, [name]), decoding) for name in images}
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
@@ -607,6 +632,28 @@ def _column(read: Callable[[], Any], name: str) -> Array:
     if pyarrow.types.is_decimal(cells.type):
         cells = cells.cast(pyarrow.float64())
     return np.asarray(cells.to_numpy()).reshape(shape)
+
+
+def _large_column(batches: Callable[[], Iterator[Any]], name: str) -> Array:
+    """Reads a column with lists of numbers, float32 unless they are bytes, some rows at a time.
+
+    The column is read twice: first to count the rows.
+    """
+    table = _optional("pyarrow", "tables").Table
+    values: Array | None = None
+    rows, first = sum(batch.num_rows for batch in batches()), 0
+    for batch in batches():
+        part = _column(partial(table.from_batches, [batch]), name)
+        if values is None:
+            kind = part.dtype if part.dtype == np.uint8 else np.dtype(np.float32)
+            values = new_array((rows, *part.shape[1:]), kind)
+        if part.shape[1:] != values.shape[1:]:
+            raise ValueError("the cells contain lists of different lengths. Make them equally long")
+        values[first : first + len(part)] = part
+        first += len(part)
+    if values is None:
+        raise ValueError(_NO_RECORDS)
+    return values
 
 
 def downloaded(place: str, revision: str) -> tuple[str, str]:

@@ -16,19 +16,19 @@ import hashlib
 import math
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-import safetensors.torch
 import torch
 from torch import Tensor
 
 from fedsynth import rank
-from fedsynth.data.files import expanded, read_tensors
+from fedsynth.data.files import expanded
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import EXTENSIONS, read_pixels
@@ -37,8 +37,8 @@ from fedsynth.errors import DataError, OutputError, SettingError, one_line, writ
 from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
-from fedsynth.files import PARTIAL, write_whole
-from fedsynth.large_arrays import new_tensor
+from fedsynth.files import PARTIAL, open_regular, write_whole
+from fedsynth.large_arrays import new_tensor, some_rows
 from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, dependence_on_batch
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
 from fedsynth.seeding import torch_generator
@@ -52,7 +52,7 @@ TEST_SIDE = 64
 # The largest vector norm in a cache. Vectors are clipped to norm 1, up to rounding errors.
 MAX_NORM = 1 + 1e-5
 
-CACHED = "vectors-{}.safetensors"
+CACHED = "vectors-{}.bin"
 Progress = Callable[[int, int], None]
 
 
@@ -372,7 +372,7 @@ def cached(
 ) -> Tensor:
     """Reads a data set's vectors from a folder, or computes and stores them.
 
-    A file is replaced if it is damaged, has another shape, or contains a vector longer than
+    A file is replaced if it is damaged, or contains a vector longer than
     `max_norm`, which is infinite for unscaled vectors. With several ranks, all of them compute if one
     of them has no file, and one on each machine writes it.
 
@@ -381,12 +381,7 @@ def cached(
     """
     _require_private(folder)
     path = folder / CACHED.format(_key(data, features, max_norm))
-    vectors = None
-    with suppress(OSError, ValueError, LookupError, RuntimeError):
-        vectors = read_tensors(path)[0]["vectors"]
-        norms = torch.linalg.vector_norm(vectors, dim=1)
-        if vectors.shape != (len(data), features.dimension) or bool((norms > max_norm).any()):
-            vectors = None
+    vectors = _read_vectors(path, (len(data), features.dimension), max_norm)
     missing = torch.tensor([vectors is None], dtype=torch.int32)
     if links is not None:
         links.add(missing)
@@ -396,8 +391,42 @@ def cached(
     if rank.local_rank():
         return vectors
     with writing(path):
-        write_whole(path, safetensors.torch.save({"vectors": vectors}), secret=True)
+        write_whole(path, chain([_digest(vectors)], _blocks(vectors)), secret=True)
     return vectors
+
+
+def _blocks(vectors: Tensor) -> Iterator[bytes]:
+    """Yields the bytes of vectors, some rows at a time."""
+    return (rows.numpy().tobytes() for rows in some_rows(vectors.cpu()))
+
+
+def _digest(vectors: Tensor) -> bytes:
+    digest = hashlib.sha256()
+    for block in _blocks(vectors):
+        digest.update(block)
+    return digest.digest()
+
+
+def _read_vectors(path: Path, shape: tuple[int, int], max_norm: float) -> Tensor | None:
+    """Reads vectors, float32, from a file with their SHA-256 hash and their bytes.
+
+    Returns None if the file is missing or damaged, or a vector is longer than `max_norm`.
+    """
+    size = hashlib.sha256().digest_size
+    try:
+        with BufferedReader(open_regular(path)) as file:
+            if path.stat().st_size != size + 4 * math.prod(shape):
+                return None
+            digest = file.read(size)
+            vectors = new_tensor(shape, torch.float32)
+            for rows in some_rows(vectors):
+                block = bytearray(file.read(rows.nbytes))
+                rows.copy_(torch.frombuffer(block, dtype=torch.float32).view(rows.shape))
+                if not bool((torch.linalg.vector_norm(rows, dim=1) <= max_norm).all()):
+                    return None
+    except (OSError, ValueError, RuntimeError):
+        return None
+    return vectors if _digest(vectors) == digest else None
 
 
 def _key(data: ImageData, features: FeatureMap, max_norm: float) -> str:

@@ -158,6 +158,10 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.npz", {"x": np.array([{}] * N)}, {}, "Python objects"),
         ("a.npz", {"y": Y[:5]}, {}, "60 values, one for each record, got 5"),
         ("a.npz", {"y": Y + 0.5}, {}, "whole numbers or text"),
+        ("a.npz", {"y": Y + 1e30}, {}, "whole numbers or text"),
+        ("a.parquet", {"label": pa.array([b"a", b"b"] * (N // 2))}, {}, "numbers or text, got byt"),
+        ("a.npz", {}, {"image_size": "4"}, "data.image_size has no effect on arrays and tables"),
+        ("a.csv", {}, {"skip_corrupt": True}, "data.skip_corrupt has no effect"),
         ("a.npz", {"x": np.full((N, 4), np.nan)}, {"bounds": "0,1"}, "NaN"),
         ("a.npz", {"site": np.where(Y, "A b", "a_b")}, {}, "spellings of one name"),
         ("a.csv", {}, {"feature_columns": "f0,remark"}, "not numeric.*--feature-columns"),
@@ -204,6 +208,27 @@ def test_unusable_files_raise_one_line_errors(
     with pytest.raises(FedsynthError, match=message) as caught:
         load_records(tmp_path / name, **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_files_whose_names_differ_in_case_are_not_confused(tmp_path: Path) -> None:
+    for name, values in {"x": X, "X": -X, "y": Y}.items():
+        np.save(tmp_path / f"{name}.npy", values)
+    train = load_records(tmp_path / "x.npy", bounds="-9,9").train
+    assert torch.allclose(18 * train.images.flatten(1) - 9, torch.from_numpy(X).float(), atol=1e-5)
+
+
+def test_repeated_columns_and_parts_of_other_types_are_named(tmp_path: Path) -> None:
+    repeated = pa.Table.from_arrays([pa.array(X[:, 0])] * 2, names=["e", "e"])
+    pa.parquet.write_table(repeated, tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="several columns are named 'e'"):
+        load_records(tmp_path / "a.parquet")
+    (tmp_path / "a.parquet").unlink()
+    (tmp_path / "parts").mkdir()
+    for number, kind in enumerate((np.float32, np.float64)):
+        table = pa.table({"e": X[:, 0].astype(kind), "f": X[:, 1], "label": Y})
+        pa.parquet.write_table(table, tmp_path / "parts" / f"train-{number}.parquet")
+    with pytest.raises(DataError, match="'e' has the types float and double in two parts"):
+        load_records(f"hf:{tmp_path / 'parts'}", bounds="-9,9")
 
 
 def test_expanding_arrays_and_tables_are_refused(

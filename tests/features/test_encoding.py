@@ -215,9 +215,11 @@ def test_cache_is_private_and_keyed_by_weights(tmp_path: Path) -> None:
     assert not torch.equal(counted(train, moved), first)
     assert progress.call_count == 5
     assert {f.stat().st_mode & 0o777 for f in cache.iterdir()} == {0o600}
-    for path in cache.iterdir():
-        path.write_bytes(b"damaged")
-    assert torch.equal(counted(train), first)
+    for damage in (b"damaged", bytes(64)):  # shorter, or with other values
+        for path in cache.iterdir():
+            content = damage if damage == b"damaged" else path.read_bytes()[:-64] + damage
+            path.write_bytes(content)
+        assert torch.equal(counted(train), first)
     (cache / "other.txt").write_text("kept")
     assert clear_cache(cache) == 3
     assert [f.name for f in cache.iterdir()] == ["other.txt"]

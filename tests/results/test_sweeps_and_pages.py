@@ -246,9 +246,9 @@ def test_invalid_shards_are_rejected() -> None:
     odd = {"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "2"}
     gaps = {f"SLURM_ARRAY_TASK_{n}": v for n, v in {"ID": "3", "MIN": "1", "MAX": "7"}.items()}
     gaps["SLURM_ARRAY_TASK_COUNT"] = "3"
-    text = {**odd, "SLURM_ARRAY_TASK_ID": "a"}
+    letter = {**odd, "SLURM_ARRAY_TASK_ID": "a"}
     step = {**odd, "SLURM_ARRAY_TASK_STEP": "0"}
-    wrong = [(None, names) for names in (odd, gaps, text, step)]
+    wrong = [(None, names) for names in (odd, gaps, letter, step)]
     for text, names in (("0/4", {}), ("5/4", {}), ("1", {}), ("a/b", {}), *wrong):
         with raises(SweepError, "sweep.shard"):
             Shard.of(text, names)
