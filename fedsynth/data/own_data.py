@@ -39,6 +39,7 @@ from fedsynth.data.records import (
     Records,
     by_site,
     counted,
+    note_losses,
     note_shared_users,
     site_names,
     with_classes,
@@ -562,9 +563,7 @@ def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool
     images, faults, losses = decoded.images, decoded.faults, decoded.losses
     if faults and not private:
         _refuse_faults(files, faults)
-    if losses:
-        lost = ", ".join(f"{count} {loss}" for loss, count in sorted(losses.items()))
-        note(f"converted in {one_line(files.root)}: {lost}")
+    note_losses(losses, files.root, note)
     hashes = decoded.hashes
     if faults:
         images, hashes = (np.delete(rows, list(faults), axis=0) for rows in (images, hashes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -133,6 +133,13 @@ def counted(entries: Iterable[Entry]) -> str:
         more = " …" * (len(examples) > 1)
         texts.append(f"{kind}: {len(examples)} ({one_line(examples[0])}{more})")
     return one_line(", ".join(texts), 600) if texts else ""
+
+
+def note_losses(losses: Mapping[str, int], place: Path | str, note: Note) -> None:
+    """Notes how many images have lost each kind of information when they were decoded."""
+    if losses:
+        lost = ", ".join(f"{count} {loss}" for loss, count in sorted(losses.items()))
+        note(f"converted in {one_line(place)}: {lost}")
 
 
 def names_array(values: Iterable[str]) -> Names:

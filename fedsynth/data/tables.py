@@ -43,7 +43,15 @@ from fedsynth.data.files import (
 )
 from fedsynth.data.medical import Decoding
 from fedsynth.data.pixels import ImageHeader, read_headers, read_pixels
-from fedsynth.data.records import Array, Names, Records, check_names, check_splits, names_array
+from fedsynth.data.records import (
+    Array,
+    Names,
+    Records,
+    check_names,
+    check_splits,
+    names_array,
+    note_losses,
+)
 from fedsynth.errors import (
     DataError,
     DataFilesCorruptError,
@@ -96,6 +104,7 @@ class Part:
         stated: the names of a column's values 0, 1, …, if stated in the file.
         faults: for CSV columns, functions that explain why a column may be a damaged numeric
             column, or return an empty string.
+        losses: the number of images that have lost information when they were decoded, by kind.
     """
 
     place: str
@@ -103,6 +112,7 @@ class Part:
     numbers: tuple[str, ...] | None = None
     stated: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     faults: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    losses: Counter[str] = field(default_factory=Counter)
 
     def feature_names(self, chosen: str) -> list[str]:
         """Returns the names of the feature columns.
@@ -254,6 +264,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             f"{part.listed('label')}. Name the column with --label-column"
         ).with_code("data.label_column")
     values = _features(part, columns["feature"], roles, note)
+    note_losses(part.losses, part.place, note)
     for name in sorted(part.readers.keys() - set(roles.values())):
         if column_of(name) == "split":
             place = f" in the column {one_line(name)!r} of {part.place}"
@@ -572,6 +583,7 @@ def _table_part(
     if repeated := [name for name, count in Counter(schema.names).items() if count > 1]:
         raise ValueError(f"several columns are named {one_line(repeated[0])!r}. Rename them")
     stated, images = _stated_features(schema)
+    losses: Counter[str] = Counter()
     kinds = {name: _item_type(schema.field(name).type) for name in schema.names}
     checks = [types.is_integer, types.is_floating, types.is_boolean, types.is_decimal]
     checks.append(types.is_null)  # an empty column may be a damaged feature
@@ -585,12 +597,14 @@ def _table_part(
     readers |= {name: partial(_column, read_numbers, name) for name in plain}
     if batches is not None:
         readers |= {name: partial(_large_column, partial(batches, [name]), name) for name in nested}
-        readers |= {name: partial(_decoded, partial(batches, [name]), decoding) for name in images}
+        readers |= {
+            name: partial(_decoded, partial(batches, [name]), decoding, losses) for name in images
+        }
     index = (schema.pandas_metadata or {}).get("index_columns", [])
     usable = tuple(
         name for name in numbers if not (_has_meaning(name) or name in stated or name in index)
     )
-    return Part(place, readers, None if images else usable, stated)
+    return Part(place, readers, None if images else usable, stated, losses=losses)
 
 
 def _has_meaning(name: str) -> bool:
@@ -729,10 +743,13 @@ def _split_of_path(path: Path) -> tuple[str, str]:
     return TRAIN, path.parent.as_posix()
 
 
-def _decoded(batches: Callable[[], Iterator[Any]], decoding: Decoding) -> Array:
+def _decoded(
+    batches: Callable[[], Iterator[Any]], decoding: Decoding, losses: Counter[str]
+) -> Array:
     """Decodes a column of equally sized image files: uint8 [N, C, H, W].
 
     The column is read twice, some rows at a time: first for the images' sizes and colours.
+    `losses` receives how often each kind of information was lost.
     """
     headers: list[ImageHeader] = []
     for paths in _image_files(batches()):
@@ -748,7 +765,8 @@ def _decoded(batches: Callable[[], Iterator[Any]], decoding: Decoding) -> Array:
     pixels = new_array((len(headers), *shape))
     first = 0
     for paths in _image_files(batches()):
-        pixels[first : first + len(paths)], faults, _ = read_pixels(paths, *shape, decoding)
+        pixels[first : first + len(paths)], faults, lost = read_pixels(paths, *shape, decoding)
+        losses.update(lost)
         _refuse_images(faults, first)
         first += len(paths)
     return pixels

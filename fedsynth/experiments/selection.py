@@ -272,6 +272,8 @@ def select_privately(
     if (folder / RESULT).exists():
         return dict(load_json(folder / RESULT))
     with locked(sweep), writing(sweep.output):
+        if (folder / RESULT).exists():  # another process has finished it meanwhile
+            return dict(load_json(folder / RESULT))
         for stale in sweep.output.glob(f"{STAGING}*"):  # of a killed selection
             shutil.rmtree(stale)
         plan = plan_selection(sweep)

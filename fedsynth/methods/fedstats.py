@@ -441,11 +441,12 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
     ) -> Tensor:
         """Computes the upload of each client for the plan with the given name, [clients, D].
 
-        The view clips, sums and adds noise.
+        The view clips, sums and adds noise. An exact sum is float64 and becomes float32; a release
+        is float32, or float64 on a grid.
         """
         if isinstance(clients, PrivateClientView):
             return clients.feature_sums(clients.mechanisms(name), features, rows, embedding)
-        return clients.feature_sums(features, rows, embedding)
+        return clients.feature_sums(features, rows, embedding).float()
 
     # ------------------------------------------------- the model, the releases and their shares
 
@@ -692,13 +693,6 @@ class FedStats(SumsOverPeriods, MakesImages, TwoExchanges, VaryingReleases, OwnN
             dtype = self.sum_dtype(plan, context) if plan in widths else torch.float32
             rules[field] = Array((widths.get(plan, 0),), dtype, low=-bound, high=bound)
         return rules
-
-    def sum_dtype(self, plan: str, context: RoundContext) -> torch.dtype:
-        """Returns the dtype of a sum, float64 also without differential privacy.
-
-        With fewer records than dimensions, the classifier depends on the rounding of exact sums.
-        """
-        return torch.float64 if context.privacy is None else super().sum_dtype(plan, context)
 
     def sum_releases(self, exchange: str, context: RoundContext) -> Mapping[str, str]:
         if exchange == FIRST:

@@ -434,6 +434,8 @@ def test_images_without_bytes_are_named_and_nested_lists_are_read(tmp_path: Path
         if message:
             with pytest.raises(DataError, match=message):
                 load_records(file)
+    with pytest.warns(UserWarning, match="converted in .*: 2 images with more than 8 bits"):
+        load_records(file)
     described = describe_folder(FolderSettings(str(file), window="2127.5,255"), print)
     described.path.write_text(described.toml)
     loaded = load_records(file, test_folder=file)
