@@ -161,7 +161,7 @@ def sweep(
     check_choice(None, "--format", form, FORMATS)
     plan = read_sweep(file)
     plan = replace(plan, output=output or plan.output)
-    part = Shard.of(shard, os.environ)
+    part = Shard() if only_table else Shard.of(shard, os.environ)
     if dry_run:
         require_folder(plan.output)
         for cell in part.cells(plan):

@@ -88,9 +88,14 @@ def new_tensor(
     return torch.from_numpy(new_array((size,))).view(dtype).view(*shape)
 
 
+def rows_at_once(shape: Sequence[int]) -> int:
+    """Returns how many rows of an array [N, …] have about `NUMBERS` numbers, at least 1."""
+    return max(1, NUMBERS // max(1, math.prod(shape[1:])))
+
+
 def some_rows(x: Tensor) -> Sequence[Tensor]:
-    """Splits a tensor [N, …] into parts of about `NUMBERS` numbers, at least a row each."""
-    return x.split(max(1, NUMBERS // max(1, math.prod(x.shape[1:]))))
+    """Splits a tensor [N, …] into parts of `rows_at_once` rows."""
+    return x.split(rows_at_once(x.shape))
 
 
 def as_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
@@ -98,7 +103,7 @@ def as_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     if array.dtype == np.float32:
         return array
     result = new_array(array.shape, np.float32)
-    step = max(1, NUMBERS // max(1, math.prod(array.shape[1:])))
+    step = rows_at_once(array.shape)
     for first in range(0, len(array), step):
         result[first : first + step] = array[first : first + step]
     return result

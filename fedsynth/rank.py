@@ -46,7 +46,7 @@ def is_valid() -> bool:
 
 def local_rank() -> int:
     """Returns the rank of this process on its machine, or 0 without torchrun."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return int(os.environ.get("LOCAL_RANK", "0")) if num_ranks() > 1 else 0
 
 
 def speaks(code: str) -> bool:

@@ -45,19 +45,22 @@ def numpy_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generat
 @contextmanager
 def forked_rng(
     seed: int, purpose: str, *numbers: int, device: torch.device | None = None
-) -> Iterator[torch.Generator]:
-    """Returns a context manager that seeds PyTorch's global generator from the arguments.
+) -> Iterator[None]:
+    """Returns a context manager that seeds PyTorch's global generators from the arguments.
 
-    Use it for module constructors and dropout, which accept no generator. The previous state is
-    restored afterwards.
+    Use it for module constructors and dropout layers, which accept no generator. The previous state
+    is restored afterwards.
 
     Args:
         seed, purpose, numbers: as for `derive_seed`.
-        device: the device whose generator is seeded, by default the CPU, on which module
-            constructors draw.
+        device: a device whose generator is seeded in addition to that of the CPU.
     """
-    index = torch.cuda.current_device() if device is not None and device.type == "cuda" else None
-    with torch.random.fork_rng(devices=[] if index is None else [index]):
-        generators = torch.cuda.default_generators
-        generator = torch.default_generator if index is None else generators[index]
-        yield generator.manual_seed(derive_seed(seed, purpose, *numbers))
+    devices = []
+    if device is not None and device.type == "cuda":
+        devices = [torch.cuda.current_device() if device.index is None else device.index]
+    with torch.random.fork_rng(devices=devices):
+        derived = derive_seed(seed, purpose, *numbers)
+        torch.default_generator.manual_seed(derived)
+        for index in devices:
+            torch.cuda.default_generators[index].manual_seed(derived)
+        yield

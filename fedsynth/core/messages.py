@@ -160,8 +160,8 @@ class Packed:
                 values[f.name] = value
             elif not isinstance(value, Tensor):
                 raise MessageError(
-                    f"the message field {type(self).__name__}.{f.name} must be a finite number, "
-                    f"a tensor, a mapping or None, got {value!r:.80}"
+                    f"the message field {type(self).__name__}.{f.name} must be a number, a tensor, "
+                    f"a mapping or None, got {value!r:.80}"
                 ).with_code("message.value")
         return values
 
@@ -300,7 +300,7 @@ def _pop_field(what: str, name: str, values: dict[str, Any], tensors: dict[str, 
         return mapping
     if value is None or type(value) in (int, float):
         return value
-    raise MessageError(f"{what} must be a finite number, got {short_repr(value)}")
+    raise MessageError(f"{what} must be a number, got {short_repr(value)}")
 
 
 def _require_finite(kind: type[Packed], values: Mapping[str, Any]) -> None:

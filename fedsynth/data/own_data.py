@@ -448,10 +448,7 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
         shape = _image_shape(records, settings)
         source = "images in a folder"
     else:
-        for key in ("image_size", "channels", "skip_corrupt", "skip_other"):
-            if getattr(settings, key):
-                reason = "has no effect on arrays and tables, only on image files. Remove it"
-                raise SettingError("data", key, reason)
+        _refuse_image_settings(settings)
         bounds = settings.limits()
         shape = image_shape_of(_slices(records.values, decoding.slice).shape)
         source = "records in a file"
@@ -464,6 +461,14 @@ def spec_of(records: Records, settings: FolderSettings, name: str) -> DatasetSpe
         bounds=bounds,
         **asdict(decoding),
     )
+
+
+def _refuse_image_settings(settings: FolderSettings) -> None:
+    """Raises SettingError if a setting is set that applies to image files only."""
+    for key in ("image_size", "channels", "skip_corrupt", "skip_other"):
+        if getattr(settings, key):
+            reason = "has no effect on arrays and tables, only on image files. Remove it"
+            raise SettingError("data", key, reason)
 
 
 def _image_shape(records: Records, settings: FolderSettings) -> tuple[int, int, int]:

@@ -340,8 +340,9 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
     if array.dtype.kind == "f":
         is_whole = np.isfinite(array) & (array == np.rint(array)) & (abs(array) <= LARGEST_WHOLE)
         if not is_whole.all():
+            wrong = array[~is_whole][0]
             raise DataError(
-                f"{what} must contain whole numbers or text, got {array[~is_whole][0]:g}"
+                f"{what} must contain text, or whole numbers up to 2^53, got {wrong:g}. Correct it"
             )
         array = array.astype(np.int64)
     if stated and array.dtype.kind in "iu":
@@ -354,7 +355,7 @@ def _names_in(array: Array, what: str, stated: tuple[str, ...]) -> Names:
         return np.array(stated, object)[array]
     if not all(isinstance(value, Hashable) for value in array[:1]):
         raise DataError(f"{what} must contain one number or text per row, got several values")
-    if isinstance(array[:1].tolist()[0] if len(array) else "", bytes):
+    if any(isinstance(value, bytes) for value in array[:1].tolist()):
         raise DataError(f"{what} must contain numbers or text, got bytes. Convert them to text")
     distinct, positions = np.unique(array, return_inverse=True)
     names = np.array([same_name(str(value)) for value in distinct], object)
@@ -403,7 +404,9 @@ def _read_npy(file: IO[bytes], length: int) -> Array:
     headers = {(1, 0): npy_format.read_array_header_1_0, (2, 0): npy_format.read_array_header_2_0}
     version = npy_format.read_magic(file)
     if version not in headers:
-        raise ValueError("records with named fields are not read. Save numbers or text")
+        raise ValueError(
+            f"the format version {version} is not read. Save numbers or text in version 1 or 2"
+        )
     shape, by_columns, dtype = headers[version](file)
     if dtype.hasobject:
         raise ValueError(
@@ -495,6 +498,7 @@ def _parquet_batches(
     all batches of a file if the batches are kept.
     """
     parquet = _optional("pyarrow.parquet", "tables")
+    types: dict[str, Any] = {}
     for path in paths:
         with BufferedReader(open_regular(path)) as file:
             metadata = parquet.read_metadata(file)
@@ -504,6 +508,13 @@ def _parquet_batches(
             leaves = map(metadata.schema.column, range(metadata.num_columns))
             texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
             size = 0
+            for name in names:
+                kind = parquet.read_schema(file).field(name).type
+                if types.setdefault(name, kind) != kind:
+                    raise ValueError(
+                        f"the column {one_line(name)!r} has the types {types[name]} and {kind} in "
+                        "two parts. Write all parts with the same types"
+                    )
             for group in range(metadata.num_row_groups):
                 # a reader keeps the texts of all groups that it has read
                 table = parquet.ParquetFile(file, metadata=metadata, read_dictionary=texts)
@@ -518,14 +529,6 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
     batches = list(_parquet_batches(paths, names, are_kept=True))
     if not batches:
         raise ValueError(_NO_RECORDS)
-    for batch in batches:
-        for name in names:
-            kinds = [b.schema.field(name).type for b in (batches[0], batch)]
-            if kinds[0] != kinds[1]:
-                raise ValueError(
-                    f"the column {one_line(name)!r} has the types {kinds[0]} and {kinds[1]} in two "
-                    "parts. Write all parts with the same types"
-                )
     return _optional("pyarrow", "tables").Table.from_batches(batches)
 
 
@@ -760,7 +763,7 @@ def _decoded(
         raise ValueError(_NO_RECORDS)
     sizes = {(header.height, header.width) for header in headers}
     if len(sizes) > 1:
-        raise ValueError(f"the images have {len(sizes)} different sizes")
+        raise ValueError(f"the images have {len(sizes)} different sizes. Resize them to one size")
     shape = (1 if all(header.grey for header in headers) else 3, *sizes.pop())
     pixels = new_array((len(headers), *shape))
     first = 0

@@ -88,7 +88,7 @@ def changed_setting(run: Path, settings: RunSettings) -> str:
         is_source = name == "run.method_source" and name not in today
         # a run states the hub's commit, and the hash of an encoder's weights
         is_commit = name == "data.revision" and name not in today
-        has_hash = name == "data.encoder" and value.partition("@")[0] == today.get(name)
+        has_hash = name == "data.encoder" and value.rpartition("@")[0] == today.get(name)
         is_speed = name.rpartition(".")[2] in SPEED
         uncompared = is_auto or is_source or is_commit or has_hash or is_speed
         if not uncompared and value != today.get(name):

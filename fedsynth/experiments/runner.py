@@ -228,7 +228,8 @@ class Runner:
                     trained=self.trained,
                 )
             except (OutOfTimeError, DivergedError) as error:
-                rows = read_rows((unfinished_runs(folder) or [folder])[-1] / METRICS)
+                run = current(unfinished_runs(folder), settings) or folder
+                rows = read_rows(run / METRICS)
                 if isinstance(error, DivergedError):
                     return self._append(job, rows, diverged=str(error))
                 rounds = f"{len(rows)} of {settings.rounds} rounds"

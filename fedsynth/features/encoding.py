@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from io import BufferedReader
-from itertools import chain
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -37,7 +36,7 @@ from fedsynth.errors import DataError, OutputError, SettingError, one_line, writ
 from fedsynth.features import pretrained, registry
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import normalised_map, public_vectors
-from fedsynth.files import PARTIAL, open_regular, write_whole
+from fedsynth.files import open_regular, write_whole
 from fedsynth.large_arrays import new_tensor, some_rows
 from fedsynth.privacy.batch_independence import ADVICE, ROWS, StepInputs, dependence_on_batch
 from fedsynth.privacy.passes import MIN_LENGTH, Note, padded, values_of_each
@@ -333,6 +332,7 @@ def _vectors(
             vectors[first : first + len(images)] = rows.cpu()
             progress(number + 1, total)
     if links is not None:
+        progress(total, total)
         links.add(vectors.view(torch.int32))  # others have only zeros there, so bits are kept
     vectors /= features.norm_bound
     norms = torch.linalg.vector_norm(vectors, dim=1, keepdim=True)
@@ -372,9 +372,9 @@ def cached(
 ) -> Tensor:
     """Reads a data set's vectors from a folder, or computes and stores them.
 
-    A file is replaced if it is damaged, or contains a vector longer than
-    `max_norm`, which is infinite for unscaled vectors. With several ranks, all of them compute if one
-    of them has no file, and one on each machine writes it.
+    A file is replaced if it is damaged, or contains a vector longer than `max_norm`, which is
+    infinite for unscaled vectors. If one of several ranks has no file, all of them compute, and one
+    on each machine writes it.
 
     Raises:
         OutputError: the folder is readable by others, or cannot be written.
@@ -391,42 +391,40 @@ def cached(
     if rank.local_rank():
         return vectors
     with writing(path):
-        write_whole(path, chain([_digest(vectors)], _blocks(vectors)), secret=True)
+        write_whole(path, _content(vectors), secret=True)
     return vectors
 
 
-def _blocks(vectors: Tensor) -> Iterator[bytes]:
-    """Yields the bytes of vectors, some rows at a time."""
-    return (rows.numpy().tobytes() for rows in some_rows(vectors.cpu()))
-
-
-def _digest(vectors: Tensor) -> bytes:
+def _content(vectors: Tensor) -> Iterator[bytes]:
+    """Yields the bytes of vectors, some rows at a time, and then their SHA-256 hash."""
     digest = hashlib.sha256()
-    for block in _blocks(vectors):
+    for rows in some_rows(vectors.cpu()):
+        block = rows.numpy().tobytes()
         digest.update(block)
-    return digest.digest()
+        yield block
+    yield digest.digest()
 
 
 def _read_vectors(path: Path, shape: tuple[int, int], max_norm: float) -> Tensor | None:
-    """Reads vectors, float32, from a file with their SHA-256 hash and their bytes.
+    """Reads the vectors, float32, that `_content` has written.
 
     Returns None if the file is missing or damaged, or a vector is longer than `max_norm`.
     """
-    size = hashlib.sha256().digest_size
+    digest = hashlib.sha256()
     try:
         with BufferedReader(open_regular(path)) as file:
-            if path.stat().st_size != size + 4 * math.prod(shape):
+            if path.stat().st_size != 4 * math.prod(shape) + digest.digest_size:
                 return None
-            digest = file.read(size)
             vectors = new_tensor(shape, torch.float32)
             for rows in some_rows(vectors):
                 block = bytearray(file.read(rows.nbytes))
+                digest.update(block)
                 rows.copy_(torch.frombuffer(block, dtype=torch.float32).view(rows.shape))
                 if not bool((torch.linalg.vector_norm(rows, dim=1) <= max_norm).all()):
                     return None
+            return vectors if file.read() == digest.digest() else None
     except (OSError, ValueError, RuntimeError):
         return None
-    return vectors if _digest(vectors) == digest else None
 
 
 def _key(data: ImageData, features: FeatureMap, max_norm: float) -> str:
@@ -478,7 +476,7 @@ def clear_cache(folder: str | Path) -> int:
     path = Path(folder)
     if not path.is_dir():
         raise OutputError(f"the cache folder {one_line(path)} does not exist. Check the path")
-    files = sorted([*path.glob(CACHED.format("*")), *path.glob(f"vectors-*{PARTIAL}")])
+    files = sorted(path.glob("vectors-*"))
     with writing(path):
         for file in files:
             file.unlink()

@@ -34,11 +34,10 @@ DEFAULT_SECONDS = "1800"
 CHECK_SECONDS = 1.0  # between two looks at the time
 # The number of seconds that a rank waits for the others at the end of a run that has failed.
 STOP_SECONDS = 5.0
-ADD_SECONDS = 0.005  # between two looks at a sum
 PART = 2**23  # the number of integers in one message of a sum
 FOREVER = timedelta(days=1000)  # for gloo: the server may compute for days
 FINAL = ("end", "stop", "bye")  # the kinds of the last frame of a run
-ALIVE = "alive"  # the kind of a frame which shows that the process of rank 0 runs
+ALIVE = "alive"  # the kind of a frame that shows only that its sender runs
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 # The types of the values that JSON can encode, and of the parts (bytes or tensors), by name.
 Facts = Mapping[str, Any]
@@ -91,28 +90,27 @@ class Links:
         if not rank.is_valid():
             raise RankError(
                 f"the environment variable RANK is {rank.this_rank()}, but must be below "
-                f"WORLD_SIZE, which is {rank.num_ranks()}. Start with torchrun, or unset RANK and WORLD_SIZE"
+                f"WORLD_SIZE, which is {rank.num_ranks()}. Start with torchrun, or unset RANK and "
+                "WORLD_SIZE"
             ).with_code("ranks.number")
         if torch.cuda.is_available():
             torch.cuda.set_device(rank.local_rank() % torch.cuda.device_count())
         try:
             if not dist.is_initialized():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
-            group, sums = (dist.new_group(backend="gloo", timeout=FOREVER) for _ in range(2))
+            group = dist.new_group(backend="gloo", timeout=FOREVER)
         except (RuntimeError, ValueError) as error:  # a port that is taken, a missing rank
             raise RankError(
                 f"rank {rank.this_rank()} cannot connect all {rank.num_ranks()} ranks: "
                 f"{one_line(error).rstrip('.')}. Start all ranks with the same free port"
             ).with_code("ranks.connection") from None
-        # all ranks are in both
-        self._group, self._sums = cast(dist.ProcessGroup, group), cast(dist.ProcessGroup, sums)
+        self._group = cast(dist.ProcessGroup, group)  # all ranks are in it
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.peers = range(1, self.size) if self.rank == 0 else range(1)
         self.locate: Callable[[], str] = str
         self._run = 0
         self._lost: set[int] = set()
         self._frames: SimpleQueue[Frame | None] = SimpleQueue()
-        self._early: deque[Frame] = deque()  # the frames that arrived during `add`
         self._heard: dict[int, float] = {}
         self._lock = Lock()  # of the messages of a frame
         self._readers: dict[int, Thread] = {}
@@ -146,7 +144,7 @@ class Links:
                 self._confirm(peer, header.pop("received"))
                 frame = Frame(peer, **header, parts=parts)
                 self._heard[peer] = time.monotonic()
-                if frame.run != self._run or frame.kind == ALIVE:  # or a run that has failed
+                if frame.run != self._run or frame.kind == ALIVE:  # or of a failed run
                     continue
                 if frame.kind != "bye":
                     self._frames.put(frame)
@@ -210,8 +208,6 @@ class Links:
             RankError: a rank is lost or has failed.
         """
         frame = None
-        if self._early:
-            return self._early.popleft()
         try:
             frame = self._frames.get(timeout=seconds) if seconds else self._frames.get_nowait()
         except Empty:
@@ -234,16 +230,12 @@ class Links:
             frame = self.poll(CHECK_SECONDS)
             if frame is not None:
                 return frame
-            self._require_signs(waiting)
-
-    def _require_signs(self, peers: Sequence[int]) -> None:
-        """Raises RankError if one of the given ranks has given no sign for too long."""
-        for peer in peers:
-            if time.monotonic() - self._heard[peer] > self._seconds:
-                raise RankError(
-                    f"rank {peer} has given no sign for {self._seconds:g} seconds. Start again "
-                    f"with --resume, or increase {SECONDS}"
-                ).with_code("ranks.silent" if peer else "ranks.server")
+            for peer in waiting:
+                if time.monotonic() - self._heard[peer] > self._seconds:
+                    raise RankError(
+                        f"rank {peer} has given no sign for {self._seconds:g} seconds. Start again "
+                        f"with --resume, or increase {SECONDS}"
+                    ).with_code("ranks.silent" if peer else "ranks.server")
 
     def add(self, integers: Tensor) -> None:
         """Replaces a contiguous tensor of integers on the CPU by its sum over all ranks.
@@ -253,20 +245,17 @@ class Links:
         Raises:
             DivergedError, RankError: as for `next`.
         """
-        early: list[Frame] = []
         for part in integers.view(-1).split(PART):
-            work = dist.all_reduce(part, group=self._sums, async_op=True)
-            while not work.is_completed():
-                frame = self.poll(ADD_SECONDS)
-                if frame is not None:
-                    early.append(frame)
-                self._require_signs(self.peers)
-            try:
-                work.wait()
-            except RuntimeError:  # a connection was closed, which `_read` notices
-                while True:
-                    self.next(self.peers)
-        self._early.extend(early)
+            if self.rank:
+                self.send(0, "sum", parts={"part": part.clone()})
+            waiting = set(self.peers)
+            while waiting:
+                frame = self.next(sorted(waiting))
+                waiting.remove(frame.peer)
+                received = frame.parts["part"]
+                part.copy_(received if self.rank else part + received)
+            if self.rank == 0:
+                self.send_all("sum", parts={"part": part.clone()})
 
     def _loss(self) -> RankError:
         """Returns the error that names a lost rank."""
@@ -281,7 +270,6 @@ class Links:
         """Receives frames during a `with` block, and tells the other ranks if the block fails."""
         self._run += 1
         self._frames = SimpleQueue()
-        self._early.clear()
         self._heard = dict.fromkeys(self.peers, time.monotonic())
         self.locate = str
         for peer in sorted(set(self.peers) - self._lost):

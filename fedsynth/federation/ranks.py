@@ -14,14 +14,14 @@ memory only, which mirror the charges that rank 0 has made before.
 The frames between the ranks (`fedsynth.federation.links`) have a kind, facts and packed messages.
 Those of many clients are packed together (`stacked`):
 
-    rank 0 sends    downloaded {}, start {sizes, noise_multiplier}, step {round, participants, exchange, clients}
-                    with the request and the states, parts {round, participants, count} of the
-                    server's step with their tensors, end {results} with the model, and alive {}
-                    at regular times
+    rank 0 sends    downloaded {}, start {sizes, noise_multiplier}, step {round, participants,
+                    exchange, clients} with the request and the states, parts {round, participants,
+                    count} of the server's step with their tensors, end {results} with the model
     others send     hello {versions, settings, data}, report {clients, stage, completed,
                     total}, note {text}, answer {clients, refusals, rejected} with uploads and
                     states, part {} with the result of a part, error {text, code}
-    all send        stop {text, code} if the run fails, and bye {} after the last message of a run
+    all send        sum {} with a part of a tensor to be added up, alive {} as a sign of life, stop
+                    {text, code} if the run fails, and bye {} after the last message of a run
 """
 
 from __future__ import annotations

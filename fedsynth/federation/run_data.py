@@ -240,6 +240,13 @@ def data_of_run(
     return run_data
 
 
+def load_encoder(run_data: RunData) -> None:
+    """Loads the encoder of a run if it has one. `encoded` then uses the loaded weights."""
+    encoder = run_data.settings.encoder
+    if encoder is not None and encoder.encoder:
+        encoder_map(encoder, run_data.train.spec)
+
+
 def encoded(
     run_data: RunData,
     parts: Sequence[IntArray],

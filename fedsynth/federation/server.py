@@ -128,7 +128,7 @@ class Server:
         replies: Mapping[int, Message] | protocol.SecureSum,
         context: RoundContext,
     ) -> ServerState:
-        """Returns the next state, and checks the types of all that the method computes with."""
+        """Returns the next state. Checks the types of the replies and of the state."""
         method, declared = self.method, exchange_of(self.method, exchange)
         if isinstance(replies, protocol.SecureSum):
             total, count = replies.message, len(replies.clients)
@@ -153,7 +153,8 @@ class Server:
             context: the context of the last completed round.
         """
         if isinstance(self.method, ImagesAtEnd):
-            self.state = self._next = self.method.at_end(self.state, context)
+            with forked_rng(context.seed, "last server layers", device=context.device):
+                self.state = self._next = self.method.at_end(self.state, context)
 
     def final_parameters(self) -> Mapping[str, Tensor]:
         """Returns the final model's parameters."""

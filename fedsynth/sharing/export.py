@@ -158,9 +158,10 @@ def _read(folder: Path, unprotected: bool, with_model: bool, method: type[Method
     summary = read_summary(folder)
     guarantee = (report or {}).get("guarantee") or {}
     name = one_line(summary.get("method"), 60)
-    kind: type[Method] | None = method
-    with suppress(UnknownNameError):
-        kind = method or method_class(name)
+    kind = method
+    if kind is None:
+        with suppress(UnknownNameError):
+            kind = method_class(name)
     made_at_end = kind is not None and issubclass(kind, ImagesAtEnd)
     if not (folder / TENSORS).is_file():
         advice = f"{name} makes none. Export its"

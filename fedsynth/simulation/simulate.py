@@ -137,11 +137,14 @@ def simulate(
 
     def load(observer: Observer) -> tuple[run_data.RunData, run_data.Clients, torch.device]:
         device = resolve_device(settings.device)
-        if links is not None and links.rank and download:
-            links.next(links.peers)  # until rank 0 has downloaded the data
+        encoder = settings.encoder
+        waits = download or (encoder is not None and encoder.is_pretrained)
+        if links is not None and links.rank and waits:
+            links.next(links.peers)  # until rank 0 has downloaded what is missing
         may_download = download and not (links and links.rank)
         loaded = run_data.data_of_run(settings, data, test, observer.note, download=may_download)
-        if links is not None and links.rank == 0 and download:
+        if links is not None and links.rank == 0 and waits:
+            run_data.load_encoder(loaded)  # which may download its weights
             links.send_all("downloaded")
         run_data.require_a_ledger(loaded.settings, loaded.train.spec)
         loaded, clients = among_clients(loaded, parts, names)

@@ -274,7 +274,8 @@ def train_on(
 ) -> None:
     """Trains a network in place by minibatch SGD.
 
-    The network is left in training mode. Its dropout masks depend only on the generator's seed.
+    The network is left in training mode. Dropout layers draw masks that depend only on
+    the seed of `generator`.
     Without examples, it is not changed. On a GPU, steps with full batches are recorded as a CUDA
     graph where possible.
 
@@ -301,6 +302,7 @@ def train_on(
     labels = labels_N.__getitem__
     per_epoch = batches_of(len(labels_N), settings.batch)
     total_steps = steps_of(settings, len(labels_N))
+    seed = generator.initial_seed()
     changed: dict[str, Any] = {"weights": network.flat, "shuffle": generator, **objective.state}
     for number, tensor in enumerate(moments):
         changed[f"optimiser{number}"] = tensor
@@ -310,23 +312,23 @@ def train_on(
     full_steps = total_steps * (len(labels_N) // settings.batch) // per_epoch
     if objective.recordable and labels_N.is_cuda and full_steps >= WORTH_RECORDING:
         written = [network.flat, *moments, network.grad, *model.buffers()]
-        full = recorded(lambda i: step(images(i), labels(i)), settings.batch, written)
-    # dropout draws from the global generator
-    with forked_rng(generator.initial_seed(), "layers", device=labels_N.device) as layers:
-        changed["layers"] = layers
-        for epoch in resumable(
-            -(-total_steps // per_epoch),
-            changed,
-            keeper=keeper,
-            name=name,
-            report=lambda completed: report(min(total_steps, completed * per_epoch), total_steps),
-        ):
-            order = torch.randperm(len(labels_N), generator=generator)
-            order = order.to(labels_N.device, non_blocking=True)
-            parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
-            if len(parts[-1]) == 1 and has_batch_norm(model):
-                # the mean loss is the same, and batch norm gets the two values that it needs
-                parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
+        with forked_rng(seed, "recording", device=labels_N.device):
+            full = recorded(lambda i: step(images(i), labels(i)), settings.batch, written)
+    for epoch in resumable(
+        -(-total_steps // per_epoch),
+        changed,
+        keeper=keeper,
+        name=name,
+        report=lambda completed: report(min(total_steps, completed * per_epoch), total_steps),
+    ):
+        order = torch.randperm(len(labels_N), generator=generator)
+        order = order.to(labels_N.device, non_blocking=True)
+        parts = list(order.split(settings.batch)[: total_steps - epoch * per_epoch])
+        if len(parts[-1]) == 1 and has_batch_norm(model):
+            # the mean loss is the same, and batch norm gets the two values that it needs
+            parts = [part.repeat(2) if len(part) == 1 else part for part in parts]
+        # dropout layers draw from the global generator
+        with forked_rng(seed, "layers", epoch, device=labels_N.device):
             while full is not None and parts and len(parts[0]) == settings.batch:
                 full(parts.pop(0))  # leaves at most one part, the last
             for x, y in fetched(images, labels, parts):

@@ -157,8 +157,8 @@ def test_volumes_need_a_slice_which_receivers_apply_too(tmp_path: Path) -> None:
         ("a.npz", {}, {"label_column": "z"}, "'z' is missing .*x, y, .*--label-column"),
         ("a.npz", {"x": np.array([{}] * N)}, {}, "Python objects"),
         ("a.npz", {"y": Y[:5]}, {}, "60 values, one for each record, got 5"),
-        ("a.npz", {"y": Y + 0.5}, {}, "whole numbers or text"),
-        ("a.npz", {"y": Y + 1e30}, {}, "whole numbers or text"),
+        ("a.npz", {"y": Y + 0.5}, {}, "text, or whole numbers up to 2.53, got 0.5"),
+        ("a.npz", {"y": Y + 1e30}, {}, "text, or whole numbers up to 2.53, got 1e.30"),
         ("a.parquet", {"label": pa.array([b"a", b"b"] * (N // 2))}, {}, "numbers or text, got byt"),
         ("a.npz", {}, {"image_size": "4"}, "data.image_size has no effect on arrays and tables"),
         ("a.csv", {}, {"skip_corrupt": True}, "data.skip_corrupt has no effect"),
@@ -224,11 +224,16 @@ def test_repeated_columns_and_parts_of_other_types_are_named(tmp_path: Path) -> 
         load_records(tmp_path / "a.parquet")
     (tmp_path / "a.parquet").unlink()
     (tmp_path / "parts").mkdir()
-    for number, kind in enumerate((np.float32, np.float64)):
-        table = pa.table({"e": X[:, 0].astype(kind), "f": X[:, 1], "label": Y})
-        pa.parquet.write_table(table, tmp_path / "parts" / f"train-{number}.parquet")
-    with pytest.raises(DataError, match="'e' has the types float and double in two parts"):
-        load_records(f"hf:{tmp_path / 'parts'}", bounds="-9,9")
+    numbers, lists = pa.float32(), pa.list_(pa.uint8())
+    for first, second in ((numbers, pa.float64()), (lists, pa.list_(pa.int64()))):
+        for number, kind in enumerate((first, second)):
+            cells = (
+                [[1, 300 * number]] * N if kind in (second, lists) and first == lists else [1.5] * N
+            )
+            table = pa.table({"e": pa.array(cells, kind), "f": X[:, 1], "label": Y})
+            pa.parquet.write_table(table, tmp_path / "parts" / f"train-{number}.parquet")
+        with pytest.raises(DataError, match=r"'e' has the types .* and .* in two parts"):
+            load_records(f"hf:{tmp_path / 'parts'}", bounds="-9,9", feature_columns="e")
 
 
 def test_expanding_arrays_and_tables_are_refused(

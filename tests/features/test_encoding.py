@@ -215,13 +215,13 @@ def test_cache_is_private_and_keyed_by_weights(tmp_path: Path) -> None:
     assert not torch.equal(counted(train, moved), first)
     assert progress.call_count == 5
     assert {f.stat().st_mode & 0o777 for f in cache.iterdir()} == {0o600}
-    for damage in (b"damaged", bytes(64)):  # shorter, or with other values
+    for kept, zeros in ((9, 0), (64, 64)):
         for path in cache.iterdir():
-            content = damage if damage == b"damaged" else path.read_bytes()[:-64] + damage
-            path.write_bytes(content)
+            path.write_bytes(bytes(zeros) + path.read_bytes()[kept:])
         assert torch.equal(counted(train), first)
+    (cache / "vectors-0.safetensors").write_text("of an earlier version")
     (cache / "other.txt").write_text("kept")
-    assert clear_cache(cache) == 3
+    assert clear_cache(cache) == 4
     assert [f.name for f in cache.iterdir()] == ["other.txt"]
     cache.chmod(0o755)
     with raises(OutputError, "files.permissions"):

@@ -31,6 +31,7 @@ from fedsynth.federation import links as links_module
 from fedsynth.federation import ranks
 from fedsynth.federation.links import RankError, connect
 from fedsynth.privacy import randomness
+from fedsynth.privacy.passes import values_of_each
 from fedsynth.rank import this_rank
 from tests.quick_runs import interrupt_in_round, quick_sections
 from tests.simulation.test_recorded_numbers import case, settings_of
@@ -185,6 +186,11 @@ def failing(folder: Path) -> dict[str, Any]:
         except FedsynthError as error:
             errors[name] = [error.code, str(error)]
 
+    def fails_at_rank_1(*arguments: Any) -> Any:
+        if this_rank():
+            raise DivergedError("the encoder failed")
+        return values_of_each(*arguments)
+
     with patch.object(FedAvg, "client_step", broken):
         attempt("client")
     with patch.object(ranks, "__version__", "0.0.1" if this_rank() else "0.0.2"):
@@ -193,8 +199,12 @@ def failing(folder: Path) -> dict[str, Any]:
     attempt("settings")
     settings = settings_of(case("fedavg", method={"lr": 1e30}))
     attempt("diverged")
-    settings = settings_of(case("fedavg"))
+    settings = settings_of(case("fedavg", data={"encoder": "pixels"}, model={"name": "linear"}))
+    with patch.object(encoding, "values_of_each", fails_at_rank_1):
+        attempt("encoder")
     attempt("nothing")
+    settings = settings_of(case("fedavg"))
+    attempt("nothing more")
     return errors
 
 
@@ -205,10 +215,16 @@ def alive(folder: Path) -> dict[str, Any]:
     with patch.object(connected, "_seconds", 2.0), connected.run():
         if this_rank() == 0:
             connected.send(1, "step")
+        else:
+            first = connected.next([0]).kind
+        if this_rank() == 0:
             time.sleep(5.0)
+        total = torch.tensor([1 + this_rank()])
+        connected.add(total)  # which rank 1 has called long before
+        if this_rank() == 0:
             connected.send(1, "end")
-            return {}
-        return {"frames": [connected.next([0]).kind for _ in range(2)]}
+            return {"total": int(total)}
+        return {"frames": [first, connected.next([0]).kind], "total": int(total)}
 
 
 def links(folder: Path) -> dict[str, Any]:

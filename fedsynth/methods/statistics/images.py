@@ -211,8 +211,8 @@ def check_feature_map(model: FeatureLinear, *, optimised: bool) -> None:
     for level, is_finite in zip(levels, torch.isfinite(embedded).all(dim=1), strict=True):
         if not is_finite:
             reason = (
-                f"must be finite for all pixels in [0, 1], but is not if all pixels are {level:g}. "
-                "Change the feature map, or request no images"
+                f"gives a vector that is not finite for an image with all pixels {level:g}. Choose "
+                "other features, or set method.ipc=0 and method.drawn_ipc=0"
             )
             raise SettingError("method", "features", reason)
     if optimised and not embedded.requires_grad:
