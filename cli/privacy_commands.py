@@ -104,10 +104,10 @@ def verify(
 
     key = None if public_key is None else read_public_key(public_key)
     if len(runs) > 1:
-        lines = {run: _in_one_line(run, ledger, key) for run in runs}
-        for run, problem in lines.items():
-            print(printable(f"{run}: {problem or 'the report is correct'}"))
-        raise typer.Exit(1 if any(lines.values()) else 0)
+        results = {run: _in_one_line(run, ledger, key) for run in runs}
+        for run, (problem, note) in results.items():
+            print(printable(f"{run}: {problem or 'the report is correct'}{note}"))
+        raise typer.Exit(1 if any(problem for problem, _ in results.values()) else 0)
     problems, notes = _verified(runs[0], ledger, key)
     for problem in problems[:MAX_PRINTED]:
         print(f"mismatch: {printable(problem)}")
@@ -123,13 +123,18 @@ def verify(
         print(printable(text))
 
 
-def _in_one_line(run: Path, ledger: Path | None, key: Any) -> str:
-    """Returns a run's first problem and the number of problems, or an empty text."""
+def _in_one_line(run: Path, ledger: Path | None, key: Any) -> tuple[str, str]:
+    """Returns a run's first problem with their number, and what was not compared, or empty texts."""
+    from fedsynth.results.verification import NO_LEDGER
+
     try:
-        problems, _ = _verified(run, ledger, key)
+        problems, notes = _verified(run, ledger, key)
     except FedsynthError as error:
-        return str(error)
-    return f"mismatches: {len(problems)}, first: {problems[0]}" if problems else ""
+        return str(error), ""
+    if problems:
+        return f"mismatches: {len(problems)}, first: {problems[0]}", ""
+    uncompared = [note for note in notes if "not compared" in note or note == NO_LEDGER]
+    return "", "".join(f". {note}" for note in uncompared)
 
 
 def _verified(run: Path, ledger: Path | None, key: Any) -> tuple[list[str], list[str]]:
@@ -522,7 +527,8 @@ def spent(
         history = ledger.history()
         used = epsilon(history.releases, settings.delta, settings.adjacency)
         parts = [
-            f"{client}: ε = {format_rounded_up(used, 4)} spent at δ = {settings.delta:g}",
+            f"{client}: ε = {format_rounded_up(used, 4)} spent at δ = {settings.delta:g} "
+            f"({settings.adjacency})",
             f"charges: {len(history.releases)}",
             f"releases: {sum(row.steps for row in history.releases)}",
             f"without a guarantee: {'; '.join(reasons_in_ledgers([history])) or 'none'}",

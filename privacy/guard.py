@@ -42,7 +42,7 @@ from pydantic import Field
 from safetensors import safe_open
 from torch import Tensor
 
-from fedsynth.errors import PrivacyError, faults_as, short_repr
+from fedsynth.errors import LedgerError, PrivacyError, faults_as, short_repr
 from fedsynth.files import file_hash, load_toml, locked_file, write_whole
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier
 from fedsynth.privacy.ledger import Ledger, read_ledger
@@ -181,12 +181,23 @@ class UpdateGuard:
         (self.client,) = check_names([client], 1)
         self.settings = GuardSettings.read(self.folder / GUARD_SETTINGS)
         self._stated = file_hash(self.folder / GUARD_SETTINGS)
-        self._ledger = Ledger(self.client, self.folder / f"{self.client}.jsonl", dataset=DATASET)
+        ledger = self.folder / f"{self.client}.jsonl"
+        if self._answer_file.exists() and not ledger.exists():
+            raise LedgerError(
+                f"the ledger {ledger} is missing, but client {self.client} has sent updates. "
+                "Restore it from a backup"
+            ).with_code("ledger.missing")
+        self._ledger = Ledger(self.client, ledger, dataset=DATASET)
         cap = EpsilonCap(self.settings.epsilon, self.settings.delta)
         self._enforcer = BudgetEnforcer(
             self._ledger, [cap], adjacency=self.settings.adjacency, unit=CLIENT
         )
         self._secret = SecretGenerator()
+
+    @property
+    def _answer_file(self) -> Path:
+        """The file with the last protected answer."""
+        return self.folder / f"{self.client}.safetensors"
 
     def protect(
         self,
@@ -257,7 +268,7 @@ class UpdateGuard:
 
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
         """Returns a new noisy update, or the stored one for a repeated request."""
-        sent = self.folder / f"{self.client}.safetensors"
+        sent = self._answer_file
         with locked_file(self.folder / f"{self.client}.lock"):
             if sent.exists():
                 with safe_open(sent, "pt") as answers:

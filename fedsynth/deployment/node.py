@@ -35,7 +35,13 @@ from fedsynth.deployment.frames import SAME_VERSION, EndFacts, Frame, JoinFacts
 from fedsynth.deployment.policy import ANY, describe_request
 from fedsynth.deployment.proposal import RUN_NAME, Proposal, State, check_executable, read_state
 from fedsynth.deployment.session import Place, Session
-from fedsynth.errors import DataError, FedsynthError, MessageError, RequestRefusedError
+from fedsynth.errors import (
+    DataError,
+    FedsynthError,
+    MessageError,
+    RequestRefusedError,
+    one_line,
+)
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
@@ -192,7 +198,7 @@ class Node(Place):
                 number = frame.facts.get("number")
                 answer = self._answer(run, frame)
             except Exception as error:
-                self.say(f"run {run:.16}: {type(error).__name__}: {error}")
+                self.say(f"run {one_line(run, 16)}: {type(error).__name__}: {error}")
                 # Text from an owner's file, folder or ledger stays here, and so does the type of
                 # the error: a server could otherwise probe classes and sizes until it knew the
                 # owner's images.
@@ -224,6 +230,9 @@ class Node(Place):
             return Frame(frames.ANSWER, {})
         if frame.kind == frames.END:
             return self._end(session, EndFacts.of(frame))
+        if frame.kind in (frames.KEYS, frames.STEP) and not session.state.attempts:
+            for reason in self._approval_used(session.state.proposal):
+                raise RequestRefusedError(f"declines: {reason}")
         return session.answer(frame)
 
     def _join(self, run: str, request: JoinFacts) -> Frame:
@@ -243,7 +252,7 @@ class Node(Place):
                 f"client {self.number} is not one of the run's {clients} clients. Start the node "
                 "with another number"
             )
-        state = read_state(self.folder(run))
+        state = self._state(run)
         if state is not None and state.proposal.agreement != proposal.agreement:
             raise MessageError(
                 "the run's settings have changed since this client joined. Ask the server's "
@@ -327,6 +336,20 @@ class Node(Place):
         ledger = LedgerFolder(self.home).ledgers().get(self.name)
         return ledger.releases if ledger else ()
 
+    def _state(self, run: str) -> State | None:
+        """Returns the client's stored state in a run, or None if it has not joined.
+
+        Raises:
+            RequestRefusedError: the folder contains another client's state.
+        """
+        state = read_state(self.folder(run))
+        if state is not None and state.client != self.number:
+            raise RequestRefusedError(
+                f"the ledger folder of client {self.number} is that of client {state.client} in "
+                "this run. Give each client its own folder"
+            )
+        return state
+
     def _session(self, run: str) -> Session:
         """Returns the client's session in a run.
 
@@ -335,9 +358,13 @@ class Node(Place):
         """
         if run in self._sessions and self._sessions[run].current:
             return self._sessions[run]
-        state = read_state(self.folder(run)) if RUN_NAME.fullmatch(run) else None
+        state = self._state(run) if RUN_NAME.fullmatch(run) else None
         if state is None:
             raise MessageError("the client has not joined the run. Restart the node and the server")
+        identified = self.identities is not None
+        if objections := self.owner.objections(state.proposal, identified=identified):
+            # the owner may have changed the policy, or withdrawn the approval
+            raise RequestRefusedError(f"declines: {'; '.join(objections)}")
         session = self._open(state.proposal, state)
         session.resume()
         self._sessions[run] = session
@@ -358,6 +385,11 @@ class Node(Place):
     def _end(self, session: Session, request: EndFacts) -> Frame:
         """Ends the run at the server's request, and writes the owner's privacy report."""
         session.accept(request.terms)
+        rounds = session.state.proposal.settings.rounds
+        if request.rounds > rounds:
+            raise RequestRefusedError(
+                f"the server's number of rounds must be at most {rounds}, got {request.rounds}"
+            ).with_code("request.round")
         statement = session.statement()
         folder = session.folder
         result = session.write_report(request.rounds)

@@ -216,6 +216,7 @@ class State(BaseModel):
 
     Args:
         proposal: the proposal that the owner has accepted.
+        client: the client's index in the run.
         initial_rows: the number of entries in the ledger when the client first joined the run.
         warnings: the warnings from the trial step that the client made when it joined.
         isolated: whether each pass has only one record, as the trial step requires.
@@ -233,6 +234,7 @@ class State(BaseModel):
     proposal: Annotated[
         Proposal, PlainValidator(_stored_proposal), PlainSerializer(Proposal.to_json)
     ]
+    client: int
     initial_rows: int
     warnings: list[str] = []
     isolated: bool = False

@@ -158,7 +158,9 @@ class Session:
         self._terms: RunTerms | None = None
         self._stored = b""
         history = ledger.history()
-        self.state = state or State(proposal=proposal, initial_rows=len(history.releases))
+        self.state = state or State(
+            proposal=proposal, client=place.number, initial_rows=len(history.releases)
+        )
         self.history = replace(history, releases=history.releases[: self.state.initial_rows])
         privacy = settings.privacy  # without it, a second sum of the same uploads reveals one
         capped = privacy is not None and (

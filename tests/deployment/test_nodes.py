@@ -477,6 +477,46 @@ def test_rejoining_permits_no_more_releases(setup: Setup) -> None:
         assert reply.kind == ("answer" if policy is not None else "refusal")
 
 
+def test_an_approval_is_used_by_the_first_run_that_begins(setup: Setup) -> None:
+    """Regression: a server that joined several runs first got all of them."""
+    proposal, (request, *_) = recorded_steps(setup, sections("feddm", privacy=PRIVATE))
+    node = setup.node(0, home="joined", approved=proposal.agreement)
+    runs = [replace(proposal, run=new_run()) for _ in range(3)]
+    assert {join(node, run).kind for run in runs} == {"answer"}
+    replies = [replay(node, run.run, request) for run in runs]
+    assert [reply.kind for reply in replies] == ["answer", "error", "error"]
+    assert "approval was already used" in replies[1].facts["text"]
+
+
+def test_a_changed_policy_holds_for_joined_runs(setup: Setup) -> None:
+    proposal, (request, *_) = recorded_steps(setup, sections("feddm", privacy=PRIVATE))
+    join(setup.node(0, home="changed"), proposal)
+    for changed in ({"policy": Policy(methods=("fedavg",))}, {"approved": "0" * 32}):
+        reply = replay(setup.node(0, home="changed", **changed), proposal.run, request)
+        assert reply.facts["text"].startswith("declines: ")
+    assert replay(setup.node(0, home="changed"), proposal.run, request).kind == "answer"
+
+
+def test_two_clients_do_not_share_a_folder(setup: Setup) -> None:
+    """Regression: the second client sent the answers of the first one."""
+    proposal, (request, *_) = recorded_steps(setup, sections("feddm", privacy=PRIVATE))
+    assert join(setup.node(0, home="shared"), proposal).kind == "answer"
+    replies = (join(setup.node(1, home="shared"), proposal),)
+    replies += (replay(setup.node(1, home="shared"), proposal.run, request),)
+    for reply in replies:
+        assert "Give each client its own folder" in reply.facts["text"]
+
+
+def test_the_end_of_a_run_has_no_more_rounds_than_the_run(setup: Setup) -> None:
+    """Regression: the owner's report was deleted, and could not be written again."""
+    link = setup.link()
+    proposal = setup.serve(sections("feddm", privacy=PRIVATE), link).backend.proposal
+    node = setup.node(0)
+    reply = ask(node, proposal.run, "end", rounds=999, noise_multiplier=5.0)
+    assert "at most 2, got 999" in reply.facts["text"]
+    assert not verify_run(node.folder(proposal.run)).problems
+
+
 @pytest.mark.parametrize("method", ["feddm", "fedaf"])
 def test_repeated_requests_repeat_the_answer_without_charge(
     setup: Setup, method: str, monkeypatch: pytest.MonkeyPatch

@@ -243,6 +243,14 @@ def test_repeated_request_is_charged_once(tmp_path: Path) -> None:
     assert rows(tmp_path) == 3
 
 
+def test_a_deleted_ledger_is_detected(tmp_path: Path) -> None:
+    make(tmp_path)
+    update_of(tmp_path, 0)
+    (tmp_path / "clinic.jsonl").unlink()
+    with raises(LedgerError, "ledger.missing"):
+        UpdateGuard(tmp_path, "clinic")
+
+
 def test_crash_after_the_charge_lets_nothing_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
