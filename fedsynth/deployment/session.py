@@ -290,9 +290,11 @@ class Session:
                 if self._noted != context.round:
                     self._note_round(context.round)
                     self._noted = context.round
-                answer = self._new_answer(frame, question, context)
+                with self._undone_unless_stored():
+                    answer = self._new_answer(frame, question, context)
+                    if answer.kind == frames.ANSWER:
+                        self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
                 if answer.kind == frames.ANSWER:
-                    self._write(file.name, _digest(frame) + with_hash(answer.to_bytes()))
                     if frame.kind == frames.STEP and exchange == MAIN:
                         self._tell_owner(context)
                 else:
@@ -305,6 +307,20 @@ class Session:
         if frame.kind != frames.STEP or (answer.kind == frames.ANSWER and exchange == FIRST):
             return answer
         return replace(answer, facts={**answer.facts, **self.statement()})
+
+    @contextmanager
+    def _undone_unless_stored(self) -> Iterator[None]:
+        """Restores the client's state if a `with` block fails, such as on a full disk.
+
+        A repeated request then starts from the same state. Charges and attempts are not undone.
+        """
+        runtime, state = self.runtime, self.state
+        before = runtime.client_state, runtime.pending, state.client_state, set(state.steps)
+        try:
+            yield
+        except Exception:
+            runtime.client_state, runtime.pending, state.client_state, state.steps = before
+            raise
 
     def _tell_owner(self, context: RoundContext) -> None:
         """Tells the owner that the client has answered in a round, and states the ledger's ε."""
@@ -390,8 +406,9 @@ class Session:
             ).with_code("request.repeated")
 
         def reply() -> Message | Refusal:
-            self.state.steps.add(step)
             self.state.attempts[key] = attempts + 1
+            self.store()  # before the charge: a killed process has used an attempt
+            self.state.steps.add(step)
             request = message.to(context.device)
             replies = step_together([self.runtime], exchange, request, context)
             if replies.refusals:

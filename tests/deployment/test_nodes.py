@@ -501,9 +501,8 @@ def test_two_clients_do_not_share_a_folder(setup: Setup) -> None:
     """Regression: the second client sent the answers of the first one."""
     proposal, (request, *_) = recorded_steps(setup, sections("feddm", privacy=PRIVATE))
     assert join(setup.node(0, home="shared"), proposal).kind == "answer"
-    replies = (join(setup.node(1, home="shared"), proposal),)
-    replies += (replay(setup.node(1, home="shared"), proposal.run, request),)
-    for reply in replies:
+    other = setup.node(1, home="shared")
+    for reply in (join(other, proposal), replay(other, proposal.run, request)):
         assert "Give each client its own folder" in reply.facts["text"]
 
 

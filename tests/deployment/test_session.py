@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from fedsynth import ModelParameters, resolve, simulate
+from fedsynth.deployment import session
 from fedsynth.deployment.frames import Frame
 from fedsynth.deployment.networked_run import NetworkedRun
 from fedsynth.deployment.node import Node
@@ -200,6 +202,53 @@ def test_only_scheduled_rounds_are_answered_once(setup: Setup) -> None:
     state.write_text(text)
     client.node = setup.node(0)
     assert client.request("step", other, round=2).kind == "answer"
+
+
+def test_a_full_disk_does_not_apply_a_step_twice(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer finds no place, the small state does."""
+    link = setup.link()
+    proposal = setup.serve(sections("scaffold", model={"depth": 1}), link).backend.proposal
+    requests = [request for node, request, _ in link.seen if node == 100 and request.kind == "step"]
+    original = session.write_whole
+
+    def full(path: Path, content: Any, **options: Any) -> None:
+        if path.name.startswith("answer-1-main-step"):
+            raise OSError(errno.ENOSPC, "full")
+        original(path, content, **options)
+
+    uploads = []
+    for home in ("clean", "full"):
+        node = setup.node(0, home=home)
+        join(node, proposal)
+        if home == "full":
+            with monkeypatch.context() as patch:
+                patch.setattr(session, "write_whole", full)
+                reply = Frame.from_bytes(node.answer(proposal.run, requests[0].to_bytes()))
+                assert reply.kind == "error"
+        replies = (node.answer(proposal.run, request.to_bytes()) for request in requests)
+        uploads.append([Frame.from_bytes(reply).payload for reply in replies])
+    assert uploads[0] == uploads[1]
+    assert len(set(uploads[0])) == len(requests) > 1
+
+
+def test_attempts_are_stored_before_the_charge(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that is killed in each attempt would otherwise charge without end."""
+    stored: list[dict[str, int]] = []
+    original = session.step_together
+
+    def observed(clients: Any, *rest: Any) -> Any:
+        (file,) = (setup.folder / f"owner-{clients[0].number}").rglob("session.json")
+        stored.append(json.loads(file.read_text())["attempts"])
+        return original(clients, *rest)
+
+    monkeypatch.setattr(session, "step_together", observed)
+    setup.serve(sections("feddm", privacy=PRIVATE))
+    assert stored[0] == {"1-main": 1}
+    assert stored[-1] == {"1-main": 1, "2-main": 1}
 
 
 # -------------------------------------------------------------------------- restarted servers
