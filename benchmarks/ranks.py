@@ -115,8 +115,8 @@ WORKS = {
     "FedAvg, linear, 10,000 clients": Work(
         "fedavg", 10_000, {"name": "linear"}, {"local_epochs": 1, "batch": 20}, images=20
     ),
-    "encoding by scattering, 2,000 images": Work(
-        "fedavg", 10, {"name": "linear"}, {"local_epochs": 1}, images=200, encoder="scattering"
+    "encoding, 20,000 images": Work(
+        "fedavg", 10, {"name": "linear"}, {"local_epochs": 1}, images=2000, encoder="scattering"
     ),
     "exchange, LeNet-5": Work("waiting", 0, LENET, {}),
     "exchange, ConvNet-128": Work("waiting", 0, {"width": 128, "depth": 3}, {}),
