@@ -315,11 +315,11 @@ class Session:
         A repeated request then starts from the same state. Charges and attempts are not undone.
         """
         runtime, state = self.runtime, self.state
-        earlier = runtime.client_state, runtime.pending, state.client_state, set(state.steps)
+        snapshot = runtime.client_state, runtime.pending, state.client_state, set(state.steps)
         try:
             yield
         except Exception:
-            runtime.client_state, runtime.pending, state.client_state, state.steps = earlier
+            runtime.client_state, runtime.pending, state.client_state, state.steps = snapshot
             raise
 
     def _tell_owner(self, context: RoundContext) -> None:
