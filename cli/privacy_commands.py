@@ -124,7 +124,10 @@ def verify(
 
 
 def _in_one_line(run: Path, ledger: Path | None, key: Any) -> tuple[str, str]:
-    """Returns a run's first problem with their number, and what was not compared, or empty texts."""
+    """Returns a run's first problem with the number of problems, and what was not compared.
+
+    Both texts may be empty.
+    """
     from fedsynth.results.verification import NO_LEDGER
 
     try:

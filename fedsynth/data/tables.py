@@ -508,8 +508,14 @@ def _parquet_batches(
             leaves = map(metadata.schema.column, range(metadata.num_columns))
             texts = {leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"}
             size = 0
+            schema = parquet.read_schema(file)
             for name in names:
-                kind = parquet.read_schema(file).field(name).type
+                if name not in schema.names:
+                    raise ValueError(
+                        f"one part has no column {one_line(name)!r}. Write all parts with the same "
+                        "columns"
+                    )
+                kind = schema.field(name).type
                 if types.setdefault(name, kind) != kind:
                     raise ValueError(
                         f"the column {one_line(name)!r} has the types {types[name]} and {kind} in "

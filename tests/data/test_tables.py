@@ -234,6 +234,9 @@ def test_repeated_columns_and_parts_of_other_types_are_named(tmp_path: Path) -> 
             pa.parquet.write_table(table, tmp_path / "parts" / f"train-{number}.parquet")
         with pytest.raises(DataError, match=r"'e' has the types .* and .* in two parts"):
             load_records(f"hf:{tmp_path / 'parts'}", bounds="-9,9", feature_columns="e")
+    pa.parquet.write_table(table.drop_columns("e"), tmp_path / "parts" / "train-1.parquet")
+    with pytest.raises(DataError, match="one part has no column 'e'"):
+        load_records(f"hf:{tmp_path / 'parts'}", bounds="-9,9", feature_columns="e")
 
 
 def test_expanding_arrays_and_tables_are_refused(
