@@ -39,7 +39,13 @@ from fedsynth.privacy.batch_independence import (
     dependence_on_batch,
 )
 from fedsynth.privacy.ledger import Ledger
-from fedsynth.privacy.ledger.folder import DIGEST_BYTES, Digests, LedgerFolder, check_names
+from fedsynth.privacy.ledger.folder import (
+    DIGEST_BYTES,
+    Digests,
+    LedgerFolder,
+    check_names,
+    with_users,
+)
 from fedsynth.privacy.mechanisms import (
     NOTHING_LEFT,
     BudgetEnforcer,
@@ -87,7 +93,7 @@ class DataOwner:
 
     Raises:
         PrivacySettingError: an argument has the wrong type or shape, or is out of range.
-        LedgerError: the ledger in the folder was charged for other records.
+        LedgerError: the ledger in the folder was charged for other records, or for other users.
 
     >>> import torch
     >>> x, y = torch.rand(200, 4), torch.arange(200) % 2
@@ -140,7 +146,8 @@ class DataOwner:
         self.unit = RECORD if users is None else USER
         self._x = x.detach().to(torch.float32, copy=True)
         self._y = y
-        self._units = Units(len(x), None if users is None else users.cpu())
+        self._users = None if users is None else users.to("cpu", torch.int64, copy=True)
+        self._units = Units(len(x), self._users)
         self._ledger = Ledger(name) if ledger is None else self._open(Path(ledger))
         self._x.clamp_(*bounds)  # after the ledger has identified the records
         self._charged: list[GaussianSumMechanism] = []
@@ -159,6 +166,8 @@ class DataOwner:
         for number, row in enumerate(rows):
             hashed = hashlib.blake2b(row.tobytes(), key=key, digest_size=DIGEST_BYTES)
             digests[number] = np.frombuffer(hashed.digest(), np.uint8)
+        if self._users is not None:
+            digests = with_users(digests, self._users.numpy(), key)
         return [digests]
 
     def spent(self) -> float:

@@ -45,7 +45,7 @@ from fedsynth.errors import (
 from fedsynth.federation.context import public_context, resolve_device
 from fedsynth.federation.position_leak_check import StepCheck, check_private_steps
 from fedsynth.federation.protocol import REQUEST
-from fedsynth.federation.run_data import Clients, data_set_id
+from fedsynth.federation.run_data import Clients, data_set_id, protects_users
 from fedsynth.files import locked_file
 from fedsynth.privacy.ledger.folder import LedgerFolder
 from fedsynth.privacy.releases import USER, Release
@@ -374,7 +374,8 @@ class Node(Place):
         """Opens a session with the owner's records and the client's permanent ledger."""
         try:
             data = self.source.read(proposal, self.number)
-            client = Clients(data, [np.arange(len(data))], (self.name,))
+            by_user = protects_users(proposal.settings)
+            client = Clients(data, [np.arange(len(data))], (self.name,), by_user)
             [ledger] = LedgerFolder(self.home).open(
                 (self.name,), client.digests, self.source.identifier(proposal)
             )

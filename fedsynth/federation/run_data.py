@@ -44,7 +44,7 @@ from fedsynth.formatting import printable
 from fedsynth.large_arrays import new_tensor
 from fedsynth.privacy.ledger import Ledger
 from fedsynth.privacy.ledger.folder import PRIVATE as PRIVATE_FILES
-from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names
+from fedsynth.privacy.ledger.folder import Digests, LedgerFolder, default_names, with_users
 from fedsynth.privacy.periods import ReleaseSequence
 from fedsynth.privacy.releases import USER
 from fedsynth.privacy.settings import NO_LEDGER
@@ -447,19 +447,27 @@ class Clients:
         data: the data set that contains the records of all clients.
         parts: the indices of each client's records.
         names: the names of the clients (see `check_names`). None if no names were given.
+        by_user: whether the privacy unit is a user.
     """
 
     data: ImageData
     parts: Sequence[IntArray]
     names: tuple[str, ...] | None = None
+    by_user: bool = False
 
     def digests(self, key: bytes) -> list[Digests]:
         """Computes keyed hashes that identify each client's records in ledgers.
 
         The hashes of a client have the shape [N, 16], uint8. They do not include labels, because an
-        image with another label is still the same record.
+        image with another label is still the same record. If the privacy unit is a user, the hashes
+        of the users follow (see `with_users`).
         """
-        return [record_digests(self.data, part, key, labels=False) for part in self.parts]
+        digests = [record_digests(self.data, part, key, labels=False) for part in self.parts]
+        _, groups = self.data.origins()
+        if not self.by_user or groups is None:
+            return digests
+        pairs = zip(digests, self.parts, strict=True)
+        return [with_users(records, groups[part], key) for records, part in pairs]
 
     def kept_ledgers(
         self,

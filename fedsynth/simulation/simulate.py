@@ -247,11 +247,12 @@ def among_clients(
     if settings.privacy is None:
         require_all_classes(train)
     positions = [np.asarray(part, np.int64) for part in parts]
-    if run_data.protects_users(settings):
+    by_user = run_data.protects_users(settings)
+    if by_user:
         check_one_client_each(positions, train)
     if names is not None:
         names = check_names(names, len(positions))
-    return replace(loaded, settings=settings), run_data.Clients(train, positions, names)
+    return replace(loaded, settings=settings), run_data.Clients(train, positions, names, by_user)
 
 
 Preset = Mapping[str, Mapping[str, Any]]

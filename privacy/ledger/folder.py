@@ -17,7 +17,8 @@ Therefore only the owner can read the folder `private` and its files (modes 0700
 never published, copied or printed. The fingerprint in a ledger is useless without the key.
 
 Two records are equal if their image files, or their values in an array, are equal, whatever the
-labels. A picture that was saved again counts as a different record.
+labels. A picture that was saved again counts as a different record. If the privacy unit is a user,
+the file also has a hash of each user's records, so that a record cannot change its user unnoticed.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ Records = Counter[bytes]  # hash of a record → how often a client has it
 PRIVATE, KEY = "private", "records.key"
 DIGEST_BYTES, KEY_BYTES = 16, 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_USER = bytes(4)  # the first bytes of a user's hash; a record's has them once in 4·10⁹ records
 # The maximum size of a file with the hashes of a client's records, in bytes.
 MAX_RECORDS_BYTES = 2**34
 
@@ -57,6 +59,28 @@ MAX_RECORDS_BYTES = 2**34
 def default_names(clients: int) -> tuple[str, ...]:
     """Returns the clients' default names: client-000, client-001, …"""
     return tuple(f"client-{k:03d}" for k in range(clients))
+
+
+def with_users(records: Digests, users: npt.NDArray[np.int64], key: bytes) -> Digests:
+    """Appends a hash of each user's records to the hashes of the records.
+
+    Args:
+        records: the hashes of the records, uint8 [N, `DIGEST_BYTES`].
+        users: the user of each record [N], as arbitrary integers.
+        key: the key of the hashes.
+
+    Returns:
+        The hashes, uint8 [N + users, `DIGEST_BYTES`]. They do not depend on the users' numbers.
+    """
+    order = np.argsort(users, kind="stable")
+    starts = np.flatnonzero(np.diff(users[order])) + 1
+    rows = [records]
+    for positions in np.split(order, starts) if len(order) else ():
+        packed = b"".join(sorted(map(bytes, records[positions])))
+        size = DIGEST_BYTES - len(_USER)
+        digest = hashlib.blake2b(packed, key=key, digest_size=size, person=b"fedsynth user")
+        rows.append(np.frombuffer(_USER + digest.digest(), np.uint8)[None])
+    return np.concatenate(rows)
 
 
 def check_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
@@ -246,11 +270,14 @@ class LedgerFolder:
                 f"{_restore_hint(index.orphans[record])}"
             ).with_code("ledger.missing")
         if bound:
-            gone = (previous - present).total()
+            added, gone = _record_count(new), _record_count(previous - present)
+            difference = f"{added} are new and {gone} are missing"
+            if added == gone == 0:
+                difference = "they belong to other users"
             raise LedgerError(
                 f"the records of client {name!r} do not match ledger {self._file(name)}: "
-                f"{new.total()} are new and {gone} are missing. Restore the earlier records or, "
-                f"if the data set has changed, run {self._command(name)}"
+                f"{difference}. Restore the earlier records or, if the data set has changed, run "
+                f"{self._command(name)}"
             ).with_code("ledger.new_records")
 
     def _refuse_moved(
@@ -481,6 +508,10 @@ def _orphaned_lists(folder: Path, ledgers: Mapping[str, Ledger]) -> list[Path]:
 
 def _restore_hint(path: Path) -> str:
     return f"Restore the ledger from a backup. If the run ended before round 1, delete {path}"
+
+
+def _record_count(hashes: Records) -> int:
+    return sum(count for digest, count in hashes.items() if not digest.startswith(_USER))
 
 
 def _packed(records: Records) -> bytes:

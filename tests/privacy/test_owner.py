@@ -164,6 +164,22 @@ def test_permanent_ledger_continues_for_same_records(tmp_path: Path) -> None:
         DataOwner("b", x.double(), nominal_size=300, epsilon=1, delta=1e-5, ledger=tmp_path)
 
 
+def test_permanent_ledger_is_bound_to_users(tmp_path: Path) -> None:
+    """Regression: the records of one user could be divided among several users later."""
+    users = torch.arange(300) // 3
+    owner(users=users, ledger=tmp_path).noisy_mean(clip=1.0, total_epsilon=1.0)
+    assert owner(users=1000 - users, ledger=tmp_path).spent() > 0.9  # the same users, renumbered
+    moved = users.clone()
+    moved[3] = 0
+    for others in (moved, torch.arange(300), torch.zeros(300, dtype=torch.int64)):
+        with raises(LedgerError, "ledger.new_records") as caught:
+            owner(users=others, ledger=tmp_path)
+        assert "they belong to other users" in str(caught.value)
+    with raises(LedgerError, "ledger.new_records") as caught:
+        owner(399, users=torch.cat([users, torch.arange(99)]), ledger=tmp_path)
+    assert "99 are new and 0 are missing" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["../a", "clinic A/B", ""])
 def test_names_are_names_of_files(tmp_path: Path, name: str) -> None:
     """Regression: "../a" wrote a ledger outside the folder."""

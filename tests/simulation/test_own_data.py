@@ -294,6 +294,17 @@ def test_runs_on_records_of_users_need_a_unit(
     assert "set --dp-unit user" in capsys.readouterr().err
 
 
+def test_kept_ledgers_are_bound_to_users(tmp_path: Path) -> None:
+    settings = user_settings("fedavg", ledger=str(tmp_path))
+    by_user = replace(scans(), groups=torch.arange(200) // 8)
+    run(settings, data=(by_user, None))
+    run(settings, data=(replace(by_user, groups=99 - by_user.groups), None))  # renumbered
+    moved = by_user.groups.clone()
+    moved[8] = 0
+    with raises(LedgerError, "ledger.new_records"):
+        run(settings, data=(replace(by_user, groups=moved), None))
+
+
 def test_reports_and_audits_of_users_state_the_protected_unit(tmp_path: Path) -> None:
     """The sample rate is the method's batch over the nominal number of users, at most 1."""
     settings = user_settings("fedavg", user_records=4)
