@@ -78,6 +78,9 @@ def read_array(file: IO[bytes], size: int) -> npt.NDArray[np.uint8]:
     return values
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def new_tensor(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -99,13 +102,19 @@ def some_rows(x: Tensor) -> Sequence[Tensor]:
 
 
 def as_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-    """Converts an array [N, …] to float32, some rows at a time. Returns a float32 array itself."""
+    """Converts an array [N, …] to float32, some rows at a time. Returns a float32 array itself.
+
+    Finite values beyond float32 become its largest value, not infinity.
+    """
     if array.dtype == np.float32:
         return array
     result = new_array(array.shape, np.float32)
     step = rows_at_once(array.shape)
     for first in range(0, len(array), step):
-        result[first : first + step] = array[first : first + step]
+        rows = array[first : first + step]
+        if array.dtype == np.float64:
+            rows = np.where(np.isfinite(rows), rows.clip(-_LARGEST, _LARGEST), rows)
+        result[first : first + step] = rows
     return result
 
 

@@ -129,9 +129,20 @@ IMAGES, MASKS = "images", "masks"
 
 
 def sites_with_masks(root: Path) -> list[Path]:
-    """Returns the folders of sites with images and masks, sorted by name."""
-    folders = sorted(root.iterdir()) if root.is_dir() else []
-    return [f for f in folders if (f / IMAGES).is_dir() and (f / MASKS).is_dir()]
+    """Returns the folders of sites with images and masks, sorted by name.
+
+    Raises:
+        DataFilesCorruptError: only some of the folders have images and masks.
+    """
+    folders = [f for f in sorted(root.iterdir()) if f.is_dir()] if root.is_dir() else []
+    sites = [f for f in folders if (f / IMAGES).is_dir() and (f / MASKS).is_dir()]
+    others = [f for f in folders if f not in sites and not f.name.startswith((".", "__"))]
+    if sites and others:
+        raise DataFilesCorruptError(
+            f"{one_line(others[0])} does not have the folders {IMAGES} and {MASKS}, as "
+            f"{one_line(sites[0])} has. Rename its folders, or remove it"
+        ).with_code("data.mask_pairs")
+    return sites
 
 
 USERS_FILE = "users.csv"
@@ -191,7 +202,7 @@ def csv_form(text: str) -> tuple[str, int]:
     stated = _SEPARATOR_LINE.match(text)
     if stated is not None:
         return stated[1], stated.end()
-    header = text.lstrip().partition("\n")[0]
+    header = re.sub(r'"[^"]*"', "", text.lstrip().partition("\n")[0])  # without quoted headings
     return max(DELIMITERS, key=header.count), 0
 
 

@@ -70,6 +70,12 @@ def find_files(folder: Path, ledger: Path | None = None) -> Records:
         files = _files_in_manifest(manifest)
         if not len(files):
             raise DataFilesMissingError(f"{manifest} lists no images. Add a line for each image")
+        if not any(path.exists() for path in files.paths):
+            raise DataFilesMissingError(
+                f"no image that {one_line(manifest)} lists exists, such as "
+                f"{one_line(files.paths[0])}. Correct the paths or, for a table of numbers, rename "
+                "the column of file names"
+            ).with_code("data.listed_images")
     else:
         files = _files_in_folders(folder, ledger or folder / LEDGERS)
     files = with_listed_users(files)
@@ -144,7 +150,8 @@ def with_listed_users(files: Records, *, private: bool = False) -> Records:
         if {} in entries:
             path = one_line(files.values[entries.index({})])
             raise DataFilesCorruptError(
-                f"{file} does not list the image {path}. Add a line with the image and its user"
+                f"{file} does not list the image {path}. Add a line with this path (with / between "
+                "folders) and its user"
             )
         check_splits((row.get("split", "") for row in entries), f" in {one_line(file)}")
     users = names_array(row.get("user", "") for row in entries)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -187,7 +188,7 @@ def from_arrays(
             type, and are clipped, because an error would reveal an outlier. With a vocabulary,
             `images` are tokens, integers [N, T]. A `torch.utils.data.Dataset` or `DataLoader` of
             pairs (image, label), or a data frame whose other columns are numbers, may replace the
-            arrays.
+            arrays. The columns' order counts, not their names: use the same order in every frame.
         labels: integers [N] in [0, classes), class names, or integer masks [N, H, W] for
             segmentation. For a data frame, a column name. None for a data set of pairs.
         spec: the specification that the images must match. None derives a specification from the
@@ -285,16 +286,40 @@ def _of_frame(frame: Any, *columns: Any) -> tuple[Any, ...]:
                 f"the column {name!r} is missing from the data frame. Name one of its columns: "
                 f"{', '.join(map(str, frame.columns))}"
             ).with_code("data.column")
+    repeated = [name for name, count in Counter(frame.columns).items() if count > 1]
+    if repeated:
+        raise DataError(
+            f"the data frame contains several columns named {repeated[0]!r}. Rename or remove them"
+        ).with_code("data.several_columns")
     features = frame[[name for name in frame.columns if name not in names]].to_numpy()
     return features, *(frame[c].to_numpy() if isinstance(c, str) else c for c in columns)
 
 
 def _texts(values: Any, what: str) -> list[str]:
-    """Converts integers or names to text."""
+    """Converts integers or names to text.
+
+    Raises:
+        DataError: a value is neither, or is missing. A missing name would be one name of many.
+    """
     array = np.asarray(values)
     if array.dtype.kind not in "biuUO":
         raise DataError(f"the {what} must be integers or text, got {array.dtype}")
-    return list(map(str, array.tolist()))
+    # NumPy would convert the NaN in a list of text to the text "nan"
+    items = values if isinstance(values, list | tuple) else array.tolist()
+    for number, item in enumerate(items):
+        if _is_missing(item):
+            raise DataError(
+                f"the {what} have no value for example {number}, got {item!r}. Enter the value, "
+                "or remove the example"
+            ).with_code("data.missing_name")
+    return list(map(str, items))
+
+
+def _is_missing(value: Any) -> bool:
+    if isinstance(value, str):
+        return not value.strip()
+    # pandas.NA is not comparable, and NaN is not equal to itself
+    return value is None or type(value).__name__ == "NAType" or value != value
 
 
 def _positions(values: Any, names: tuple[str, ...], spec: DatasetSpec, what: str) -> Any:
@@ -514,6 +539,11 @@ def _scaled(x: Tensor, spec: DatasetSpec) -> Tensor:
         tokens = _checked_numbers("tokens", x.flatten(), (x.numel(),), spec, spec.vocabulary)
         return tokens.view(x.shape).to(stored_dtype(spec))
     if spec.bounds is None and not x.is_floating_point():
+        if x.dtype != torch.uint8:
+            raise DataError(
+                f"the pixels of {spec.name} must be uint8 or floating-point numbers in [0, 1], got "
+                f"{_text(x.dtype)}. Convert them, or pass bounds=(lowest, highest)"
+            ).with_code("data.dtype")
         return x
     _check_finite(x, spec)
     if spec.bounds is not None:

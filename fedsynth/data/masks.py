@@ -2,29 +2,34 @@
 
 Each site has the folders SITE/images and SITE/masks, whose file names match apart from the
 extension. Files are images with grey or palette masks, or NIfTI volumes. Mask values are classes,
-or 0 and 255. As in the public code of HarmoFL and FedFA, each volume slice with a mask is an
-example. The slice and its two neighbours are the three channels. Values above the volume's 99th
-percentile are clipped.
+or 0 and 255. As in the public code of HarmoFL and FedFA, each volume slice with a mask and two
+neighbours is an example. The slice and its neighbours are the three channels. Without a window,
+values above the volume's 99th percentile are clipped.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedsynth.data.declaration import FolderSettings
 from fedsynth.data.files import IMAGES, MASKS, Split, sites_with_masks
 from fedsynth.data.images import Bytes, ImageData, from_arrays
-from fedsynth.data.medical import NIFTI_EXTENSIONS, Array, Decoding, read_volume
-from fedsynth.data.pixels import decoded, is_image, opened_image, read_picture
+from fedsynth.data.medical import NIFTI_EXTENSIONS, Array, Decoding, read_volume, scaled
+from fedsynth.data.pixels import NO_IMAGE, decoded, is_image, opened_image, read_picture
+from fedsynth.data.records import Note, note_losses
 from fedsynth.data.registry import MAX_MASK_CLASSES, SEGMENTATION, DatasetSpec, custom_spec
-from fedsynth.errors import DataError, DataFilesCorruptError, one_line
+from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_line
 from fedsynth.seeding import numpy_generator
+
+_PLAIN = Decoding()
+_SPACE_MM = 1e-2  # between the voxels of a volume and those of its mask
 
 
 class Pair(NamedTuple):
@@ -35,11 +40,15 @@ class Pair(NamedTuple):
 
 
 class Example(NamedTuple):
-    """An image [H, W] or [H, W, 3], uint8, with its mask [H, W] from the file `path`."""
+    """An image [H, W] or [H, W, 3], uint8, with its mask [H, W] from the file `path`.
+
+    `losses` describes what the decoding of the image lost.
+    """
 
     image: Bytes
     mask: Array
     path: Path
+    losses: tuple[str, ...] = ()
 
 
 def pairs_of(site: Path) -> list[Pair]:
@@ -60,7 +69,12 @@ def pairs_of(site: Path) -> list[Pair]:
 
 
 def _files(folder: Path) -> list[Path]:
-    files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".") and is_image(f)]
+    files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".")]
+    others = [f for f in files if not is_image(f)]
+    if others:
+        raise DataFilesCorruptError(
+            f"{one_line(others[0])} is not an image. Remove it, or convert it to PNG"
+        ).with_code("data.other_files")
     by_stem = {_stem(f): f for f in files}
     if len(by_stem) < len(files):
         first = next(f for f in files if by_stem[_stem(f)] != f)
@@ -75,23 +89,55 @@ def _stem(file: Path) -> str:
     return file.name.removesuffix(".gz").rpartition(".")[0]
 
 
-def examples_in(pair: Pair) -> Iterator[Example]:
+def examples_in(
+    pair: Pair, decoding: Decoding = _PLAIN, *, check_space: bool = True
+) -> Iterator[Example]:
     """Yields a file pair's examples.
 
+    Args:
+        pair: the files.
+        decoding: the window of images with more than 8 bits. Its slice is not used.
+        check_space: whether a volume and its mask must have the same coordinates.
+
     Raises:
-        DataFilesCorruptError: a file cannot be read, or image and mask sizes differ.
+        DataFilesCorruptError: a file cannot be read, or the sizes or the coordinates of image and
+            mask differ.
     """
-    is_volume = pair.image.name.lower().endswith(NIFTI_EXTENSIONS)
-    with _reading(pair.image):
-        image = _volume(pair.image) if is_volume else _picture(pair.image)
-    with _reading(pair.mask):
-        mask = _mask(pair.mask, image.shape if is_volume else image.shape[:2], is_volume)
-    if not is_volume:
-        yield Example(image, mask, pair.mask)
+    if pair.image.name.lower().endswith(NIFTI_EXTENSIONS):
+        yield from _slices_in(pair, decoding, check_space)
         return
+    with _reading(pair.image):
+        values, losses = read_picture(pair.image, decoding)
+    image = values if values.dtype == np.uint8 else np.rint(255 * values).astype(np.uint8)
+    with _reading(pair.mask), opened_image(pair.mask) as file:
+        shape = (file.height, file.width)
+        if shape in (image.shape[:2], image.shape[1::-1]):  # checked before decoding
+            file = ImageOps.exif_transpose(file)
+            shape = (file.height, file.width)
+        _check_shape(pair.mask, (*shape, len(file.getbands())), (*image.shape[:2], 1))
+        mask = np.asarray(file)
+    yield Example(image, mask, pair.mask, losses)
+
+
+def _slices_in(pair: Pair, decoding: Decoding, check_space: bool) -> Iterator[Example]:
+    with _reading(pair.image):
+        volume = read_volume(pair.image)
+        values = volume.values
+        highest = np.quantile(values, 0.99)
+        if decoding.window is None and highest > values.min():
+            values = values.clip(max=highest)
+        image = (255 * scaled(values, decoding.window)).astype(np.uint8)
+    with _reading(pair.mask):
+        mask = read_volume(pair.mask)
+    _check_shape(pair.mask, mask.values.shape, image.shape)
+    if check_space and not np.allclose(volume.affine, mask.affine, atol=_SPACE_MM):
+        raise DataFilesCorruptError(
+            f"the mask {one_line(pair.mask)} does not have the coordinates (affine) of its image. "
+            "Resample the mask to the image, or correct its header"
+        ).with_code("data.mask_space")
     for i in range(1, len(image) - 1):
-        if mask[i].any():
-            yield Example(np.stack(list(image[i - 1 : i + 2]), axis=2), mask[i], pair.mask)
+        if mask.values[i].any():
+            yield Example(np.stack(list(image[i - 1 : i + 2]), axis=2), mask.values[i], pair.mask)
 
 
 @contextmanager
@@ -102,39 +148,18 @@ def _reading(path: Path) -> Iterator[None]:
     except (FileNotFoundError, DataFilesCorruptError):
         raise
     except Exception as error:  # a damaged file may raise anything
+        reason = NO_IMAGE if isinstance(error, UnidentifiedImageError) else one_line(error)
         raise DataFilesCorruptError(
-            f"{one_line(path)} cannot be read: {one_line(error)}"
+            f"{one_line(path)} cannot be read: {reason}. Repair or remove it"
         ).with_code("data.unreadable_images") from None
 
 
-def _picture(path: Path) -> Bytes:
-    values = read_picture(path, Decoding()).values
-    return values if values.dtype == np.uint8 else np.rint(255 * values).astype(np.uint8)
-
-
-def _volume(path: Path) -> Bytes:
-    volume = read_volume(path)
-    low, high = volume.min(), np.quantile(volume, 0.99)
-    unit = (volume - low) / max(high - low, np.finfo(np.float64).tiny)
-    return (255 * unit.clip(0, 1)).astype(np.uint8)
-
-
-def _mask(path: Path, expected: tuple[int, ...], is_volume: bool) -> Array:
-    """Reads a mask of the expected shape. Image files are checked before decoding."""
-    if is_volume:
-        mask = read_volume(path)
-        shape = mask.shape
-    else:
-        with opened_image(path) as file:
-            shape = (file.height, file.width, len(file.getbands()))
-            if shape == (*expected, 1):
-                return np.asarray(file)
+def _check_shape(path: Path, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
         raise DataFilesCorruptError(
             f"the mask {one_line(path)} has the shape {list(shape)}, but must have its image's "
-            f"shape {list(expected)} and one channel. Correct the mask"
+            f"shape and one channel, {list(expected)}. Correct the mask"
         ).with_code("data.mask_size")
-    return mask
 
 
 def classes_in(examples: Iterable[Example]) -> int:
@@ -143,6 +168,11 @@ def classes_in(examples: Iterable[Example]) -> int:
     values: set[Any] = set()
     for example in examples:
         values.update(np.unique(example.mask).tolist())
+    if values == {0, 1, 255}:
+        raise DataFilesCorruptError(
+            "some masks have the value 1, and some the value 255. Use 0 and 1, or 0 and 255, in "
+            "all of them"
+        ).with_code("data.mask_value")
     return 2 if values <= {0, 255} else max(2, int(max(values)) + 1)
 
 
@@ -192,7 +222,8 @@ def read_prostate_mri(spec: DatasetSpec, root: Path) -> tuple[Split, Split]:
     for number, name in enumerate(spec.domains):
         site = root / spec.name / name
         pairs = pairs_of(site) if (site / IMAGES).is_dir() else _release_pairs(site)
-        examples = [e for pair in pairs for e in examples_in(pair)]
+        # some of the release's masks have other headers than their volumes
+        examples = [e for pair in pairs for e in examples_in(pair, check_space=False)]
         if not (site / IMAGES).is_dir():  # some masks distinguish two zones of the prostate
             examples = [e._replace(mask=np.minimum(e.mask, 1)) for e in examples]
         order = numpy_generator(0, "slices of ProstateMRI", number).permutation(len(examples))
@@ -217,25 +248,41 @@ def _joined(sites: Sequence[tuple[Bytes, Bytes, int]]) -> Split:
 
 
 def read_masked_folder(
-    settings: FolderSettings, folder: str, name: str, spec: DatasetSpec | None = None
+    settings: FolderSettings,
+    folder: str,
+    name: str,
+    note: Note,
+    spec: DatasetSpec | None = None,
 ) -> ImageData:
     """Reads a user's sites with images and masks. The sites become domains.
 
     Args:
-        settings: the image size and channels.
+        settings: the image size, channels and window.
         folder: the folder.
         name: the data set's name.
+        note: a function that receives a line about what the decoding of images lost.
         spec: the specification, or None to derive it from the images.
 
     Raises:
         DataError: the images have several sizes and `image_size` is not set, or a site is missing
-            from the specification.
+            from the specification, or has no examples.
         DataFilesCorruptError: a file cannot be used.
+        SettingError: a setting has no effect on masks.
     """
+    for key, unset in (("skip_corrupt", False), ("skip_other", False), ("slice", -1)):
+        if getattr(settings, key) != unset:
+            raise SettingError("data", key, "has no effect on images with masks. Remove it")
+    decoding = settings.decoding()
     by_site = {}
     for site in sites_with_masks(Path(folder)):
-        by_site[site.name] = [e for pair in pairs_of(site) for e in examples_in(pair)]
+        by_site[site.name] = [e for pair in pairs_of(site) for e in examples_in(pair, decoding)]
+        if not by_site[site.name]:
+            raise DataError(
+                f"no slice in {one_line(site)} has a mask and two neighbours. Add a volume with "
+                "one, or remove the site"
+            ).with_code("data.mask_pairs")
     examples = [example for site in by_site.values() for example in site]
+    note_losses(Counter(loss for e in examples for loss in e.losses), folder, note)
     if spec is None:
         spec = _derived_spec(settings, examples, name, tuple(by_site))
     images, masks = stacked(examples, spec)

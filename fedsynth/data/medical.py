@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, UnidentifiedImageError
 
-from fedsynth.data.files import same_name
+from fedsynth.data.files import folded_name, same_name
 from fedsynth.data.registry import MAX_BOUND
 from fedsynth.files import open_regular, read_regular
 
@@ -244,8 +244,9 @@ def read_dicom(path: Path, decoding: Decoding) -> Picture:
 def patient_of(path: Path) -> str:
     """Hashes a DICOM file's patient ID. Returns an empty string without an ID.
 
-    Nothing but the hash is kept. Two people with the same ID, for example at two hospitals, become
-    one privacy unit, which protects both.
+    Nothing but the hash is kept. All spellings of an ID (`folded_name`) have the same hash. Two
+    people with the same ID, for example at two hospitals, become one privacy unit, which protects
+    both.
 
     Raises:
         UnsupportedImageError: the file is damaged.
@@ -253,7 +254,7 @@ def patient_of(path: Path) -> str:
     """
     with open_regular(path, max_bytes=MAX_FILE_BYTES) as file, _plain_errors("DICOM"):
         data = _dataset(io.BufferedReader(file), ["PatientID"], header_only=True)
-        patient = same_name(str(data.get("PatientID") or ""))
+        patient = folded_name(same_name(str(data.get("PatientID") or "")))
     return patient and hashlib.blake2b(patient.encode(), digest_size=16).hexdigest()
 
 
@@ -359,8 +360,8 @@ def _displayed(values: Array, data: Any, decoding: Decoding) -> tuple[Array, boo
             )
         names = [f"{colour}PaletteColorLookupTable" for colour in ("Red", "Green", "Blue")]
         tables = [_table(data[f"{n}Descriptor"].value, data[f"{n}Data"].value, data) for n in names]
-        surplus = max(_bits_of(entries) for _, entries in tables) - 8
-        colours = np.stack([_looked_up(values, *table) for table in tables], axis=2)
+        surplus = max(table.bits for table in tables) - 8
+        colours = np.stack([_looked_up(values, table) for table in tables], axis=2)
         return (colours >> surplus).astype(np.uint8), True
     if values.ndim == 3:
         surplus = data.BitsStored - 8 if values.max() > 255 else 0  # some files declare too many
@@ -387,33 +388,39 @@ def _padding(values: Array, data: Any) -> npt.NDArray[np.bool_]:
     return (low <= shifted) & (shifted <= high)
 
 
-def _table(descriptor: Any, content: Any, data: Any) -> tuple[int, Array]:
-    """Returns a lookup table's entries, and the smallest pixel value that the table maps."""
-    count, first, _ = descriptor
+class _Table(NamedTuple):
+    """A lookup table: the smallest value that it maps, its entries, and their number of bits."""
+
+    first: int
+    entries: Array
+    bits: int
+
+
+def _table(descriptor: Any, content: Any, data: Any) -> _Table:
+    count, first, bits = descriptor
     count = count % 2**16 or 2**16
     order = "<" if data.file_meta.TransferSyntaxUID.is_little_endian else ">"
     if not isinstance(content, bytes):
         content = np.asarray(content, f"{order}u2").tobytes()
     if len(content) >= 2 * count:
-        return first, np.frombuffer(content, f"{order}u2", count)
+        entries = np.frombuffer(content, f"{order}u2", count)
+        used = max(8, int(entries.max()).bit_length())
+        # some files declare too few bits, or 16 for entries of 8 or 12
+        return _Table(first, entries, bits if 8 < used <= bits < 16 else used)
     if len(content) - count not in (0, 1):  # bytes may be padded to an even number
         reason = f"a lookup table declares {count} entries, but contains {len(content)} bytes"
         raise UnsupportedImageError(reason)
-    return first, np.frombuffer(content, np.uint8, count)
+    return _Table(first, np.frombuffer(content, np.uint8, count), 8)
 
 
-def _looked_up(values: Array, first: int, entries: Array) -> Array:
+def _looked_up(values: Array, table: _Table) -> Array:
     """Looks up each value. Values outside the table get its first or last entry."""
-    looked_up: Array = entries[(values.astype(np.int64) - first).clip(0, len(entries) - 1)]
+    positions = (values.astype(np.int64) - table.first).clip(0, len(table.entries) - 1)
+    looked_up: Array = table.entries[positions]
     return looked_up
 
 
-def _bits_of(entries: Array) -> int:
-    """Returns the number of bits that table entries actually use, at least 8."""
-    return max(8, int(entries.max()).bit_length())
-
-
-def _table_in(data: Any, name: str) -> tuple[int, Array] | None:
+def _table_in(data: Any, name: str) -> _Table | None:
     """Returns the first lookup table in a sequence, or None."""
     for item in data.get(name) or []:
         if item.get("LUTDescriptor") and item.get("LUTData"):
@@ -425,7 +432,7 @@ def _rescaled(values: Array, data: Any) -> Array:
     """Applies the file's modality lookup table, or its slope and intercept, if there are any."""
     table = _table_in(data, "ModalityLUTSequence")
     if table is not None:
-        return _looked_up(values, *table)
+        return _looked_up(values, table)
     slope, intercept = _number(data, "RescaleSlope"), _number(data, "RescaleIntercept")
     if slope == 0:
         raise UnsupportedImageError("the DICOM file's RescaleSlope is 0. Correct the header")
@@ -445,8 +452,8 @@ def _in_file_window(stored: Array, data: Any, decoding: Decoding) -> tuple[Float
         return scaled(values, decoding.window), True
     table = _table_in(data, "VOILUTSequence")
     if table is not None:
-        highest = 2 ** _bits_of(table[1]) - 1
-        return scaled(_looked_up(np.rint(values), *table), (highest / 2, highest)), True
+        highest = 2**table.bits - 1
+        return scaled(_looked_up(np.rint(values), table), (highest / 2, highest)), True
     center, width = _number(data, "WindowCenter"), _number(data, "WindowWidth")
     if center is not None and width is not None:
         return _windowed(values, center, width, str(data.get("VOILUTFunction") or "")), True
@@ -515,10 +522,17 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
         return Picture(scaled(upright, decoding.window), losses)
 
 
-def read_volume(path: Path) -> Floats:
-    """Decodes all axial slices of a NIfTI file, as an array [D, H, W].
+class Volume(NamedTuple):
+    """All axial slices of a NIfTI file [D, H, W], and the affine map [4, 4] to the scanner's
+    coordinates in mm.
+    """
 
-    The slices have the orientation of `read_nifti`.
+    values: Floats
+    affine: Floats
+
+
+def read_volume(path: Path) -> Volume:
+    """Decodes all axial slices of a NIfTI file, in the orientation of `read_nifti`.
 
     Raises:
         UnsupportedImageError: the file is damaged, too large, or not a grey volume.
@@ -534,7 +548,7 @@ def read_volume(path: Path) -> Floats:
         volume = np.asarray(image.dataobj, np.float64)
         if not np.isfinite(volume).all():
             raise UnsupportedImageError("the volume contains NaN or infinite values")
-        return np.ascontiguousarray(volume[::-1, ::-1].transpose(2, 1, 0))
+        return Volume(np.ascontiguousarray(volume[::-1, ::-1].transpose(2, 1, 0)), image.affine)
 
 
 def _opened_nifti(path: Path) -> BinaryIO:

@@ -43,6 +43,7 @@ from fedsynth.data.records import (
     note_shared_users,
     site_names,
     with_classes,
+    with_features,
 )
 from fedsynth.data.registry import DatasetSpec, custom_spec
 from fedsynth.data.tables import is_record_file, parts_of, read_part
@@ -140,7 +141,7 @@ def read_own_data(
         declaration: the declaration of the training records, or None.
     """
     if sites_with_masks(Path(settings.folder)):
-        return _with_masks(settings, name or default_name(settings.folder), declaration)
+        return _with_masks(settings, name or default_name(settings.folder), declaration, note)
     decoding = settings.decoding(declaration)
     ledger = getattr(declaration, "ledger", None)
     splits = splits_of(settings.folder, settings, note, decoding, settings.revision, ledger)
@@ -156,17 +157,19 @@ def read_own_data(
         if not tests:
             reason = "has no effect without test records. Set data.test_folder"
             raise SettingError("data", "test", reason, value=kind)
-        tables.append(tests[_split_of(tests, TEST, settings.test_folder)]())
+        tested = tests[_split_of(tests, TEST, settings.test_folder)]()
+        tables.append(with_features(tested, records.features))
         _check_disjoint(*tables, note=note)
     if declaration is None:
         spec = spec_of(records, settings, name or default_name(settings.folder))
     else:
         spec = declared_spec(settings, declaration)
         require_declared(with_classes(records, spec.class_names), declaration)
-    train, *tested = (as_data(table, spec, note) for table in tables)
+    is_ordered = declaration is not None or bool(records.stated)
+    train, *others = (as_data(table, spec, note, is_ordered=is_ordered) for table in tables)
     if declaration is not None:
         require_declared_counts(train, declaration)
-    test = replace(tested[0], groups=None) if tested else None
+    test = replace(others[0], groups=None) if others else None
     sites, names = by_site(records, getattr(declaration, "sites", None))
     skipped = sum((table.skipped for table in tables), ())
     excluded = sum((table.excluded for table in tables), ())
@@ -178,7 +181,9 @@ def read_own_data(
     return OwnerData(train, test, kind, sites, names, skipped, ", ".join(left_out), declaration)
 
 
-def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | None) -> OwnerData:
+def _with_masks(
+    settings: FolderSettings, name: str, declaration: Declaration | None, note: Note
+) -> OwnerData:
     """Reads sites with images and masks.
 
     Raises:
@@ -189,10 +194,10 @@ def _with_masks(settings: FolderSettings, name: str, declaration: Declaration | 
             f"{one_line(settings.folder)} contains images with masks, which private runs cannot "
             "use. Remove the declaration, or arrange the images in class folders"
         ).with_code("data.masks")
-    train = read_masked_folder(settings, settings.folder, name)
+    train = read_masked_folder(settings, settings.folder, name, note)
     test = None
     if settings.test_folder:
-        test = read_masked_folder(settings, settings.test_folder, name, train.spec)
+        test = read_masked_folder(settings, settings.test_folder, name, note, train.spec)
     domains, _ = train.origins()
     sites = tuple(np.flatnonzero(domains == site) for site in range(len(train.spec.domains)))
     kind = settings.test or ("none" if test is None else "private")
@@ -509,16 +514,38 @@ def _decoded_once(records: Records, settings: FolderSettings) -> Records:
 # --------------------------------------------------------------------------------- the run's data
 
 
-def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = False) -> ImageData:
+def as_data(
+    records: Records,
+    spec: DatasetSpec,
+    note: Note,
+    *,
+    private: bool = False,
+    is_ordered: bool = True,
+) -> ImageData:
     """Builds `ImageData` with a given specification from image files or arrays.
 
-    Only private images may contain unreadable files, or no files.
+    Args:
+        records: the records.
+        spec: the specification.
+        note: a function that receives notes about converted images.
+        private: whether the images may contain unreadable files, or no files.
+        is_ordered: whether somebody has stated the order of the classes, so that labels may be
+            class indices. Names sorted from the training labels have no such order.
 
     Raises:
         DataError: the shape or a class does not match the specification, or bounds are missing for
             non-byte values.
         DataFilesCorruptError: an image cannot be read.
     """
+    if is_ordered:
+        records = with_classes(records, spec.class_names)
+    undefined = sorted(set(records.class_names).difference(spec.class_names))
+    if undefined:
+        raise DataError(
+            f"{one_line(records.root)} contains the class {one_line(undefined[0])!r}, which data "
+            f"set {spec.name} does not have ({one_line(', '.join(spec.class_names))}). Rename or "
+            "remove the class"
+        ).with_code("data.unknown_class")
     if records.are_images:
         return _images_as_data(records, spec, note, private)
     if records.values.dtype != np.uint8 and spec.bounds is None:
@@ -528,7 +555,6 @@ def as_data(records: Records, spec: DatasetSpec, note: Note, *, private: bool = 
             "set data.bounds (--bounds=-8,8)"
         ).with_code("data.bounds")
     values = _slices(records.values, spec.slice)
-    records = with_classes(records, spec.class_names)
     groups = records.users if records.users.any() else None
     data = from_arrays(values, records.labels, spec, groups=groups)
     if values is records.values:
@@ -550,12 +576,6 @@ def _slices(values: npt.NDArray[Any], position: int) -> npt.NDArray[Any]:
 
 
 def _images_as_data(files: Records, spec: DatasetSpec, note: Note, private: bool) -> ImageData:
-    undefined = sorted(set(files.class_names).difference(spec.class_names))
-    if undefined:
-        raise DataError(
-            f"the folder {files.root} contains the class {one_line(undefined[0])!r}, which data "
-            f"set {spec.name} does not have. Rename or remove the class"
-        ).with_code("data.unknown_class")
     if spec.channels not in (1, 3):
         raise DataError(
             f"the data set {spec.name} has {spec.channels} channels, but image files have 1 or 3. "

@@ -38,6 +38,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF")
 # The maximum number of pixels in an image. The decoded image takes up to 134 MB.
 MAX_PIXELS = 2**25
+NO_IMAGE = f"the file is not a {', '.join(FORMATS)} file"  # Pillow's text contains an address
 
 MAX_IMAGE_BYTES = 3 * MAX_PIXELS
 # The maximum number of scans in a JPEG file. Decoding passes over the whole image once per scan.
@@ -52,6 +53,7 @@ _LARGE_IMAGE_LOCK = Lock()
 _RANGE_OF_16_BITS = (65535 / 2, 65535.0)
 
 _EXIF_ORIENTATION = 0x0112
+_PHOTOMETRIC, _WHITE_IS_ZERO = 262, 0  # in TIFF files
 ALPHA_LOST = "images with transparency, shown on white"
 COLOUR_LOST = "colour images, converted to grey"
 PAGES_LOST = "images that are the first page of several"
@@ -243,8 +245,8 @@ def _attempt(read: Callable[[T], Any], items: Iterable[T]) -> tuple[list[Any], d
             return read(item)
         except FileNotFoundError:
             faults[position] = "the file does not exist"
-        except UnidentifiedImageError:  # its text contains a memory address
-            faults[position] = f"the file is not a {', '.join(FORMATS)} file"
+        except UnidentifiedImageError:
+            faults[position] = NO_IMAGE
         except Exception as error:  # a damaged image may raise anything
             faults[position] = one_line(error)
         return None
@@ -306,11 +308,14 @@ def read_picture(path: Path, decoding: Decoding, digest: Any = None) -> Picture:
         upright = ImageOps.exif_transpose(image) if is_turned else image
         if _has_wide_levels(upright):
             window = decoding.window
-            if upright.mode != "F":
+            if image.format == "PNG" or upright.mode.startswith("I;16"):  # unsigned 16 bits
                 window = window or _RANGE_OF_16_BITS
             if window is None:
                 losses.append(medical.NO_WINDOW)
-            return Picture(medical.scaled(np.asarray(upright), window), tuple(losses))
+            values = medical.scaled(np.asarray(upright), window)
+            # Pillow inverts 8 bits only
+            is_inverted = getattr(image, "tag_v2", {}).get(_PHOTOMETRIC) == _WHITE_IS_ZERO
+            return Picture(1 - values if is_inverted else values, tuple(losses))
         mode = "L" if _is_grey(upright) else "RGB"
         if upright.has_transparency_data:
             upright = upright.convert("RGBA")

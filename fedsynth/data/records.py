@@ -55,6 +55,7 @@ class Records:
         sites: the records' site names, which are empty strings without sites.
         users: the records' user names, or empty strings if unknown.
         stated: the class names in the order stated in a file, or an empty tuple.
+        features: the names of a table's feature columns. Empty for arrays and images.
         excluded: files other than images. A run refuses them unless a setting skips them.
         ignored: hidden files, and empty folders of classes with images elsewhere. Always skipped.
         skipped: the paths of skipped unreadable images.
@@ -68,6 +69,7 @@ class Records:
     sites: Names
     users: Names
     stated: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     excluded: tuple[Entry, ...] = ()
     ignored: tuple[Entry, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -111,14 +113,39 @@ class Records:
         return replace(self, **columns, decoded=None)
 
 
+def with_features(records: Records, names: tuple[str, ...]) -> Records:
+    """Arranges a table's feature columns in the given order. Other columns are left out.
+
+    Raises:
+        DataError: a column is missing.
+    """
+    if records.features in ((), names) or not names:
+        return records
+    for name in names:
+        if name not in records.features:
+            raise DataError(
+                f"the feature {one_line(name)!r} of the training records is missing from "
+                f"{one_line(records.root)}, whose features are "
+                f"{one_line(', '.join(records.features))}. Add or rename the column, or choose the "
+                "features of both files with --feature-columns"
+            ).with_code("data.test_features")
+    values = records.values[:, [records.features.index(name) for name in names]]
+    return replace(records, values=values if len(names) > 1 else values[:, 0], features=names)
+
+
 def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
     """Replaces labels that are class indices by the class names.
 
     Names and out-of-range numbers are not changed. If some class names are numbers, or the records
     are images in folders, all labels are names.
+
+    Args:
+        records: the records.
+        class_names: the class names, whose order somebody has stated.
     """
     numbers = set(map(str, range(len(class_names))))
-    if records.are_images or numbers & set(class_names) or not set(records.labels) <= numbers:
+    named_by_numbers = any(name.strip("+-").isdigit() for name in class_names)
+    if records.are_images or named_by_numbers or not set(records.labels) <= numbers:
         return records
     return replace(records, labels=np.array(class_names, object)[records.labels.astype(np.int64)])
 

@@ -11,6 +11,7 @@ allocated, and a damaged file raises a one-line error. No code from files or the
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import math
 import re
@@ -241,7 +242,13 @@ def parts_of(place: str, revision: str = "", decoding: Decoding = _PLAIN) -> dic
     parts: dict[str, Part] = {}
     for name, reader in readers.items():
         split, plain = _split_of(name)
-        parts.setdefault(split, Part(one_line(place), {})).readers[plain] = reader
+        readers_of_split = parts.setdefault(split, Part(one_line(place), {})).readers
+        if plain in readers_of_split:
+            raise DataError(
+                f"{one_line(place)} contains two arrays {one_line(plain)!r} of {split} records, "
+                f"one of them named {one_line(name)!r}. Remove one of them"
+            ).with_code("data.two_arrays")
+        readers_of_split[plain] = reader
     return parts or {TRAIN: Part(one_line(place), {})}
 
 
@@ -263,7 +270,7 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
             f"{part.place} contains no column with a usual name for labels, only "
             f"{part.listed('label')}. Name the column with --label-column"
         ).with_code("data.label_column")
-    values = _features(part, columns["feature"], roles, note)
+    values, features = _features(part, columns["feature"], roles, note)
     note_losses(part.losses, part.place, note)
     for name in sorted(part.readers.keys() - set(roles.values())):
         if column_of(name) == "split":
@@ -272,15 +279,18 @@ def read_part(part: Part, columns: Mapping[str, str], note: Callable[[str], None
     labels, sites, users = (_facts(part, name, len(values)) for name in roles.values())
     users = names_array(map(folded_name, users))
     stated = part.stated.get(roles["label"], ())
-    records = Records(Path(part.place), values, labels, sites, users, stated)
+    records = Records(Path(part.place), values, labels, sites, users, stated, features)
     check_names(records)
     return records
 
 
 def _features(
     part: Part, chosen: str, roles: Mapping[str, str], note: Callable[[str], None]
-) -> Array:
-    """Reads the features: one array, or numeric columns side by side."""
+) -> tuple[Array, tuple[str, ...]]:
+    """Reads the features: one array, or numeric columns side by side.
+
+    Also returns a table's column names.
+    """
     used = set(roles.values())
     names = [name for name in part.feature_names(chosen) if chosen or name not in used]
     unused = sorted(part.readers.keys() - used.union(names))
@@ -302,15 +312,16 @@ def _features(
         note("; ".join(f"{use}: {one_line(name or 'none')}" for use, name in uses.items()))
     if {array.dtype for array in columns.values()} != {np.dtype(np.uint8)}:
         columns = {name: as_float32(array) for name, array in columns.items()}
+    listed = () if part.numbers is None else tuple(columns)
     if len(columns) == 1:
-        return next(iter(columns.values()))
+        return next(iter(columns.values())), listed
     shapes = {name: list(array.shape) for name, array in columns.items()}
     if len({shape[0] for shape in shapes.values()}) > 1 or max(map(len, shapes.values())) > 2:
         raise DataError(
             f"the features of {part.place} must be one array, or columns of the same length, got "
             f"{one_line(shapes)}. Name some of them with --feature-columns"
         ).with_code("data.features_shape")
-    return np.column_stack(list(columns.values()))
+    return np.column_stack(list(columns.values())), listed
 
 
 def _facts(part: Part, name: str, count: int) -> Names:
@@ -541,7 +552,11 @@ def _read_parquet(paths: list[Path], names: list[str]) -> Any:
 def _read_csv(path: Path) -> Any:
     csv = _optional("pyarrow.csv", "tables")
     content = read_regular(path, MAX_ARRAY_BYTES)
-    delimiter, start = csv_form(content[: 2**16].decode("utf-8-sig", "replace"))
+    try:
+        start_of_file = codecs.getincrementaldecoder("utf-8-sig")().decode(content[: 2**16])
+    except UnicodeDecodeError:
+        raise ValueError("the text is not UTF-8. Save it as CSV UTF-8") from None
+    delimiter, start = csv_form(start_of_file)
     read = csv.ReadOptions(use_threads=False, skip_rows=int(start > 0))
     buffer = _optional("pyarrow", "tables").BufferReader(content)
     # without threads, which may go on after an error and crash the process

@@ -149,6 +149,7 @@ def divided(
 
     The test splits are empty if `local_test` is 0. If the run protects users, all records of a user
     are in the same split, and at most `user_records` records of each user are used for training.
+    Without differential privacy, the records of a user of custom data stay together, too.
 
     Args:
         settings: the settings of the run.
@@ -159,7 +160,7 @@ def divided(
         The indices of each client's training records, and the indices of its test split.
     """
     seed = settings.resolved_partition.seed or 0
-    by_user = protects_users(settings)
+    by_user = protects_users(settings) or _may_split_users(settings, parts, data)
     training: Sequence[IntArray] = list(map(Tensor.numpy, parts))
     testing: Sequence[IntArray] = [np.zeros(0, np.int64)] * len(parts)
     share = settings.partition.local_test
@@ -169,6 +170,17 @@ def divided(
         limit = settings.privacy.user_records
         training = [bounded(part, data, limit, seed) for part in training]
     return list(map(torch.as_tensor, training)), list(map(torch.as_tensor, testing))
+
+
+def _may_split_users(settings: RunSettings, parts: Sequence[Tensor], data: ImageData) -> bool:
+    """Returns True if a random split would test on users of the training split.
+
+    With privacy for records, a record's split must not depend on other records of its user.
+    """
+    if settings.privacy is not None or data.groups is None or is_published(data.spec):
+        return False
+    groups = data.groups.cpu()
+    return any(len(groups[part.cpu()].unique()) > 1 for part in parts)
 
 
 @dataclass(frozen=True, eq=False)

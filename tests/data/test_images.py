@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas
 import pytest
 import torch
 from PIL import Image
@@ -79,7 +80,7 @@ INVALID_ARRAYS: list[tuple[Any, Any, str]] = [
     (floats(np.nan), LABELS, "2 of 192 values .* NaN or infinite"),
     (floats(-np.inf), LABELS, "2 of 192 values .* NaN or infinite"),
     (floats(1.5), LABELS, r"2 of 192 .* outside \[0, 1\]"),
-    (VALID.astype(np.int64), LABELS, "must be uint8, got int64"),
+    (VALID.astype(np.int64), LABELS, "must be uint8 or .*, got int64"),
     (VALID[:, :7], LABELS, r"\[1, 8, 8\], got \[3, 7, 8\]"),
     (VALID[0], LABELS, r"got \[8, 8\]"),
     (VALID[..., None, None], LABELS, r"got \[3, 8, 8, 1, 1\]"),
@@ -309,6 +310,16 @@ def test_digests_are_blake2b_of_record_and_label(device: torch.device) -> None:
             record = records[position].tobytes() + with_labels * label
             by_hand = hashlib.blake2b(record, key=KEY, digest_size=20, person=b"fedsynth record")
             assert digest.tobytes() == by_hand.digest()
+
+
+@pytest.mark.parametrize("missing", [None, np.nan, "", " ", pandas.NA])
+def test_missing_names_are_refused(missing: Any) -> None:
+    """Regression: all records without a patient were one user named "None" or "nan"."""
+    names = ["a", "b", missing]
+    for values in (names, np.array(names, object), pandas.Series(names)):
+        for role in ("labels", "groups", "domains"):
+            with raises(DataError, "data.missing_name"):
+                from_arrays(np.zeros((3, 2)), **{"labels": [0, 1, 1], role: values}, bounds=(0, 1))
 
 
 def test_client_digests_ignore_labels() -> None:

@@ -215,7 +215,8 @@ def test_tables_are_scaled_by_the_bits_that_they_use(tmp_path: Path) -> None:
     assert np.array_equal(levels(write_dicom(path, indices, RescaleSlope=1)), indices)
     grey = 189 - indices.astype(int) * 3
     for declared, kind, factor in (
-        (16, "<u2", 1), (8, "<u2", 1), (8, "u1", 1), (16, "<u2", 16), (16, "<u2", 257)
+        (16, "<u2", 1), (8, "<u2", 1), (8, "u1", 1), (16, "<u2", 16), (12, "<u2", 16),
+        (16, "<u2", 257)
     ):  # fmt: skip
         content = (np.arange(189, -1, -3).astype(kind) * factor).tobytes()
         palette: dict[str, Any] = {"PhotometricInterpretation": "PALETTE COLOR"}
@@ -301,7 +302,7 @@ def test_patient_ids_group_images_and_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only a hash of the ID is kept, and two spellings of an ID are one patient."""
-    for name, patient in {"ill/1": "A7", "ill/2": " A7 ", "well/3": "B2"}.items():
+    for name, patient in {"ill/1": "A7", "ill/2": " a7 ", "well/3": "B2"}.items():
         write_ct(tmp_path / f"{name}.dcm", patient)
     loaded = load_records(tmp_path)
     assert loaded.train.groups.tolist() in ([0, 0, 1], [1, 1, 0])
@@ -412,17 +413,28 @@ def test_hostile_nifti_files_raise_one_line_errors(tmp_path: Path) -> None:
 
 
 def test_window_scales_wide_levels_and_16_bits_are_counted(tmp_path: Path) -> None:
-    """Without a window, all 65,536 levels count, so that a 12-bit image becomes dark."""
+    """Without a window, all 65,536 levels of 16 bits count: a 12-bit image becomes dark."""
     stored = np.arange(0, 4096, 64, dtype=np.uint16).reshape(8, 8)
     files = {"a.png": np.uint16, "b.tif": np.uint16, "c.tiff": np.int32, "d.tif": np.float32}
     for name, kind in files.items():
         Image.fromarray(stored.astype(kind)).save(tmp_path / name)
-        factor = 255 / 4032 if kind is np.float32 else 1 / 257
+        factor = 1 / 257 if kind is np.uint16 else 255 / 4032
         assert np.array_equal(levels(tmp_path / name), np.rint(stored * factor))
     paths = sorted(tmp_path.iterdir())
     images, _, losses = read_pixels(paths, 1, 8, 8, Decoding((2048, 4096)))
     assert np.array_equal(images[:, 0], [windowed(stored, 2048, 4096)] * 4)
     assert losses == {"images with more than 8 bits, reduced to 8": 4}
+
+
+def test_signed_and_inverted_tiffs(tmp_path: Path) -> None:
+    """Regression: negative values were black, and white was not inverted."""
+    stored = np.arange(-2000, 2000, 62.5).reshape(8, 8).astype(np.int32)
+    Image.fromarray(stored).save(tmp_path / "a.tif")
+    expected = np.rint((stored + 2000) * (255 / (stored.max() + 2000)))
+    assert np.abs(levels(tmp_path / "a.tif") - expected).max() <= 1
+    positive = (stored + 2000).astype(np.uint16)
+    Image.fromarray(positive).save(tmp_path / "b.tif", tiffinfo={262: 0})
+    assert np.array_equal(levels(tmp_path / "b.tif"), np.rint(255 - positive / 257))
 
 
 def test_tiff_pages_and_orientation_are_handled(tmp_path: Path) -> None:

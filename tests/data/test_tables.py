@@ -531,6 +531,59 @@ def test_private_runs_refuse_derived_specifications() -> None:
         simulate(secret, data=pairs, quiet=True)
 
 
+def test_test_columns_are_matched_by_name(tmp_path: Path) -> None:
+    """Regression: columns were matched by position, so that a swap inverted the results."""
+    frame = TABLE.to_pandas()[["f0", "f1", "f2", "label"]]
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    for name, columns in (
+        ("swapped", ["f2", "label", "f0", "f1"]),
+        ("more", ["f3", "f2", "f0", "f1", "label"]),
+    ):
+        TABLE.to_pandas()[columns].to_csv(tmp_path / f"{name}.csv", index=False)
+        settings = {"test_folder": str(tmp_path / f"{name}.csv"), "bounds": "-9,9"}
+        data = load_records(tmp_path / "train.csv", **settings)
+        assert torch.equal(data.test.images, data.train.images)
+    frame.rename(columns={"f1": "weight"}).to_csv(tmp_path / "other.csv", index=False)
+    for train, test in (("train", "other"), ("other", "train")):
+        with raises(DataError, "data.test_features") as caught:
+            settings = {"test_folder": str(tmp_path / f"{test}.csv"), "bounds": "-9,9"}
+            load_records(tmp_path / f"{train}.csv", **settings)
+        assert "f0, " in str(caught.value)
+        assert f"{test}.csv" in str(caught.value)
+    with raises(DataError, "data.several_columns"):
+        from_arrays(pandas.concat([frame, frame[["f0"]]], axis=1), "label", bounds=(-9, 9))
+
+
+def test_numeric_labels_of_test_records_need_a_stated_order(tmp_path: Path) -> None:
+    """Regression: with classes ill and well, the test label 0 was read as ill."""
+    for name, labels in {
+        "train": ["ill", "well"], "test": ["0", "1"], "grades": ["4", "5"], "typo": ["ill", "wel"]
+    }.items():  # fmt: skip
+        rows = "".join(f"{number},{labels[number % 2]}\n" for number in range(8))
+        (tmp_path / f"{name}.csv").write_text(f"age,label\n{rows}")
+    for train, test in (("train", "test"), ("grades", "test"), ("train", "typo")):
+        settings = {"test_folder": str(tmp_path / f"{test}.csv"), "bounds": "0,9"}
+        with raises(DataError, "data.unknown_class") as caught:
+            load_records(tmp_path / f"{train}.csv", **settings)
+        assert f"{test}.csv contains the class" in str(caught.value)
+
+
+def test_csv_text_and_headings(tmp_path: Path) -> None:
+    """Delimiters within quotes are part of a heading, and finite values stay finite."""
+    path = tmp_path / "a.csv"
+    path.write_text('"a, b, c";label\n1e39;x\n2;y\n')
+    records = load_records(path, bounds="0,4")
+    assert records.train.images.flatten().tolist() == [1.0, 0.5]
+    for content in ("größe,label\n1,x\n".encode("latin-1"), "a,label\n1,x\n".encode("utf-16")):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="Save it as CSV UTF-8"):
+            load_records(path, bounds="0,4")
+    arrays = {"x": X, "x_train": X + 1, "y_train": Y, "y": Y}
+    np.savez(tmp_path / "a.npz", **arrays)
+    with raises(DataError, "data.two_arrays"):
+        load_records(tmp_path / "a.npz", bounds="-9,9")
+
+
 def test_users_and_records_in_both_splits_are_noted(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **ARRAYS)
     rows = slice(N - 4, N)

@@ -294,6 +294,17 @@ def test_runs_on_records_of_users_need_a_unit(
     assert "set --dp-unit user" in capsys.readouterr().err
 
 
+def test_local_tests_do_not_split_users() -> None:
+    """Regression: without privacy, a patient was in the training and in the test split."""
+    by_user = replace(scans(), groups=torch.arange(200) // 8)
+    settings = tiny("fedavg", partition={"local_test": 0.3, "clients": 2})
+    parts = [torch.arange(0, 104), torch.arange(104, 200)]
+    for training, testing in zip(*divided(settings, parts, by_user), strict=True):
+        assert len(training)
+        assert len(testing)
+        assert not set((training // 8).tolist()) & set((testing // 8).tolist())
+
+
 def test_kept_ledgers_are_bound_to_users(tmp_path: Path) -> None:
     settings = user_settings("fedavg", ledger=str(tmp_path))
     by_user = replace(scans(), groups=torch.arange(200) // 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -213,8 +214,55 @@ def test_unusable_masks_are_refused(file: str, values: Any, code: str, tmp_path:
         save(tmp_path / "nord" / file, values)
     with raises(DataFilesCorruptError, code) as caught:
         fs.load_records(tmp_path)
-        read_masked_folder(fs.FolderSettings(str(tmp_path)), str(tmp_path), "", train.train.spec)
+        read_masked_folder(
+            fs.FolderSettings(str(tmp_path)), str(tmp_path), "", print, train.train.spec
+        )
     assert "nord" in str(caught.value)
+
+
+def test_masks_are_turned_and_windows_apply(tmp_path: Path) -> None:
+    """Regression: EXIF turned the image only, and the window had no effect."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for site in ("nord", "süd"):
+        mask = np.zeros((16, 16), np.uint8)
+        mask[:4] = 255
+        for kind, values in (("images", mask.astype(np.uint16) * 4), ("masks", mask)):
+            (tmp_path / site / kind).mkdir(parents=True)
+            Image.fromarray(values).save(tmp_path / site / kind / "1.png", exif=exif)
+    data = fs.load_records(tmp_path, window="510,1020").train
+    assert set(data.images.flatten().tolist()) == {0, 255}
+    assert np.array_equal(data.images[:, 0].numpy() == 255, data.labels.numpy() == 1)
+    assert bool((data.labels[0, :, -4:] == 1).all())
+    for key in ("skip_corrupt", "skip_other"):
+        with raises(SettingError, f"data.{key}"):
+            fs.load_records(tmp_path, **{key: True})
+    save(tmp_path / "nord" / "masks" / "1.png", (mask.T > 0) * 1)
+    with raises(DataFilesCorruptError, "data.mask_value"):
+        fs.load_records(tmp_path)
+
+
+def test_sites_and_volumes_without_usable_masks_are_refused(tmp_path: Path) -> None:
+    """Regression: a site with a misspelt folder was left out silently."""
+    write_sites(tmp_path)
+    (tmp_path / "süd" / "masks").rename(tmp_path / "süd" / "mask")
+    with raises(DataFilesCorruptError, "data.mask_pairs") as caught:
+        fs.load_records(tmp_path)
+    assert "süd" in str(caught.value)
+    shutil.rmtree(tmp_path / "süd")
+    (tmp_path / "nord" / "images" / "2.gif").write_bytes(b"GIF89a")
+    with raises(DataFilesCorruptError, "data.other_files"):
+        fs.load_records(tmp_path)
+    root = tmp_path / "volumes"
+    volume = RNG.random((16, 16, 5))
+    save(root / "nord" / "images" / "a.nii", volume)
+    save(root / "nord" / "masks" / "a.nii", np.zeros((16, 16, 5)))
+    with raises(DataError, "data.mask_pairs"):
+        fs.load_records(root)
+    mask = nibabel.Nifti1Image(1.0 * (volume > 0.5), np.diag([2.0, 2.0, 2.0, 1.0]))
+    nibabel.save(mask, root / "nord" / "masks" / "a.nii")
+    with raises(DataFilesCorruptError, "data.mask_space"):
+        fs.load_records(root)
 
 
 def test_folders_with_masks_cannot_be_described(tmp_path: Path) -> None:
