@@ -133,7 +133,7 @@ def _slices_in(pair: Pair, decoding: Decoding, check_space: bool) -> Iterator[Ex
     if check_space and not np.allclose(volume.affine, mask.affine, atol=_SPACE_MM):
         raise DataFilesCorruptError(
             f"the mask {one_line(pair.mask)} does not have the coordinates (affine) of its image. "
-            "Resample the mask to the image, or correct its header"
+            "Correct its header, or resample it to the image"
         ).with_code("data.mask_space")
     for i in range(1, len(image) - 1):
         if mask.values[i].any():
