@@ -73,4 +73,4 @@ class Dense(DataFreeEnsembleDistillation):
             batches = training.train_generator(epoch)  # Eqs. 2 to 5
             training.train_student(epoch, batches)  # Eq. 6
             training.measure_student(epoch)
-        return self.result(training, context)
+        return self.result(training, models, context)

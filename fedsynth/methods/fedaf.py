@@ -10,7 +10,7 @@ The server averages V_k and R_k (Eqs. 8 and 12). It then trains the global model
 union of all synthetic sets, with the cross-entropy plus λ_glob times the knowledge-matching loss
 (Eqs. 13 to 15).
 
-The defaults depart from the paper in four places:
+The defaults depart from the paper in five places:
 
 - Eqs. 8 and 12 divide by K. Here only clients with examples of the class are averaged, because Eq.
   5 is undefined for the others.
@@ -19,9 +19,11 @@ The defaults depart from the paper in four places:
   `knowledge_from="first-exchange"`, V is exchanged first, by `first_step` and `first_aggregate`.
 - t_c of Eq. 13 is computed from each minibatch and not from all images (`server_matching`).
 - Eq. 15 is averaged over the classes (`matching_reduction`), and has no normaliser in the paper.
+- An image starts as a real image, not as the average of several (`start_average`).
 
 The paper names Eq. 10's distance F (sliced Wasserstein), but not its order. Between two vectors,
-the distance of order 1 is a multiple of ‖u − v‖ in expectation (`distance`).
+the distance of order 1 is a multiple of ‖u − v‖ in expectation (`distance`). The paper does not say
+how batch norm computes the two: u has the statistics of its batch, and v the running statistics.
 
 With differential privacy, the mechanism `residual` matches the images. V is computed from a noisy
 sum of clipped logits and from noisy counts, and R from the released V. Networks with batch norm are
@@ -129,7 +131,8 @@ class KnowledgeState(ServerState):
 class FedAF(CondensingMethod, TwoExchanges):
     """FedAF: clients share class-mean logits, and condense their data into synthetic images.
 
-    The defaults are the paper's. Where the paper leaves a setting open, the reason for the default
+    The defaults are the paper's for CIFAR-10. `resolve` sets its values for CIFAR-100,
+    Fashion-MNIST and DomainNet. Where the paper leaves a setting open, the reason for the default
     is given below. `CondensingMethod` and `TrainsOnUnion` document the remaining settings. The
     defaults of 50 images per class, 500 server epochs and a server batch of 256 are from Sec. 5.1,
     and the momentum of 0.9 is from App. A. The preset for digits is small.
@@ -147,7 +150,9 @@ class FedAF(CondensingMethod, TwoExchanges):
             without a number. The default of 1 was best on held-out images (docs/results.md).
         restart: whether the images start again in each round. The default is False, because the
             paper describes no repeated initialisation.
-        gamma: γ, the share of the global weights w_r in a re-sampled network (Eq. 17).
+        gamma: γ, the share of the global weights w_r in a re-sampled network (Eq. 17). The random
+            weights are those that `reset_parameters` of each layer draws. Other parameters, such as
+            a transformer's position bias, keep their first values.
         local_weight: λ_loc, the weight of the collaborative term. It is 1e-4 on CIFAR, 1e-3 on
             Fashion-MNIST, and 0.01 on DomainNet. With 0, the term is left out, as an ablation.
         global_weight: λ_glob, the weight of knowledge matching. It is 1e-2 on CIFAR, 2.0 on
@@ -195,7 +200,10 @@ class FedAF(CondensingMethod, TwoExchanges):
             "image_lr": 5.0,
             "image_momentum": 0.0,
             "server_lr": 0.01,
-        }
+        },
+        "fashion-mnist": {"image_lr": 0.2, "local_weight": 1e-3, "global_weight": 2.0},
+        "cifar100": {"image_lr": 0.1},
+        "domainnet-10": {"local_weight": 1e-2, "global_weight": 0.1},
     }
 
     temperature: float = in_range(4.0, 1e-6)

@@ -54,9 +54,9 @@ class FedAvg(TrainsLocally):
 class FedAvgM(TrainsLocally):
     """FedAvgM: FedAvg with momentum on the server (Hsu, Qi and Brown 2019).
 
-    The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v. The server's
-    state holds the velocity v in `buffers`. The following settings come in addition to those of
-    `TrainsLocally`.
+    The server computes Δ = w_t − Σ_k n_k/n w_k, v ← β·v + Δ and w_{t+1} = w_t − η_s·v, without
+    Nesterov's look-ahead. The server's state holds the velocity v in `buffers`. The following
+    settings come in addition to those of `TrainsLocally`.
 
     Args:
         server_momentum: β, the server's momentum. It is 0.9 in the paper's comparison.

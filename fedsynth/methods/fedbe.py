@@ -67,8 +67,8 @@ class FedBE(DistilsOnPublicImages):
         swa_start: number of steps before the first cycle. It is 500 in the public code. If no cycle
             ends within `server_steps`, the student is not averaged.
         cycle: number of steps in a cycle. It is 25 in the paper and in the public code.
-        last_lr: learning rate at a cycle's end. Each cycle starts at `server_lr`. The paper decays
-            the rate from 1e-3 to 4e-4.
+        last_lr: learning rate at a cycle's end. The first step of a cycle is slightly below
+            `server_lr`. The paper decays the rate from 1e-3 to 4e-4.
 
     >>> from fedsynth import FedBE, ModelSettings, RunSettings, simulate
     >>> method = FedBE(proxy="noise", local_epochs=3, batch=32, lr=0.1, server_steps=25, swa_start=0)

@@ -261,6 +261,8 @@ class TrainsAutoencoders(TrainsLocally, SyntheticImages):
         shares[-1] += samples - shares.sum()
         drawn = []
         for (decoder, counts), share in zip(teachers, shares.tolist(), strict=True):
+            if not share:  # a client with a small part of the records
+                continue
             z = cvae.truncated_normal(share, self.latent, self.truncation, draws)
             labels = _labels(counts, share, draws)
             inputs = decoder.inputs(z, labels)

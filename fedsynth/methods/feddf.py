@@ -28,9 +28,9 @@ from fedsynth.mixed_precision import computed
 class FedDF(EnsembleDistillation, DistilsOnPublicImages, HeterogeneousClients):
     """FedDF: the server trains a student to match the clients' averaged logits on public images.
 
-    The settings are documented in `EnsembleDistillation` and `DistilsOnPublicImages`. The defaults
-    are the paper's. The paper uses at most 10,000 steps of Adam and stops early on validation data,
-    which fedsynth does not.
+    The settings are documented in `EnsembleDistillation` and `DistilsOnPublicImages`. The server's
+    optimiser, rate and batch are the paper's. The paper takes at most 10,000 steps and stops early
+    on validation data. Here, `server_steps` is fixed.
 
     >>> from fedsynth import FedDF, ModelSettings, RunSettings, simulate
     >>> method = FedDF(proxy="noise", local_epochs=3, batch=32, lr=0.1, server_steps=50)

@@ -107,7 +107,7 @@ class FedFAPlus(TrainsLocally):
             across clients replaces γ.
         stages: numbers of the stages that are augmented, separated by commas, such as "1,2"
             (default: all stages of the network). Manifold MixUp also mixes images, as in its paper,
-            and MoEx changes only the first listed stage. The papers of Manifold MixUp and MixStyle
+            and MoEx changes only the lowest stage. The papers of Manifold MixUp and MixStyle
             use early stages.
         probability: probability that a stage augments a batch. It is 0.5 in the code of FedFA-l and
             MixStyle. DAC-SC's paper normalises every batch. With 0 and without alignment, the

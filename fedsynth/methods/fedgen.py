@@ -107,7 +107,7 @@ class FedGen(TrainsLocally):
 
     Args:
         alpha: α, the weight of the cross-entropy on generated embeddings. It is 10 in the public
-            code.
+            code, which multiplies it by the ratio of `generator_batch` to the batch of images.
         beta: β, the weight of the KL term. It is 10 on MNIST and 1 on EMNIST in the public code.
             With α = 0 and β = 0, the method is FedAvg, weighted by n_k.
         diversity: η, the weight of the generator's diversity loss.
@@ -149,7 +149,7 @@ class FedGen(TrainsLocally):
     hidden: int = in_range(256, 1)
 
     def initial_state(self, parameters: Tensors) -> GeneratorState:
-        seen = torch.zeros_like(parameters["classifier.bias"], dtype=torch.bool)
+        seen = torch.zeros_like(parameters["classifier.weight"][:, 0], dtype=torch.bool)
         return GeneratorState(parameters, seen_classes=seen)
 
     def check_model(self, model: nn.Module) -> None:

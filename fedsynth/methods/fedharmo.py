@@ -15,7 +15,8 @@ lowest frequencies' amplitudes, within a share L of the image's shorter side. It
 only an image's mean changes. `window` is L. It is 0 by default, because the published numbers come
 from the code. The code passes ν = 0.1 as an integer, so its Ā_k is that of the first batch. Here ν
 is 0.1, and Ā_k starts with the first batch. As in the code, the passes at w and at w + δ both
-update buffers. The code trains with Adam for segmentation (`optimiser="adam"`).
+update buffers, so a step with α > 0 moves Ā_k by 1 − (1 − ν)² = 0.19. The code trains with Adam for
+segmentation (`optimiser="adam"`).
 
 The amplitudes are computed from pixels in [0, 1], before normalisation. They are a buffer of the
 model, so they are uploaded, averaged and saved with it. The method cannot run with differential
@@ -149,7 +150,7 @@ class FedHarmo(TrainsLocally, ExtendsNetwork):
             """Returns each example's loss at the perturbed weights w + δ, with δ constant."""
             parameters = dict(network.named_parameters())
             at_w = example_losses(network(x), y).mean()
-            gradients = torch.autograd.grad(at_w, list(parameters.values()))
+            gradients = torch.autograd.grad(at_w, list(parameters.values()), materialize_grads=True)
             norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
             scale = self.alpha / (norm + 1e-12)
             moved = {

@@ -130,7 +130,7 @@ class FedHydra(DataFreeEnsembleDistillation, ServerParts):
             training.train_student(epoch, batches)  # Eqs. 17 to 19
             training.measure_student(epoch)
         matrices = {"stratification": U, "clients_for_class": U_r, "classes_of_client": U_c}
-        return self.result(training, context, matrices)
+        return self.result(training, models, context, matrices)
 
     def stratify(self, models: Mapping[int, Tensors], context: RoundContext) -> Tensor:
         """Returns the losses of each client's and class's generator, [T_G, C, m] (Algorithm 2)."""

@@ -230,8 +230,10 @@ class KnowledgeFusion:
         costs in the paper's Table IX count only one pass of the generator and the teacher.
 
         Args:
-            w_k: the client's model, which is not changed. With `use_kl`, the generator is also
-                trained to produce images on which this model differs from the teacher.
+            w_k: the client's model. Its weights are not changed. With `use_kl`, the generator is
+                also trained to produce images on which this model differs from the teacher, and
+                these images enter the running statistics of the model's batch norm, as those of
+                L_KL do.
         """
         method = self._method
         z = torch.randn(

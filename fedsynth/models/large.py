@@ -1,5 +1,7 @@
 """ResNet-18, ResNet-50, AlexNet, GoogLeNet, DenseNet-100 and Swin-T.
 
+The last layer of each network is `classifier`, whatever its name is in torchvision.
+
 ResNet-18 and ResNet-50 (He et al. 2016) are based on torchvision and have its parameter names. With
 three channels and ten classes, they have 11,181,642 parameters (as in FedAF's Table 7) and
 23,528,522 parameters. The networks halve the image five times, so a small image ends as one pixel.
@@ -70,6 +72,16 @@ def _add_shortcut(block: Any, x: Tensor, y: Tensor) -> Tensor:
     return block.relu(y + x)
 
 
+def _renamed_last_layer(network: Any, name: str) -> nn.Linear:
+    """Removes torchvision's last layer from a network, and returns it.
+
+    As `classifier`, it has the same name in the state of all networks.
+    """
+    layer: nn.Linear = getattr(network, name)
+    delattr(network, name)
+    return layer
+
+
 def _keep_inputs(network: nn.Module) -> None:
     """Makes all ReLUs out-of-place, because DP-SGD's hooks need their inputs."""
     for layer in network.modules():
@@ -82,6 +94,8 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
 
     stage_names = ("maxpool", "layer1", "layer2", "layer3", "layer4")
 
+    forward = EmbeddingNetwork.forward
+
     def __init__(
         self, block: type[nn.Module], counts: list[int], image_shape: Shape, classes: int, norm: str
     ) -> None:
@@ -92,14 +106,10 @@ class EmbeddingResNet(ResNet):  # type: ignore[misc]  # torchvision has no types
             self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         _keep_inputs(self)
-        self.embedding_size: int = self.fc.in_features
+        self.classifier = _renamed_last_layer(self, "fc")
+        self.embedding_size: int = self.classifier.in_features
         # values per image after the first convolution
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
-
-    @property
-    def classifier(self) -> nn.Linear:
-        """The last layer, `fc`."""
-        return self.fc
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings of normalised images, [N, 512], or [N, 2048] for ResNet-50."""
@@ -190,6 +200,8 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
 
     stage_names = ("maxpool1", "maxpool2", "maxpool3", "maxpool4", "inception5b")
 
+    forward = EmbeddingNetwork.forward
+
     def __init__(self, image_shape: Shape, classes: int) -> None:
         blocks = [_Conv, partial(Inception, conv_block=_Conv), InceptionAux]
         super().__init__(num_classes=classes, aux_logits=False, init_weights=False, blocks=blocks)
@@ -198,14 +210,10 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         if channels != 3:
             self.conv1.conv = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
         self.dropout = nn.Identity()
+        self.classifier = _renamed_last_layer(self, "fc")
         self.embedding_size = 1024
         # values per image after the first convolution
         self.largest_activation = 64 * -(-height // 2) * -(-width // 2)
-
-    @property
-    def classifier(self) -> nn.Linear:
-        """The last layer, `fc`."""
-        return self.fc
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings of normalised images, [N, 1024]."""
@@ -216,9 +224,6 @@ class GoogLeNet(TorchvisionGoogLeNet):  # type: ignore[misc]  # torchvision has 
         )
         x = self.inception5b(self.inception5a(self.maxpool4(x)))
         return torch.flatten(self.avgpool(x), 1)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return self.fc(self.embed(x_NCHW))
 
 
 def densenet100(image_shape: Shape, classes: int, norm: str) -> nn.Module:
@@ -241,6 +246,8 @@ class DenseNet100(DenseNet):  # type: ignore[misc]  # torchvision has no types
         for name in ("denseblock1", "transition1", "denseblock2", "transition2", "denseblock3")
     )
 
+    forward = EmbeddingNetwork.forward
+
     def __init__(self, image_shape: Shape, classes: int) -> None:
         growth, layers = 12, 16
         super().__init__(growth, (layers,) * 3, 2 * growth, num_classes=classes)
@@ -258,9 +265,6 @@ class DenseNet100(DenseNet):  # type: ignore[misc]  # torchvision has no types
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings of normalised images, [N, 342]."""
         return torch.relu(self.features(x_NCHW)).mean(dim=(2, 3))
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return self.classifier(self.embed(x_NCHW))
 
 
 class _Stage(nn.Sequential):
@@ -288,6 +292,8 @@ class SwinT(SwinTransformer):  # type: ignore[misc]  # torchvision has no types
 
     stage_names = ("features.1", "features.3", "features.5", "features.7")
 
+    forward = EmbeddingNetwork.forward
+
     def __init__(self, image_shape: Shape, classes: int, norm: str = "layer") -> None:
         features, depths, heads = 96, [2, 2, 6, 2], [3, 6, 12, 24]
         settings = {"num_classes": classes, "stochastic_depth_prob": 0.0}
@@ -300,18 +306,11 @@ class SwinT(SwinTransformer):  # type: ignore[misc]  # torchvision has no types
         for name in self.stage_names:
             index = int(name.removeprefix("features."))
             self.features[index] = _Stage(*self.features[index])
-        self.embedding_size: int = self.head.in_features
+        self.classifier = _renamed_last_layer(self, "head")
+        self.embedding_size: int = self.classifier.in_features
         # values per image in the first stage's hidden layer
         self.largest_activation = 4 * features * (height // 4) * (width // 4)
-
-    @property
-    def classifier(self) -> nn.Linear:
-        """The last layer, `head`."""
-        return self.head
 
     def embed(self, x_NCHW: Tensor) -> Tensor:
         """Computes the embeddings of normalised images, [N, 768]."""
         return self.norm(self.features(x_NCHW).permute(0, 2, 3, 1)).mean(dim=(1, 2))
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return self.classifier(self.embed(x_NCHW))

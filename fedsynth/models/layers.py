@@ -84,8 +84,7 @@ class Projected(EmbeddingNetwork):
     def __init__(self, body: nn.Module, size: int, classes: int) -> None:
         super().__init__()
         last: nn.Linear = body.classifier  # type: ignore[assignment]
-        name = next(name for name, child in body.named_children() if child is last)
-        setattr(body, name, nn.Identity())
+        body.classifier = nn.Identity()
         self.body = body
         self.hidden = PaddedLinear(last.in_features, last.in_features)
         self.projection = PaddedLinear(last.in_features, size)
@@ -133,7 +132,7 @@ class SharedStatistics(nn.Module):
 class GroupedBatchNorm(nn.Module):
     """A batch norm that normalises each group of images by the group's own statistics.
 
-    The input is [N, C, H, W] or [N, C]. The affine parameters are shared with `layer`.
+    The input is [N, C, …]. The affine parameters, if there are any, are shared with `layer`.
     """
 
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, shared: SharedStatistics) -> None:
@@ -144,14 +143,19 @@ class GroupedBatchNorm(nn.Module):
         self.shared = shared
 
     def forward(self, x: Tensor) -> Tensor:
-        x_NCHW = x if x.dim() == 4 else x[:, :, None, None]
+        # the layout of images, whatever the input is, as its strides decide the bits of sums
+        x_NCHW = x if x.dim() == 4 else x.reshape(*x.shape[:2], -1, 1)
         mean = self._by_group(x_NCHW.mean(dim=(2, 3), dtype=torch.float32))
         centred = x_NCHW - mean[:, :, None, None].to(x_NCHW.dtype)
         scale = torch.rsqrt(
             self._by_group(centred.square().mean(dim=(2, 3), dtype=torch.float32)) + self.eps
         )
-        scale = (scale * self.weight).to(x_NCHW.dtype)
-        return (centred * scale[:, :, None, None] + self.bias[:, None, None]).view(x.shape)
+        if self.weight is not None:
+            scale = scale * self.weight
+        normalised = centred * scale.to(x_NCHW.dtype)[:, :, None, None]
+        if self.bias is not None:
+            normalised = normalised + self.bias[:, None, None]
+        return normalised.view(x.shape)
 
     def _by_group(self, values_NC: Tensor) -> Tensor:
         """Averages values by group. Each image gets its group's mean, [N, C]."""
@@ -225,14 +229,16 @@ def check_embedding(
 ) -> None:
     """Checks that a network has an embedding and a classifier.
 
-    Required are a function `embed` and a layer `classifier` of the type `last`.
+    Required are a function `embed` and a layer `classifier` of the type `last`, whose weights are
+    `classifier.weight` in the network's state.
 
     Raises:
         SettingError: `embed` or `classifier` is missing.
     """
-    if not (hasattr(model, "embed") and isinstance(getattr(model, "classifier", None), last)):
+    layer = dict(model.named_children()).get("classifier")
+    if not (hasattr(model, "embed") and isinstance(layer, last)):
         reason = (
             f"must be a network with `embed` and a linear `classifier` for {method}. Define "
-            "embed(x) and classifier = nn.Linear(embedding_size, classes)"
+            "embed(x) and self.classifier = nn.Linear(embedding_size, classes)"
         )
         raise SettingError("model", "name", reason)

@@ -115,6 +115,13 @@ def rehearse(name: str, network: nn.Module, shape: Shape, classes: int) -> None:
         twin = copy.deepcopy(network)
     state = twin.state_dict()
     check_state(name, state)
+    for parameter, value in network.named_parameters():
+        if not value.requires_grad:
+            reason = (
+                f"freezes {parameter}, but all parameters are trained. Make it a buffer, or encode "
+                "the data with the frozen layers first"
+            )
+            raise _refused(name, reason)
     shapes = {key: value.shape for key, value in state.items()}
     with _refusing(name, "cannot be saved and loaded"):
         contiguous = {key: tensor.contiguous() for key, tensor in state.items()}

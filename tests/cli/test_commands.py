@@ -143,7 +143,7 @@ def test_student_trains_on_exported_set(
         "--teacher nowhere": "nowhere is not a model file",
         "--dataset 'synthetic(1,1)'": "data.dataset=synthetic(1,1) does not have the synthetic set's image shape",
         "--dataset digits --test-data x": "and data.test_folder are both set",
-        f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "does not have. Rename",
+        f"--test-data {make_image_folder(tmp_path / 'scans', ('a',))}": "does not have (0, 1",
     }.items():
         fedsynth(f"student {share} {options}").assert_refused(text)
 
@@ -184,7 +184,7 @@ def test_distill_combines_different_architectures(
     ).ok
     assert run.stdout.count("test accuracy") == 3
     assert re.search(r" 1/2, about 0:00:0", run.stderr)
-    assert "batch-norm loss cannot use the models 0, 1" in run.stdout
+    assert "batch-norm loss cannot use the models of clients 0, 1" in run.stdout
     again = fedsynth(f"{DISTILL} {model_file} --output {tmp_path}/second.safetensors").ok
     assert "batch-norm" not in again.stdout
     images = tmp_path / "real"

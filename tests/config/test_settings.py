@@ -28,6 +28,7 @@ from fedsynth.errors import (
     SettingError,
     UnknownNameError,
 )
+from fedsynth.experiments.presets import preset
 from fedsynth.federation.context import plan_of, public_context
 from fedsynth.federation.run_data import data_set_id
 from fedsynth.methods import CLASSES, METHODS, method_class, name_of
@@ -85,6 +86,19 @@ def test_settings_override_presets_and_defaults() -> None:
     assert fs.resolve({"data": {"dataset": "mnist"}}).model.depth == 3
     assert fs.resolve({"data": {"dataset": "cifar100"}}).to_mapping()["method"]["ipc"] == 5
     assert fs.resolve({"data": {"dataset": "cifar10"}}).to_mapping()["method"]["ipc"] == 10
+    for number, dataset in (
+        (1, "cifar10"),
+        (1, "fashion-mnist"),
+        (1, "cifar100"),
+        (2, "domainnet10"),
+    ):
+        table = preset(f"fedaf:table{number}")
+        cell = table.select(method="fedaf", dataset=dataset)[0]
+        published: Any = table.settings(cell)
+        chosen = {"run": {"method": "fedaf"}, "data": {"dataset": published.dataset}}
+        method: Any = fs.resolve(chosen).method
+        for key in ("image_lr", "local_weight", "global_weight"):
+            assert getattr(method, key) == getattr(published.method, key), (dataset, key)
     assert fs.resolve({"run": {"method": "FedFM-Lite"}}).method.name == "fedfm-lite"
     for name in METHODS:
         method = fs.resolve({"run": {"method": name}}).method

@@ -92,6 +92,16 @@ def test_sigma_fits_client_with_most_charges() -> None:
     assert 8.0 >= plan.planned_epsilon() > plan_of(run).planned_epsilon(2)
 
 
+@pytest.mark.parametrize(("epochs", "batch", "size"), [(1, 16, 784), (10, 128, 3136)])
+def test_steps_of_divisible_sizes_are_exact(epochs: int, batch: int, size: int) -> None:
+    """Regression: 1 / (16 / 784) is above 49 in floating point, so that 50 steps were charged."""
+    method = FedAvg(local_epochs=epochs, batch=batch)
+    privacy = resolve({"privacy": {"noise_multiplier": 1.0}}).privacy
+    at_size = replace(context(settings()), nominal_size=size)
+    (plan,) = method.release_plans(privacy, at_size)
+    assert plan.steps == epochs * size // batch
+
+
 def test_noise_deviations_are_public_by_name() -> None:
     """Each release has a multiple of σ𝒞; FedAF's counts have 5σ and clip 1."""
     plan = plan_of(settings(own={"logit_clip": 2.0, "knowledge_noise": 5.0}))

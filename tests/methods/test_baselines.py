@@ -449,6 +449,14 @@ def test_fedharmo_equals_numpy(window: float, device: torch.device) -> None:
         np.testing.assert_allclose(average, np.mean(amplitudes, axis=0), atol=1e-5)
 
 
+def test_fedharmo_trains_networks_with_unused_parameters() -> None:
+    network = TwoLayers()
+    network.unused = nn.Parameter(torch.ones(2))
+    method = fs.FedHarmo(**FULL, alpha=0.3)
+    models, *_ = tiny.run_rounds(method, lambda: method.add_layers(network, tiny.SPEC), tiny.CPU)
+    assert models[-1]["network.unused"].tolist() == [1, 1]
+
+
 def test_fedharmo_without_its_parts_is_fedavg_and_averages_batches() -> None:
     settings = {"local_epochs": 2, "batch": 16}
     models = []

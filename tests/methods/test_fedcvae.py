@@ -77,6 +77,9 @@ def test_server_samples_label_distributions_and_truncated_normal() -> None:
     assert float(inputs[:, :3].abs().max()) <= 3
     for decoder, part in zip(decoders, (slice(615), slice(615, None)), strict=True):
         torch.testing.assert_close(pixels[part], torch.sigmoid(decoder(inputs[part])))
+    few = [(decoders[0], counts[0]), (decoders[1], counts[1] / 5)]  # one record of nine
+    for teachers in (few, few[::-1]):
+        assert len(method.draw_from(teachers, 8, torch_generator(0, "draws"))[2]) == 8
 
 
 def in_plain_torch(method: Any, device: torch.device) -> tuple[nn.Module, torch.Tensor]:

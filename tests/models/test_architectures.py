@@ -13,7 +13,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from fedsynth import FedAvg, PartitionSettings, RunSettings, simulate
+from fedsynth import FPL, FedAF, FedAvg, FedFM, FedGen, PartitionSettings, RunSettings, simulate
 from fedsynth.core.client import ExactClientView
 from fedsynth.errors import ForbiddenLayerError, SettingError, UnknownNameError
 from fedsynth.features.feature_map import Shape
@@ -71,7 +71,9 @@ def test_networks_equal_torchvision(name: str) -> None:
     options = {"aux_logits": False, "init_weights": False} if name == "googlenet" else {}
     named = name.replace("-", "_")
     reference = torchvision.models.get_model(named, num_classes=7, weights=None, **options).eval()
-    reference.load_state_dict(net.state_dict())
+    last = next(reversed(reference._modules))  # fc, head or classifier
+    state = {n.replace("classifier.", f"{last}."): v for n, v in net.state_dict().items()}
+    reference.load_state_dict(state)
     with torch.no_grad():
         torch.testing.assert_close(net(x), reference(x))
 
@@ -143,6 +145,9 @@ def test_classifier_of_embedding_gives_logits() -> None:
             torch.testing.assert_close(net.classifier(h), z)
             torch.testing.assert_close(net(x[:1]), z[:1], atol=1e-5, rtol=1e-4)
         assert h.shape == (3, net.embedding_size)
+        for method in (FedAF(), FedFM(), FedGen(), FPL()):  # which need the last layer's shape
+            method.check_model(net)
+            assert method.initial_state(net.state_dict())
 
 
 @pytest.mark.parametrize("name", ["convnet", "lenet5", "linear"])
@@ -289,21 +294,29 @@ def test_unsupported_networks_have_no_vjp(shape: Shape, norm: str) -> None:
     assert random_network(shape, 4, 3, norm).embed_vjp(random_tensor(2, *shape)) is None
 
 
-def test_groups_are_normalised_separately() -> None:
-    """Compares torch's batch norm of vectors per interleaved group."""
-    layer, draws = nn.BatchNorm1d(4), torch.Generator().manual_seed(0)
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.BatchNorm1d(4), ()),
+        (nn.BatchNorm1d(4), (5,)),
+        (nn.BatchNorm2d(4, affine=False), (3, 2)),
+    ],
+)
+def test_groups_are_normalised_separately(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    """Compares torch's batch norm of vectors, series and images per interleaved group."""
+    draws = torch.Generator().manual_seed(0)
     for p in layer.parameters():
         p.data.normal_(generator=draws)
     group = torch.tensor([0, 1, 0, 2, 1, 0, 2])
     grouped = with_grouped_statistics(nn.Sequential(layer))
     SharedStatistics.of(grouped).assign(group, 3)
-    x = (torch.randn(7, 4, generator=draws) * 3 + 10).requires_grad_()
-    expected = torch.empty(7, 4)
+    x = (torch.randn(7, 4, *shape, generator=draws) * 3 + 10).requires_grad_()
+    expected = torch.empty(7, 4, *shape)
     for g in range(3):
         expected[group == g] = layer(x[group == g])
     actual = grouped(x)
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
-    v = torch.randn(7, 4, generator=draws)
+    v = torch.randn(7, 4, *shape, generator=draws)
     gradients = [torch.autograd.grad(output, x, v) for output in (actual, expected)]
     torch.testing.assert_close(*gradients, atol=1e-3, rtol=1e-3)
 

@@ -164,10 +164,10 @@ def test_faults_are_detected_before_charges(tmp_path: Path) -> None:
         (CONDENSING, with_attribute(constant(torch.zeros(2).double())), "torch.float64"),
         (CONDENSING, with_attribute(constant(torch.eye(2).to_sparse())), "cannot be copied"),
         (CONDENSING, with_attribute(nn.Linear(2, 2, device="meta")), "no values"),
-        (CONDENSING, with_attribute(constant(torch.tensor([float("nan")]))), "not finite"),
+        (CONDENSING, with_attribute(nn.Parameter(torch.tensor([torch.nan]))), "not finite"),
         (CONDENSING, with_attribute(nn.LazyLinear(2)), "has no values yet"),
         (CONDENSING, flat, r"embed\(x\)"),  # not an AttributeError in the first step
-        (TRAINING, with_fault(lambda net: net.body.requires_grad_(False)), "body.0.weight"),
+        (CONDENSING, with_fault(lambda net: net.body.requires_grad_(False)), "freezes body.0.we"),
         (TRAINING, with_attribute(nn.Linear(2, 2)), "odd.weight"),
         (TRAINING, subclass(forward=use_weight_outside), "classifier.weight"),
         (TRAINING, lambda *args: torch.jit.script(flat(*args)), "per-example gradients .* failed"),

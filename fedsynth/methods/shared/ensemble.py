@@ -15,7 +15,7 @@ without noise. Use group norm instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any, ClassVar
@@ -135,10 +135,21 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
     }
 
     def result(
-        self, training: OneShotDistillation, context: RoundContext, matrices: Tensors | None = None
+        self,
+        training: OneShotDistillation,
+        clients: Iterable[int],
+        context: RoundContext,
+        matrices: Tensors | None = None,
     ) -> EnsembleState:
-        """Gives the student its final weights, and returns the state after the last epoch."""
-        self._note_models(training.models, context)
+        """Gives the student its final weights, and returns the state after the last epoch.
+
+        Args:
+            training: the finished training on the models of `clients`, in their order.
+            clients: the indices of the clients.
+            context: the round's context.
+            matrices: matrices for the run folder.
+        """
+        self._note_models(training.models, clients, context)
         student, other = training.student, training.average.state_dict()
         if self.student_weights == "average":
             other = {name: value.clone() for name, value in student.state_dict().items()}
@@ -160,16 +171,19 @@ class DataFreeEnsembleDistillation(EnsembleDistillation, HeterogeneousClients, O
             names = names[::-1]
         return dict(zip(names, (state.parameters, state.other), strict=True))
 
-    def _note_models(self, models: Sequence[nn.Module], context: RoundContext) -> None:
+    def _note_models(
+        self, models: Sequence[nn.Module], clients: Iterable[int], context: RoundContext
+    ) -> None:
         """Warns the user if the batch-norm loss leaves out some clients' models.
 
         These models have no batch norm with running statistics.
         """
-        without = [str(k) for k, model in enumerate(models) if not has_statistics(model)]
+        pairs = zip(clients, models, strict=True)
+        without = [str(client) for client, model in pairs if not has_statistics(model)]
         if self.bn_weight and without:
             context.note(
-                f"the batch-norm loss cannot use the models {', '.join(without)}, because they "
-                "have no batch norm with running statistics"
+                f"the batch-norm loss cannot use the models of clients {', '.join(without)}, "
+                "because they have no batch norm with running statistics"
             )
 
     def facts(self, state: EnsembleState, context: RoundContext) -> Mapping[str, Any]:

@@ -503,7 +503,7 @@ class TrainsLocally(Measurements):
             clipped="gradient of each example with respect to all parameters",
             clip=privacy.clip or 1.0,
             sample_rate=rate,
-            steps=self.local_steps or math.ceil(self.local_epochs / rate),
+            steps=self.local_steps or math.ceil(self.local_epochs / rate - 1e-9),
             dimension=parameter_count(context.architecture),
         )
         return (plan,)
@@ -518,7 +518,7 @@ class TrainsLocally(Measurements):
         steps = model.steps
         epochs = self.straggler_epochs(context).get(client)
         if epochs is not None:
-            steps = math.ceil(epochs / model.sample_rate)
+            steps = math.ceil(epochs / model.sample_rate - 1e-9)
         return replace(model, steps=steps, dimension=dimension), *further
 
     def _sgd(self, epochs: int, context: RoundContext) -> sgd.SgdSettings:
