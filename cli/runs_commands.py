@@ -242,11 +242,17 @@ def reproduce(
     The results of finished runs are in OUTPUT/TABLE.jsonl, and these runs are not repeated. To
     resume after an interruption, repeat the command. With --time-budget 0, only finished runs are
     compared. Claims about the order of methods are judged by the finished runs of the whole table.
-    A table has one seed by default, and a smaller edition several.
+    A table has one seed by default, and a smaller edition several. If a run fails, the others
+    continue, and the exit code is 1.
 
     Example: `fedsynth reproduce feddm:table2 --dataset mnist --alpha 0.1 --method feddm --seeds 3`.
     """
+    overrides = options.set_options(settings or [])
+    changes = {section: values for section, values in overrides.items() if values}
     if preset is None:
+        selection = (dataset, alpha, method, cell, edition, seeds, changes)
+        if any(value not in (None, "", {}) for value in selection):
+            raise OptionError("the options select cells of a TABLE. Name one of the tables")
         _list_tables()
         return
     from fedsynth.cli.progress import make_observer
@@ -269,8 +275,6 @@ def reproduce(
     if listed:
         _list_cells(table, cells)
         return
-    overrides = options.set_options(settings or [])
-    changes = {section: values for section, values in overrides.items() if values}
     speed = {"run": chosen["run"], "data": chosen["data"]}
     for entry in cells:
         if reason := table.refusal(entry):
@@ -286,15 +290,19 @@ def reproduce(
     outcomes = list(runner.run(jobs))
     rows = rows_by_hash(output)
     compared = lines(table, cells, range(table.seeds), rows, changes)
-    unfinished = sum(outcome.status not in ("finished", "existing") for outcome in outcomes)
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    done = sum(outcome.status in ("finished", "existing") for outcome in outcomes)
+    unfinished = len(outcomes) - done - len(errors)
     _print_comparison(table, compared)
     _print_judgements(judgements(table, rows, changes))
     if unfinished:
         count = f"{unfinished} of {len(outcomes)}"
         say(f"{count} runs are unfinished. Repeat the command to finish them")
-    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     if errors and len(errors) == len(outcomes):
         raise errors[0]
+    if errors:
+        say(f"{len(errors)} of {len(outcomes)} runs failed, as stated above")
+        raise typer.Exit(1)
 
 
 def _print_comparison(table: Preset, lines: Sequence[Line]) -> None:

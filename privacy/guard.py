@@ -39,7 +39,7 @@ from typing import Annotated, Any, Literal
 import safetensors.torch
 import torch
 from pydantic import Field
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedsynth.errors import LedgerError, PrivacyError, faults_as, short_repr
@@ -266,14 +266,25 @@ class UpdateGuard:
                     "request's arrays"
                 ).with_code("guard.arrays")
 
+    def _stored_answer(self, digest: str) -> Tensor | None:
+        try:
+            with safe_open(self._answer_file, "pt") as answers:
+                if digest in answers.keys():  # noqa: SIM118  # no mapping
+                    stored: Tensor = answers.get_tensor(digest)
+                    return stored
+        except SafetensorError:
+            raise LedgerError(
+                f"the stored answer {self._answer_file} is damaged. Delete it. A repeated request "
+                "is then charged again"
+            ).with_code("guard.answer") from None
+        return None
+
     def _answer(self, digest: str, update_D: Tensor) -> Tensor:
         """Returns a new noisy update, or the stored one for a repeated request."""
         sent = self._answer_file
         with locked_file(self.folder / f"{self.client}.lock"):
-            if sent.exists():
-                with safe_open(sent, "pt") as answers:
-                    if digest in answers.keys():  # noqa: SIM118  # no mapping
-                        return answers.get_tensor(digest)
+            if sent.exists() and (stored := self._stored_answer(digest)) is not None:
+                return stored
             plan = ReleasePlan(
                 name="update",
                 quantity="model update",

@@ -136,10 +136,10 @@ def sites_with_masks(root: Path) -> list[Path]:
     """
     folders = [f for f in sorted(root.iterdir()) if f.is_dir()] if root.is_dir() else []
     sites = [f for f in folders if (f / IMAGES).is_dir() and (f / MASKS).is_dir()]
-    others = [f for f in folders if f not in sites and not f.name.startswith((".", "__"))]
-    if sites and others:
+    incomplete = [f for f in folders if f not in sites and not f.name.startswith((".", "__"))]
+    if sites and incomplete:
         raise DataFilesCorruptError(
-            f"{one_line(others[0])} does not have the folders {IMAGES} and {MASKS}, as "
+            f"{one_line(incomplete[0])} does not have the folders {IMAGES} and {MASKS}, as "
             f"{one_line(sites[0])} has. Rename its folders, or remove it"
         ).with_code("data.mask_pairs")
     return sites

@@ -70,10 +70,10 @@ def pairs_of(site: Path) -> list[Pair]:
 
 def _files(folder: Path) -> list[Path]:
     files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".")]
-    others = [f for f in files if not is_image(f)]
-    if others:
+    not_images = [f for f in files if not is_image(f)]
+    if not_images:
         raise DataFilesCorruptError(
-            f"{one_line(others[0])} is not an image. Remove it, or convert it to PNG"
+            f"{one_line(not_images[0])} is not an image. Remove it, or convert it to PNG"
         ).with_code("data.other_files")
     by_stem = {_stem(f): f for f in files}
     if len(by_stem) < len(files):

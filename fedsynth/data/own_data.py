@@ -166,10 +166,10 @@ def read_own_data(
         spec = declared_spec(settings, declaration)
         require_declared(with_classes(records, spec.class_names), declaration)
     is_ordered = declaration is not None or bool(records.stated)
-    train, *others = (as_data(table, spec, note, is_ordered=is_ordered) for table in tables)
+    train, *test_data = (as_data(table, spec, note, is_ordered=is_ordered) for table in tables)
     if declaration is not None:
         require_declared_counts(train, declaration)
-    test = replace(others[0], groups=None) if others else None
+    test = replace(test_data[0], groups=None) if test_data else None
     sites, names = by_site(records, getattr(declaration, "sites", None))
     skipped = sum((table.skipped for table in tables), ())
     excluded = sum((table.excluded for table in tables), ())

@@ -233,8 +233,11 @@ class Preset:
         """Returns a smaller edition of the table.
 
         Raises:
+            PresetError: the table has no editions.
             UnknownNameError: the table has no edition with this name.
         """
+        if not self.editions:
+            raise PresetError(f"the table {self.name} has no smaller editions. Remove --edition")
         if name not in self.editions:
             raise unknown_name("edition", name, self.editions)
         edition = self.editions[name]

@@ -64,7 +64,9 @@ def continued_sections(share: Path, sections: Sections) -> dict[str, dict[str, A
     ledger = LedgerFolder(folder).ledgers().get(client)
     facts = [sequence.stored_facts(number) for number in range(1, period + 1)]
     head = report["ledger_heads"][client]
-    return _merged(sections, _complete(facts, ledger, head["chain"], folder), period + 1)
+    merged = _merged(sections, _complete(facts, ledger, head["chain"], folder), period + 1)
+    merged["privacy"]["ledger"] = str(folder)  # it may have moved since the first period
+    return merged
 
 
 def _complete(

@@ -368,7 +368,9 @@ class Simulation(ActiveRun):
             return f"{progress}{self._spent()}. Nothing was written"
         if has_periods(self.method):
             return f"{progress}{self._spent()}. Repeat the command, which charges nothing again"
-        charge_note = ". Resuming charges the interrupted round again" if self._private else ""
+        charge_note = ""
+        if self._private and completed < self.settings.rounds:
+            charge_note = ". Resuming charges the interrupted round again"
         command = f"fedsynth train --resume {shlex.quote(str(self.folder.path))}"
         return f"{progress}{self._spent()}{charge_note}. To resume: {command}"
 

@@ -30,7 +30,7 @@ import secrets
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedsynth.errors import LedgerError
-from fedsynth.files import create_once, lock, open_regular, read_regular
+from fedsynth.files import create_once, lock, open_regular, read_regular, sync_folder
 from fedsynth.privacy.ledger import Ledger, read_ledger
 from fedsynth.privacy.releases import require
 
@@ -360,17 +360,23 @@ class LedgerFolder:
 
     def _opened(self, name: str, present: Records, index: _RecordIndex, dataset: str) -> Ledger:
         fingerprint = index.fingerprint(name, present)
-        if not (index.folder / fingerprint).exists():
-            create_once(index.folder / fingerprint, _packed(present))
+        listed, pending = index.folder / fingerprint, index.folder / f".{fingerprint}"
+        # Until the ledger refers to it, the list has a hidden name. If the process ends before, the
+        # list is thus not taken for that of a missing ledger.
+        if not listed.exists():
+            create_once(pending, _packed(present))
         ledger = index.ledgers.get(name)
         if ledger is None:
-            return Ledger(name, self._file(name), dataset=dataset, records=fingerprint)
-        if (
+            ledger = Ledger(name, self._file(name), dataset=dataset, records=fingerprint)
+        elif (
             ledger.lines.may_change
             or not index.is_current(name, present)
             or ledger.dataset != dataset
         ):
             ledger.take_records(fingerprint, dataset)
+        if pending.exists():
+            pending.replace(listed)
+            sync_folder(index.folder)
         return ledger
 
     @contextmanager
@@ -488,10 +494,10 @@ class _RecordIndex:
 
     def records_of(self, fingerprint: str) -> Records | None:
         """Returns the records with the given fingerprint, or None if their file is missing."""
-        try:
-            return _unpacked(read_regular(self.folder / fingerprint, MAX_RECORDS_BYTES))
-        except FileNotFoundError:
-            return None
+        for name in (fingerprint, f".{fingerprint}"):
+            with suppress(FileNotFoundError):
+                return _unpacked(read_regular(self.folder / name, MAX_RECORDS_BYTES))
+        return None
 
 
 def _period(sequence: ReleaseSequence | None) -> int:

@@ -26,6 +26,8 @@ import fedsynth as library
 from fedsynth.cli.application import PACKAGE
 from fedsynth.data.images import normalise
 from fedsynth.data.registry import dataset_spec
+from fedsynth.errors import DataFilesMissingError
+from fedsynth.experiments.runner import Outcome, Runner
 from fedsynth.federation.context import choose_speed
 from fedsynth.federation.protocol import Observer
 from fedsynth.formatting import format_epsilon
@@ -246,6 +248,20 @@ def test_reproduce_runs_changed_cell(fedsynth: Call, tmp_path: Path) -> None:
     whole = fedsynth(f"{line} --time-budget 0")
     assert "not run" in whole.stdout
     assert "not begun" in whole.stderr
+
+
+def test_reproduce_reports_failed_runs_and_ineffective_options(
+    fedsynth: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the exit code was 0, and the options had no effect."""
+    for options in ("--edition small", "--seeds 2", "--set local_epochs=1", "--method fedavg"):
+        fedsynth(f"reproduce {options}").assert_refused("Name one of the tables")
+    fedsynth("reproduce feddm:table3 --edition small").assert_refused("has no smaller editions")
+    outcomes = [Outcome("failed", "no file", DataFilesMissingError("no file")), Outcome("existing")]
+    monkeypatch.setattr(Runner, "run", lambda self, jobs: iter(outcomes))
+    refused = fedsynth(f"reproduce {CELL} --output {tmp_path / 'found'}")
+    assert refused.code == 1
+    assert "1 of 2 runs failed" in refused.stderr
 
 
 def test_train_uses_preset_of_table(fedsynth: Call, tmp_path: Path) -> None:

@@ -243,6 +243,17 @@ def test_repeated_request_is_charged_once(tmp_path: Path) -> None:
     assert rows(tmp_path) == 3
 
 
+def test_a_damaged_answer_is_named(tmp_path: Path) -> None:
+    make(tmp_path)
+    update_of(tmp_path, 1)
+    answer = tmp_path / "clinic.safetensors"
+    answer.write_bytes(answer.read_bytes()[:20])
+    with raises(LedgerError, "guard.answer") as caught:
+        update_of(tmp_path, 1)
+    assert str(answer) in str(caught.value)
+    assert rows(tmp_path) == 1
+
+
 def test_a_deleted_ledger_is_detected(tmp_path: Path) -> None:
     make(tmp_path)
     update_of(tmp_path, 0)

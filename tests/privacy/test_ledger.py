@@ -444,6 +444,30 @@ def test_uncharged_ledgers_accept_other_records(folder: Path) -> None:
     rejects("are already in ledger", folder, "abcd", "efgh")
 
 
+@pytest.mark.parametrize("stopped", ["before the ledger", "after the ledger", "new records"])
+def test_runs_that_end_while_a_ledger_is_opened_can_be_repeated(
+    folder: Path, stopped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the list of records remained, and counted as that of a missing ledger."""
+    records = "abc"
+    if stopped == "new records":
+        charge_all(folder, "abx")
+        LedgerFolder(folder).carry_over("client-000")
+    with monkeypatch.context() as patched:
+        failing: dict[str, tuple[type, str]] = {
+            "before the ledger": (Ledger, "_start"),
+            "after the ledger": (Path, "replace"),
+            "new records": (Ledger, "_append"),
+        }
+        patched.setattr(*failing[stopped], Mock(side_effect=OSError("No space left on device")))
+        with pytest.raises((OSError, LedgerError)):
+            opened(folder, records)
+    charge_all(folder, records)
+    assert not list((folder / "private").glob(".[0-9a-f]*"))
+    (folder / "client-000.jsonl").unlink()
+    rejects("does not contain the ledger", folder, records)  # as before
+
+
 def test_equal_records_of_clients_are_separate_examples(folder: Path) -> None:
     """Equal records, such as blank images, count as unmoved while both clients are present."""
     charge_all(folder, "abb", "bc")

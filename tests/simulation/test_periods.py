@@ -72,6 +72,15 @@ def owner(tmp_path: Path) -> Owner:
     return Owner(tmp_path)
 
 
+def test_periods_continue_after_the_folder_has_moved(owner: Owner) -> None:
+    """Regression: the first period's path of the ledger was kept."""
+    owner.run("1", "s1")
+    moved = owner.root.with_name(f"{owner.root.name}-moved")
+    owner.root.rename(moved)
+    owner.root = moved
+    owner.run("2", "s2", "s1")
+
+
 def test_periods_share_one_budget(owner: Owner) -> None:
     spent, shares = [], ["1"]
     owner.run("1", "1")
