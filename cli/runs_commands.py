@@ -291,8 +291,7 @@ def reproduce(
     rows = rows_by_hash(output)
     compared = lines(table, cells, range(table.seeds), rows, changes)
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    done = sum(outcome.status in ("finished", "existing") for outcome in outcomes)
-    unfinished = len(outcomes) - done - len(errors)
+    unfinished = sum(outcome.status in ("stopped", "not begun") for outcome in outcomes)
     _print_comparison(table, compared)
     _print_judgements(judgements(table, rows, changes))
     if unfinished:

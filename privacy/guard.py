@@ -274,8 +274,8 @@ class UpdateGuard:
                     return stored
         except SafetensorError:
             raise LedgerError(
-                f"the stored answer {self._answer_file} is damaged. Delete it. A repeated request "
-                "is then charged again"
+                f"the stored answer {self._answer_file} is damaged. Restore it from a backup, or "
+                "delete it to answer and charge the request again"
             ).with_code("guard.answer") from None
         return None
 
