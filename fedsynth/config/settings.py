@@ -163,7 +163,9 @@ class RunSettings:
             `simulation_only`, and "dissimilarity" is refused.
         participation: share C of the clients that takes part in each round, drawn from the seed.
         sampling: how the clients of a round are drawn: "uniform", or in proportion to their "size"
-            n_k (FedProx; not with differential privacy).
+            n_k, without replacement (not with differential privacy). Averages by n_k, which suit
+            uniform draws, then favour large clients. FedProx averages such draws with equal
+            weights.
         client_failures: probability with which each client of a round fails in simulation, drawn
             from the seed. A failing client crashes before its step, hangs in its step, or answers
             too late (`fedsynth.config.participation`).
