@@ -529,7 +529,7 @@ def as_data(
         spec: the specification.
         note: a function that receives notes about converted images.
         private: whether the images may contain unreadable files, or no files.
-        is_ordered: whether somebody has stated the order of the classes, so that labels may be
+        is_ordered: whether the order of the classes is stated, so that labels may be
             class indices. Names sorted from the training labels have no such order.
 
     Raises:

@@ -141,7 +141,7 @@ def with_classes(records: Records, class_names: tuple[str, ...]) -> Records:
 
     Args:
         records: the records.
-        class_names: the class names, whose order somebody has stated.
+        class_names: the class names, in a stated order.
     """
     numbers = set(map(str, range(len(class_names))))
     named_by_numbers = any(name.strip("+-").isdigit() for name in class_names)
