@@ -429,7 +429,8 @@ def gradient_dependence(
         gradients = ExampleGradients(model, backward)
 
         def rows(x: Tensor, y: Tensor, compute: ExampleGradients = gradients) -> Tensor:
-            return compute(x, y.to(x.device))
+            factors = compute(x, y.to(x.device))
+            return LayerGradients(factors, compute.blocks, bound=1.0).compared()
 
         dependence = dependence_on_batch(rows, inputs, operations=False, holders=(model, used))
         moved = max(result.moved, dependence.moved)
@@ -518,6 +519,8 @@ class ExampleGradients:
                 f"the loss function must return one value for each of {len(x_NCHW)} examples, "
                 f"got shape {list(losses.shape)}"
             ).with_code("model.losses")
+        if not uses:
+            raise PrivacyError("the loss does not call the model. Call the model that it receives")
         layers, inputs, edges = zip(*uses, strict=True)
         backprops = torch.autograd.grad(losses.sum(), edges, allow_unused=True)
         return [use for use in zip(layers, inputs, backprops, strict=True) if use[2] is not None]

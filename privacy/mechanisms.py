@@ -424,6 +424,17 @@ class GaussianSumMechanism:
         self._sums = torch.zeros(self._groups, self._width, dtype=torch.float64)
         return self._secret.poisson_sample(units, self._release.sample_rate)
 
+    def check_rows(self, rows_ND: Tensor) -> None:
+        """Checks the shape of vectors for `add`. With fewer coordinates, they would share noise.
+
+        Raises:
+            PrivacyError: the vectors are not [N, width].
+        """
+        if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
+            raise PrivacyError(
+                f"rows_ND must have the shape [N, {self._width}], got {list(rows_ND.shape)}"
+            ).with_code("mechanism.shape")
+
     def add(self, rows_ND: Tensor, groups_N: Tensor, sample: Sample | None = None) -> None:
         """Clips the sampled records' vectors and adds each to its group's sum.
 
@@ -436,11 +447,7 @@ class GaussianSumMechanism:
                 separately.
         """
         sums = self._open_sums(sample)
-        # with fewer coordinates, broadcasting would share noise
-        if rows_ND.dim() != 2 or rows_ND.shape[1] != self._width:
-            raise PrivacyError(
-                f"rows_ND must have the shape [N, {self._width}], got {list(rows_ND.shape)}"
-            ).with_code("mechanism.shape")
+        self.check_rows(rows_ND)
         self._sums = sums.to(rows_ND.device, non_blocking=True)
         if sample is None or sample.users is None or sample.shares is None:
             self._sums += clipped_sums(rows_ND.detach(), groups_N, self._groups, self.sensitivity)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fedsynth.errors import BudgetExceededError, PrivacyError, UnplannedReleaseError
 from fedsynth.files import write_output
+from fedsynth.formatting import format_rounded_up
 from fedsynth.privacy import dpsgd
 from fedsynth.privacy.accounting import calibrate_noise_multiplier, epsilon
 from fedsynth.privacy.batch_independence import (
@@ -211,8 +212,9 @@ class DataOwner:
         if spent >= target * (1 - NOTHING_LEFT):
             raise BudgetExceededError(
                 f"data owner {self.name!r} has no budget left: its ledger in "
-                f"{self._ledger.path or 'memory'} has spent ε = {spent:.4g} of {target:g} (at δ = "
-                f"{self.delta:g}). Raise the total ε",
+                f"{self._ledger.path or 'memory'} has spent ε = "
+                f"{format_rounded_up(spent, 4)} of {target:g} (at δ = {self.delta:g}). Raise the "
+                "total ε",
                 (self.name, spent, target),
             ).with_code("budget.spent")
         number = len(rows) + 1
@@ -227,6 +229,7 @@ class DataOwner:
         self._charged.append(mechanism)
         return mechanism
 
+    @torch.enable_grad()
     def class_sums(
         self,
         mechanisms: Sequence[GaussianSumMechanism],
@@ -252,7 +255,8 @@ class DataOwner:
 
         Raises:
             UnplannedReleaseError: the mechanism was not created by this owner's `charge`.
-            PrivacyError: the trial found that a vector depends on more than its own record.
+            PrivacyError: the trial found that a vector depends on more than its own record, or has
+                another length than the mechanism's.
         """
         (only,) = mechanisms
         if only not in self._charged:
@@ -263,6 +267,7 @@ class DataOwner:
         length, count = self.check_independent(
             values, sample_rate=only.sample_rate, start_over_row=start_over_row
         )
+        only.check_rows(values(self.public_records(length), torch.zeros(length, dtype=torch.int64)))
 
         def inputs(parts: Parts) -> tuple[Tensor, Tensor]:
             ((_, part),) = parts
@@ -441,7 +446,7 @@ class DataOwner:
         )
         optimiser = _TorchOptimiser(optimizer)
         weights = torch.zeros(plan.dimension, device=self.device)
-        optimiser.update(weights, weights.clone(), optimiser.init(weights))  # may raise
+        optimiser.update(weights, torch.ones_like(weights), optimiser.init(weights))  # may raise
         mechanism = self.charge(plan, total_epsilon, noise_multiplier)
         dpsgd.dp_sgd(
             model,
@@ -514,8 +519,14 @@ class _TorchOptimiser:
     def init(self, w: Tensor) -> tuple[Tensor, ...]:
         self._vector = nn.Parameter(w)  # shares memory with w
         self._optimizer = self._make([self._vector])
+        groups = getattr(self._optimizer, "param_groups", [])
+        updated = [p for group in groups for p in group["params"]]
+        rule = "must return a torch optimizer of the parameters that it receives"
+        require([*map(id, updated)] == [id(self._vector)], "optimizer", rule, "another optimizer")
         return ()
 
     def update(self, w: Tensor, gradient: Tensor, state: tuple[Tensor, ...]) -> None:
         self._vector.grad = gradient
         self._optimizer.step()
+        if self._vector.data_ptr() != w.data_ptr():  # the optimizer has replaced the data
+            w.copy_(self._vector.detach())

@@ -159,7 +159,7 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
     if expected is None:
         return longest
     best = power_of_two(math.sqrt(2 * expected * start_over_row))
-    return min(max(MIN_LENGTH, best), longest)
+    return max(MIN_LENGTH, min(best, longest))
 
 
 def pass_size(
@@ -256,7 +256,10 @@ def _values(compute: Callable[..., Tensor], records: Sequence[Tensor]) -> Tensor
             f"the function must return one value for each of {len(records[0])} records, got "
             f"{len(values)}"
         )
-    return values
+    if values.is_complex():
+        raise TypeError("the function must return real numbers, got complex ones")
+    # a value may be replaced by NaN, which integers do not have
+    return values if values.is_floating_point() else values.float()
 
 
 def public_like(tensor: Tensor) -> Tensor:

@@ -84,6 +84,14 @@ class Products(ABC):
                 object.__setattr__(part, name, value[indices])
         return part
 
+    def compared(self) -> Tensor:
+        """Returns numbers [N, D] whose changes, relative to their norm, are those of the vectors.
+
+        The trial of a step compares them, because the vectors themselves may be too long.
+        """
+        factors = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return torch.cat(factors, dim=1)
+
     @abstractmethod
     def rows(self) -> Tensor:
         """Computes each example's vector [N, width] in float64, for tests and audits."""
@@ -99,6 +107,19 @@ class Products(ABC):
     def add_to(self, total_D: Tensor, shares_N: Tensor | None = None) -> None:
         """Adds `sums(shares_N)` to `total_D` (float64) in place."""
         total_D += self.sums(shares_N)
+
+
+def balanced(*factors: Tensor) -> Tensor:
+    """Concatenates the factors [N, …] of products, each scaled by the norms of the others.
+
+    Otherwise a long factor would hide changes of a short one.
+    """
+    flat = [factor.flatten(1) for factor in factors]
+    if len(flat) == 1:
+        return flat[0]
+    first, second = flat
+    norms = [factor.double().norm(dim=1, keepdim=True).float() for factor in flat]
+    return torch.cat([first * norms[1], second * norms[0]], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +164,9 @@ class Outer(Products):
     @property
     def width(self) -> int:
         return self.column.shape[1] * self.row.shape[1]
+
+    def compared(self) -> Tensor:
+        return balanced(self.column, self.row)
 
     def rows(self) -> Tensor:
         column, row = clip_rows(self.column, self.bound), clip_rows(self.row, 1.0)
@@ -204,6 +228,9 @@ class LayerGradients(Products):
         """Computes each example's gradient without clipping, [N, width]."""
         blocks = [outer_products(*vectors) for vectors in self._vectors()]
         return torch.cat(blocks, dim=1)
+
+    def compared(self) -> Tensor:
+        return torch.cat([balanced(*vectors) for vectors in self._vectors()], dim=1)
 
     def rows(self) -> Tensor:
         exact = replace(self, values=self.values.to(torch.float64))

@@ -96,8 +96,8 @@ class ReachableState:
         if isinstance(value, Tensor):
             self.tensors[path] = value.shape
             yield f"{path}.attributes", dict(vars(value))
-        if isinstance(value, _ATOMS):
-            self.code.add((path, digest))
+        if isinstance(value, _ATOMS) or _is_number(value):
+            self.code.add((path, repr(value) if digest is None else digest))
         if digest is not None:
             self.values[path] = type(value).__name__, digest
         elif isinstance(value, type):
@@ -198,6 +198,13 @@ def _unordered(values: Any) -> Iterator[tuple[str, object]]:
     for value in values:
         digest = _digest(value)
         yield (repr(digest) if digest is not None else type(value).__name__), value
+
+
+def _is_number(value: object) -> bool:
+    """Returns True for a NumPy number, and for an array or tensor of one, which may be a switch."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.requires_grad
+    return isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.size == 1)
 
 
 def _names(code: types.CodeType) -> set[str]:

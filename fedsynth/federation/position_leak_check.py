@@ -82,6 +82,10 @@ WEIGHT_NOISE = 0.01
 ADDS = "adds vectors to a mechanism without a function of its client view"
 
 
+# errors of code, whatever the images are
+_MISTAKES = (AttributeError, ImportError, NameError, TypeError)
+
+
 class _LastReleaseError(Exception):
     """Raised to end a step after the last release that its trial needs."""
 
@@ -195,10 +199,7 @@ class TrialClientView(PrivateClientView):
 
 def _vectors(values: Values) -> Tensor:
     """Returns the records' vectors. If they are products, returns their factors instead."""
-    if isinstance(values, Products):
-        factors = [value for value in vars(values).values() if isinstance(value, Tensor)]
-        return torch.cat(factors, dim=1)
-    return values[0]
+    return values.compared() if isinstance(values, Products) else values[0]
 
 
 class StepTrial:
@@ -306,7 +307,9 @@ class StepTrial:
             except Exception as error:
                 if self.finding:  # which must not be lost
                     return states
-                if exchange == MAIN and not self.releases_left:
+                # after the last release, what the step does with random images may fail
+                is_mistake = isinstance(error, _MISTAKES)
+                if exchange == MAIN and not self.releases_left and not is_mistake:
                     return states
                 error.add_note(f"in the {exchange} exchange of round {context.round}")
                 raise
@@ -532,7 +535,7 @@ def _trials(
     method, own_method = plan.run.method, is_own_method(plan.run.method)
     tried = {1}
     if own_method:
-        tried.add(min(2, plan.run.rounds))
+        tried.update((min(2, plan.run.rounds), plan.run.rounds))
     if isinstance(method, VaryingReleases):  # the first round with each kind of step
         kinds = {plan.round_plans(number): number for number in range(plan.run.rounds, 0, -1)}
         tried.update(kinds.values())

@@ -189,7 +189,7 @@ class FeatureMatching:
             rows.append(members[chosen.to(members.device)])
         return self.x[torch.stack(rows)]
 
-    def begin(self) -> None:
+    def begin(self, synthetic: Tensor) -> None:
         """Charges nothing, because this objective is not private."""
 
     def gradient(self, step: int, synthetic: Tensor) -> Tensor:
@@ -236,15 +236,18 @@ class _PrivateMatching:
         records = self.owner.public_records(self.classes * per_class, seed)
         return records.view(self.classes, per_class, *self.owner.record_shape)
 
-    def begin(self) -> None:
+    def begin(self, synthetic: Tensor) -> None:
         """Charges the owner for all steps.
+
+        Args:
+            synthetic: the start records, [classes, per_class, ...].
 
         Raises:
             BudgetExceededError: the owner's budget does not allow all steps.
             PrivacyError: a record's features or gradient depend on other records.
         """
         features = self._features(0)
-        self._check(features)
+        self._check(features, synthetic)
         plan = ReleasePlan(
             name="images",
             quantity="synthetic records",
@@ -258,7 +261,7 @@ class _PrivateMatching:
         )
         self._mechanisms = [self.owner.charge(plan, self.total_epsilon)]
 
-    def _check(self, features: matching.NetworkFeatures) -> None:
+    def _check(self, features: matching.NetworkFeatures, synthetic: Tensor) -> None:
         """Tests that each record's features do not depend on the other records of its batch."""
         self.owner.check_independent(
             lambda x, y: features.real(x, _pair(x)), sample_rate=self.sample_rate
@@ -324,9 +327,8 @@ class GradientMatching(_PrivateMatching):
     mechanism = "gradient"
     loss: Loss = mean_distance
 
-    def _check(self, features: matching.NetworkFeatures) -> None:
-        super()._check(features)
-        synthetic = self.start(self._per_class, seed=0)
+    def _check(self, features: matching.NetworkFeatures, synthetic: Tensor) -> None:
+        super()._check(features, synthetic)
 
         def gradients(x: Tensor, y: Tensor) -> Tensor:
             return private_matchers.per_example_gradients(
@@ -392,11 +394,13 @@ def condense(
             raise ValueError(
                 f"start must have shape {list(synthetic.shape)}, got {list(start.shape)}"
             )
-        synthetic.copy_(start)
+        if not bool(start.isfinite().all()):
+            raise ValueError("start must be finite, got NaN or infinity. Correct the start records")
+        synthetic.copy_(start).clamp_(*objective.bounds)
     optimiser = MomentumSgd(lr, momentum)
     state = optimiser.init(synthetic)
     optimiser.update(synthetic.clone(), torch.zeros_like(synthetic), state)  # may raise
-    objective.begin()
+    objective.begin(synthetic)
     stderr = Console(stderr=True)
     for step in track(range(objective.steps), "condensing", console=stderr, disable=not progress):
         optimiser.update(synthetic, objective.gradient(step, synthetic), state)

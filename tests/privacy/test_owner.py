@@ -268,6 +268,54 @@ def test_failing_optimizers_raise_before_charge(optimizer: Any) -> None:
     assert data_owner._ledger.releases == ()
 
 
+class Replacing(torch.optim.SGD):
+    """Replaces the data of its parameters instead of changing them in place."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data - 0.5 * p.grad
+
+
+def test_optimizers_update_the_model_or_are_refused(without_noise: None) -> None:
+    """Regression: with both optimizers, the budget was spent and the model unchanged."""
+    data_owner, model = owner(), nn.Linear(6, 3)
+    with raises(PrivacySettingError, "optimizer"):
+        other = lambda p: torch.optim.SGD(model.parameters(), lr=0.5)  # noqa: E731
+        data_owner.fit(model, other, steps=1, batch_size=30, clip=1.0)
+    assert data_owner.spent() == 0
+    twins = [copy.deepcopy(model) for _ in range(2)]
+    for twin, make in zip(twins, (Replacing, torch.optim.SGD), strict=True):
+        owner().fit(twin, partial(make, lr=0.5), steps=3, batch_size=300, clip=1.0)
+    torch.testing.assert_close(*(twin.weight for twin in twins))
+    assert not torch.equal(twins[0].weight, model.weight)
+
+
+def test_mechanism_survives_vectors_of_another_length() -> None:
+    data_owner = owner()
+    mechanism = data_owner.charge(plan(dimension=18, groups=3, sample_rate=1.0, steps=2))
+    for wrong in (lambda x, y: x.sum(1), lambda x, y: x[:, :3]):
+        with raises(PrivacyError, "mechanism.shape"):
+            data_owner.class_sums([mechanism], wrong)
+    for _ in range(2):
+        assert data_owner.class_sums([mechanism], lambda x, y: x).shape == (3, 6)
+
+
+def test_failing_record_of_an_integer_function_contributes_nothing(without_noise: None) -> None:
+    """Regression: an integer cannot be NaN, so that the charged release failed."""
+
+    def histogram(x: Tensor) -> Tensor:
+        if bool((x[:, 0] > 50).any()):
+            raise ValueError
+        return (x > 0.5).long()
+
+    x = torch.cat([torch.full((1, 4), 90.0), torch.rand(40, 4)])
+    longer, plain = (unlabelled(rows, nominal_size=40) for rows in (x, x[1:]))
+    expected = plain.noisy_mean(histogram, clip=10.0)
+    assert torch.allclose(longer.noisy_mean(histogram, clip=10.0), expected, atol=1e-6)
+    with pytest.raises(TypeError, match="real numbers"):
+        plain.noisy_mean(lambda x: torch.fft.fft(x), clip=1.0, total_epsilon=5)
+
+
 def test_trial_inputs_are_within_bounds() -> None:
     """On [0, 1], this function would mix nothing."""
     data_owner = unlabelled(torch.rand(20, 4) * 255, bounds=(0, 255))
@@ -320,6 +368,64 @@ def test_mixing_records_is_rejected_before_charge(model: Any, loss: Any, message
     assert data_owner._ledger.releases == ()
 
 
+@pytest.mark.parametrize(("classes", "size"), [(26, 200), (100, 1400), (10, 10)])
+def test_mixing_within_one_class_is_rejected(classes: int, size: int) -> None:
+    """Regression: random labels had two records of a class by chance only."""
+    x, y = torch.rand(size, 3), torch.arange(size) % classes
+    data_owner = unlabelled(x, y=y, classes=classes)
+    for background in range(0, classes, max(1, classes // 10)):
+
+        def centred(x: Tensor, y: Tensor, background: int = background) -> Tensor:
+            x = x.clone()
+            chosen = (y == background).to(x.device)
+            if bool(chosen.any()):
+                x[chosen] = x[chosen] - x[chosen].mean(0)
+            return x
+
+        with raises(PrivacyError, "step.dependence"):
+            data_owner.check_independent(centred)
+
+
+class ClippedByBatch(nn.Module):
+    """Clips the gradient of its logits by the norm of the batch, if there are many examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 4)
+        nn.init.zeros_(self.layer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.layer(x)
+        if logits.requires_grad:
+            logits.register_hook(lambda g: g * (3 / g.norm().clamp_min(3)))
+        return logits
+
+
+def test_long_inputs_do_not_hide_mixed_gradients() -> None:
+    """Regression: the factors of a gradient were compared in one vector."""
+    x = torch.rand(100, 256) * 6e4 + 1e4
+    data_owner = unlabelled(x, y=torch.arange(100) % 4, classes=4, bounds=(1e4, 7e4))
+    with raises(PrivacyError, "step.dependence"):
+        data_owner.fit(ClippedByBatch(), sgd, steps=1, batch_size=100, clip=1.0)
+    model = nn.Linear(256, 4)
+    loss = lambda _, x, y: F.cross_entropy(model(x), y, reduction="none")  # noqa: E731
+    with pytest.raises(PrivacyError, match="does not call the model"):
+        data_owner.fit(model, sgd, loss=loss, steps=1, batch_size=100, clip=1.0)
+    assert data_owner.spent() == 0
+
+
+@pytest.mark.parametrize("flag", [np.True_, torch.tensor(True), np.ones(1)])
+def test_code_with_another_switch_is_tried_again(flag: Any) -> None:
+    def switched(flag: Any) -> Callable[[Tensor], Tensor]:
+        return lambda x: x - x.mean(0) if bool(flag) and len(x) > 16 else x
+
+    data_owner = owner()
+    data_owner.noisy_mean(switched(flag * 0 if isinstance(flag, np.ndarray) else ~flag), clip=1.0,
+                          total_epsilon=1.0)  # fmt: skip
+    with raises(PrivacyError, "step.dependence"):
+        data_owner.noisy_mean(switched(flag), clip=1.0)
+
+
 # ------------------------------------------------------------ user code that mixes examples
 
 Mix = Callable[[Tensor], Tensor]
@@ -359,6 +465,7 @@ INDEPENDENT: dict[str, Mix] = {
     "loop": lambda x: torch.stack([row - row.mean() for row in x]),
     "chunks": lambda x: torch.cat([part * 2 for part in x.split(3)]),
     "masked": lambda x: x.masked_fill(x > 0.5, 0.0),
+    "one-hot": lambda x: F.one_hot((4 * x[:, 0]).long().clamp(0, 4), 5).float(),
     "inactive dropout": lambda x: F.dropout(x, 0.5, training=False),
     "attention": lambda x: F.scaled_dot_product_attention(*3 * [x.view(-1, 8, 8)]).flatten(1),
 }
@@ -483,6 +590,31 @@ def run_own(method: Any, *, rounds: int = 1, **sections: Any) -> Any:
     sections = {**TWO_CLIENTS, "model": {"name": "linear"}, **sections}
     settings = resolve({**sections, "run": {"rounds": rounds}})
     return simulate(replace(settings, method=method), quiet=True).privacy
+
+
+class WarmUp(TrainsLocally):
+    """Mixes examples, or makes a mistake, in its last round only."""
+
+    name: ClassVar[str] = "own-warm-up"
+    mistake: ClassVar[bool] = False
+
+    def task(self, client: int, message: Any, state: Any, context: Any) -> LocalObjective:
+        if context.round < context.rounds:
+            return LocalObjective()
+        if not self.mistake:
+            return LocalObjective(loss=METHODS["from index 40"])
+
+        def make_upload(model: Any, trained: Any) -> Any:
+            return model.misspelt
+
+        return LocalObjective(make_upload=make_upload)
+
+
+@pytest.mark.parametrize("mistake", [False, True])
+def test_the_last_round_is_tried(mistake: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WarmUp, "mistake", mistake)
+    with pytest.raises(AttributeError if mistake else SettingError):
+        run_own(WarmUp(local_steps=2, batch=128), rounds=4)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -275,7 +275,7 @@ def test_objectives_have_the_gradient_of_the_loss(without_noise: None) -> None:
     )
     for make_network, objective in objectives:
         synthetic = objective.start(2, seed=0)
-        objective.begin()
+        objective.begin(synthetic)
         expected = autograd_gradient(make_network(), synthetic)
         assert torch.allclose(objective.gradient(0, synthetic), expected, atol=1e-5)
 
@@ -321,7 +321,18 @@ def test_networks_and_losses_are_checked_before_use() -> None:
     with pytest.raises(ValueError, match="start must have shape"):
         condense(random_loss, per_class=2, start=torch.zeros(3, 1, 1, 8, 8))
     with pytest.raises(TypeError, match="must be a function that returns a network"):
-        residual(data_owner, fixed_network(), steps=1).begin()
+        condense(residual(data_owner, fixed_network(), steps=1))
+    with pytest.raises(ValueError, match="start must be finite"):
+        condense(random_loss, per_class=2, start=torch.full((CLASSES, 2, 1, 8, 8), torch.nan))
+    # the gradient of a deviation is not finite where all start records are equal
+    spread = syn.GradientMatching(
+        data_owner, lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 8)),
+        loss=lambda real, made: (made.var(0).sqrt() - 1).square().sum() + real.sum() * made.sum(),
+        clip=1.0, steps=1,
+    )  # fmt: skip
+    with pytest.raises(PrivacyError, match="no finite value"):
+        condense(spread, per_class=3, start=torch.full((CLASSES, 3, 1, 8, 8), 0.5))
+    assert data_owner.spent() == 0
 
 
 def test_condensation_is_reproducible_and_bounded() -> None:
