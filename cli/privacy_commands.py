@@ -257,8 +257,11 @@ def audit(
     if run is not None:
         command = (
             f"fedsynth privacy audit --run {shlex.quote(run.resolve().name)} --canaries "
-            f"{result.canaries} --guesses {result.guesses} --confidence {result.confidence}"
+            f"{result.canaries // repeats} --guesses {result.guesses // repeats} --confidence "
+            f"{result.confidence}"
         )
+        if repeats > 1:
+            command += f" --repeats {repeats}"
         write_audit(run, settings, result.entry(command))
     _show(result, command, as_json)
 
@@ -518,6 +521,7 @@ def spent(
     """
     from fedsynth.formatting import format_rounded_up, printable
     from fedsynth.privacy.accounting import epsilon
+    from fedsynth.privacy.audit_bounds import down
     from fedsynth.privacy.ledger.folder import LedgerFolder
     from fedsynth.privacy.report.build import reasons_in_ledgers
     from fedsynth.privacy.settings import PrivacySettings
@@ -538,7 +542,7 @@ def spent(
         ]
         if settings.epsilon is not None:
             unspent = max(0.0, settings.epsilon - used)
-            parts.append(f"remaining below ε = {settings.epsilon:g}: {unspent:.4g}")
+            parts.append(f"remaining below ε = {settings.epsilon:g}: {down(unspent, 4)}")
         print(printable(" · ".join(parts)))
 
 

@@ -193,6 +193,7 @@ def sweep(
 def _select(plan: Sweep, *, only_result: bool) -> None:
     """Executes a sweep's private selection, unless it is finished, and prints the result."""
     from fedsynth.experiments.selection import RESULT, result_folder, select_privately
+    from fedsynth.formatting import format_epsilon
 
     folder = result_folder(plan)
     if only_result and not (folder / RESULT).exists():
@@ -204,7 +205,11 @@ def _select(plan: Sweep, *, only_result: bool) -> None:
     values = ", ".join(f"{name}={value}" for name, value in result["values"].items())
     print(f"selected: {values or 'the only run'}")
     print(f"score: {result['score']:.3f} (noise ± {result['score_noise']:.3f})")
-    print(f"privacy: ε = {result['epsilon']:.3g} at δ = {result['delta']:g}, with the selection")
+    print("the score is the highest of the trials, so it is too high on average")
+    print(
+        f"privacy: ε = {format_epsilon(result['epsilon'])} at δ = {result['delta']:g}, with the "
+        "selection"
+    )
     print(folder / result["run"])
 
 

@@ -485,8 +485,9 @@ def fidelity(
     if as_json:
         print(json.dumps(asdict(measured), indent=2))
         return
+    spread = "" if measured.kid_std is None else f" ± {measured.kid_std:.2g}"
     print(
-        f"FID: {measured.fid:.4g}\nKID: {measured.kid:.4g} ± {measured.kid_std:.2g} over subsets of "
+        f"FID: {measured.fid:.4g}\nKID: {measured.kid:.4g}{spread} over subsets of "
         f"{measured.subset_size} images\ncompared: {measured.synthetic} synthetic and "
         f"{measured.real} real images, {measured.features} features of {features}"
     )

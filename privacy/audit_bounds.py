@@ -140,9 +140,9 @@ def guesses_for(canaries: int) -> int:
     return max(2, 2 * (GUESSES * canaries // 2000))
 
 
-def down(value: float) -> str:
-    """Formats a lower bound with 2 decimals, rounded down."""
-    return f"{floor(value * 100) / 100:.2f}"
+def down(value: float, decimals: int = 2) -> str:
+    """Formats a lower bound, rounded down."""
+    return f"{floor(value * 10**decimals) / 10**decimals:.{decimals}f}"
 
 
 def attack_success(releases: Sequence[Release], alpha: float, adjacency: str = ADD_REMOVE) -> float:

@@ -16,7 +16,7 @@ from fedsynth.evaluation.fidelity import Fidelity
 from fedsynth.privacy.report.figures import Part
 from fedsynth.seeding import torch_generator
 
-ROUNDING = 1e-6  # two distances are equal if they differ by less
+ROUNDING = 1e-6  # distances are equal if they differ by less than this share of the norm
 FOLDS = 5
 RIDGE = 0.1  # in units of an image's mean squared norm
 _RELEASED_AT_ONCE = 512
@@ -123,8 +123,8 @@ def membership(
     If the released images do not depend on which real images are training images, the real images
     of a class are exchangeable: a neighbour of a class is a training image with the probability
     m/(m + k), for the class's m training and k held-out images. Images with the same neighbour are
-    dependent, so the interval counts n images with c_j neighbours j as n²/Σ c_j² trials. Equal
-    distances count one half.
+    dependent, so the interval counts n images with c_j neighbours j as n²/Σ c_j² trials. If several
+    real images are equally near, such as copies, the share of training images among them counts.
 
     Args:
         released_ND: the features of the released images.
@@ -136,11 +136,11 @@ def membership(
     >>> copied.rate, copied.chance, copied.low > copied.chance
     (1.0, 0.5, True)
     """
-    training_N, training_rows = _nearest(released_ND, training[0])
-    held_out_N, held_out_rows = _nearest(released_ND, held_out[0])
-    gap_N = held_out_N - training_N
-    rate = float((gap_N.sign() * (gap_N.abs() > ROUNDING) + 1).mean()) / 2
-    rows_N = torch.where(gap_N >= 0, training_rows, held_out_rows + len(training[0]))
+    real_MD = torch.cat([training[0], held_out[0]]).double()
+    chunks = released_ND.double().split(_RELEASED_AT_ONCE)
+    nearest = zip(*(_nearest(chunk, real_MD, len(training[0])) for chunk in chunks), strict=True)
+    rate_N, rows_N, training_N, held_out_N = map(torch.cat, nearest)
+    rate = float(rate_N.mean())
     shared = rows_N.unique(return_counts=True)[1].square().sum()
     low, high = interval(rate, len(rows_N) ** 2 / float(shared))
     labels = torch.cat([training[1], held_out[1]])
@@ -155,11 +155,24 @@ def membership(
     )
 
 
-def _nearest(released_ND: Tensor, real_MD: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distance and the row index of the real image nearest to each released image."""
-    real, chunks = real_MD.double(), released_ND.double().split(_RELEASED_AT_ONCE)
-    distances, rows = zip(*(torch.cdist(chunk, real).min(1) for chunk in chunks), strict=True)
-    return torch.cat(distances), torch.cat(rows)
+def _nearest(
+    released_ND: Tensor, real_MD: Tensor, training: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Finds the real images nearest to each released image.
+
+    The first `training` real images are the training images.
+
+    Returns:
+        The share of training images among the nearest ones [N], the row of one of these [N], and
+        the distances to the nearest training image [N] and to the nearest held-out image [N].
+    """
+    distances_NM = torch.cdist(released_ND, real_MD)
+    rounding_N1 = ROUNDING * (1 + released_ND.norm(dim=1, keepdim=True))  # of `cdist`
+    is_nearest_NM = distances_NM <= distances_NM.amin(dim=1, keepdim=True) + rounding_N1
+    share_N = is_nearest_NM[:, :training].sum(dim=1) / is_nearest_NM.sum(dim=1)
+    rows_N = is_nearest_NM.float().argmax(dim=1)
+    to_training_N = distances_NM[:, :training].amin(dim=1)
+    return share_N, rows_N, to_training_N, distances_NM[:, training:].amin(dim=1)
 
 
 def site_inference(released_ND: Tensor, owners_N: Tensor, labels_N: Tensor) -> SiteInference | None:

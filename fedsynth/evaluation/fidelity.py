@@ -32,7 +32,8 @@ class Fidelity:
     Attributes:
         fid: the Fréchet distance of the features, at least 0 up to rounding.
         kid: the mean of the kernel distance over subsets. It can be negative.
-        kid_std: the standard deviation of the kernel distance over subsets.
+        kid_std: the standard deviation of the kernel distance over subsets. None if the smaller set
+            is a subset itself.
         subset_size: the number of real and of synthetic images in a subset.
         synthetic, real: the numbers of images.
         features: the number of features d.
@@ -40,7 +41,7 @@ class Fidelity:
 
     fid: float
     kid: float
-    kid_std: float
+    kid_std: float | None
     subset_size: int
     synthetic: int
     real: int
@@ -93,7 +94,7 @@ def fidelity(synthetic_Nd: Tensor, real_Md: Tensor) -> Fidelity:
     return Fidelity(
         fid=float(metric.compute()),
         kid=float(kid.mean()),
-        kid_std=float(kid.std(unbiased=False)),
+        kid_std=float(kid.std(unbiased=False)) if size < smaller else None,
         subset_size=size,
         synthetic=len(synthetic),
         real=len(real),

@@ -241,8 +241,12 @@ class Judgement:
 
     @property
     def closest(self) -> str:
-        """The rival method that decides: the 95 % interval of its difference reaches lowest."""
-        return min(self.differences, key=lambda rival: interval(self.differences[rival])[0])
+        """The rival method that decides: the 95 % interval of its difference reaches lowest.
+
+        If the claim fails, it is the rival whose interval is below zero.
+        """
+        bound = 1 if self.verdict == FAILS else 0
+        return min(self.differences, key=lambda rival: interval(self.differences[rival])[bound])
 
     @property
     def verdict(self) -> str:

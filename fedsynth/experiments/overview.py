@@ -16,7 +16,6 @@ QUIET = (
     "run.device",
     "data.data_root",
     "privacy.ledger",
-    "privacy.epsilon",
     "report.responsible",
     "report.purpose",
     "report.sites",

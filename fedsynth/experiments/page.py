@@ -32,7 +32,7 @@ from fedsynth.files import read_regular, write_output
 from fedsynth.formatting import band, format_epsilon, format_odds, printable
 from fedsynth.privacy.report.file import sound_report
 from fedsynth.privacy.report.pages import STYLE, report_sentences
-from fedsynth.privacy.report.plots import COLOURS, Line, Points, line_plot, templates
+from fedsynth.privacy.report.plots import COLOURS, Line, line_plot, templates
 from fedsynth.results.disclosed import DOMAIN_MEASURES, LOCAL, PRIVATE_TEST
 from fedsynth.results.finished import (
     NONE,
@@ -78,8 +78,8 @@ LEFT_OUT = (
 NEEDS_MATPLOTLIB = "PNG plots need matplotlib: pip install 'fedsynth[plots]', or write SVG or HTML"
 
 
-def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
-    """Returns the points (x, y) of a run's learning curve.
+def curve(run: Run, metric: str, axis: str) -> dict[int, tuple[float, float]]:
+    """Returns the points (x, y) of a run's learning curve, by round.
 
     Rounds without the metric or the quantity on the x axis have no point.
 
@@ -90,7 +90,7 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
         axis: the quantity on the x axis, one of `AXES`.
     """
     _, key, scale, cumulative = AXES[axis]
-    points = []
+    points = {}
     total = 0.0
     for row in run.rows:
         x, y = value_at(row, key), value_at(row, metric)
@@ -98,7 +98,7 @@ def curve(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
             continue
         total = scale * x + total * cumulative
         if y is not None:
-            points.append((total, y))
+            points[row["round"]] = (total, y)
     return points
 
 
@@ -124,7 +124,7 @@ def curves(
         raise RunFolderError(f"no run recorded both {metric} and {axis}. Choose another metric")
     if not mean:
         named = zip(overview.labels(drawn), drawn, strict=True)
-        return [Line(name, curve(run, metric, axis)) for name, run in named]
+        return [Line(name, [*curve(run, metric, axis).values()]) for name, run in named]
     groups = overview.by_seed(drawn)
     seedless = []
     for run, *_ in groups:
@@ -136,20 +136,25 @@ def curves(
     ]
 
 
-def _mean_line(name: str, lines: Sequence[Points]) -> Line:
-    """Averages several runs' learning curves.
+def _mean_line(name: str, curves: Sequence[Mapping[int, tuple[float, float]]]) -> Line:
+    """Averages several runs' learning curves, in the rounds in which all of them have a point.
 
-    The n-th points of all lines are averaged. The mean ends where the shortest line ends.
+    Raises:
+        RunFolderError: there is no such round.
     """
-    if len(lines) == 1:
-        return Line(name, lines[0])
-    length = min(map(len, lines))
-    values = np.array([line[:length] for line in lines])  # [runs, rounds, (x, y)]
+    if len(curves) == 1:
+        return Line(name, [*curves[0].values()])
+    rounds = sorted(set(curves[0]).intersection(*curves))
+    if not rounds:
+        raise RunFolderError(
+            f"the runs of {name} have no round in common. Compare them without --mean"
+        )
+    values = np.array([[points[number] for number in rounds] for points in curves])
     x, y = values.mean(axis=0).T
     std = values[:, :, 1].std(axis=0, ddof=1)
     band = np.stack([x, y - std, y + std], axis=1).tolist()
     points = list(zip(x.tolist(), y.tolist(), strict=True))
-    return Line(f"{name} (mean of {len(lines)} seeds, ± std)", points, band)
+    return Line(f"{name} (mean of {len(curves)} seeds, ± std)", points, band)
 
 
 def curves_svg(lines: Sequence[Line], metric: str, axis: str) -> str:
@@ -285,7 +290,7 @@ def _curve(runs: Sequence[Run], metric: str, axis: str) -> Iterator[Markup]:
     """Yields a plot of a metric, or nothing if no run recorded the metric."""
     lines = []
     for number, run in enumerate(runs):
-        if points := curve(run, metric, axis):
+        if points := [*curve(run, metric, axis).values()]:
             lines.append(Line(run.label, points, colour=number))
     if lines:
         caption = f"{words_of(metric)} by {AXES[axis].label}"

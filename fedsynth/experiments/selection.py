@@ -38,6 +38,7 @@ from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.protocol import Observer
 from fedsynth.federation.run_data import data_of_run
 from fedsynth.files import load_json, write_whole
+from fedsynth.formatting import format_epsilon
 from fedsynth.privacy.accounting import (
     Merged,
     Totals,
@@ -301,8 +302,9 @@ def describe(plan: SelectionPlan) -> str:
     delta = plan.plans[0].privacy.delta
     return (
         f"selection among {len(plan.sweep.cells)} runs: {plan.selection.mean:g} trials are "
-        f"expected, each with ε = {plan.trial_epsilon:.3g}; in total ε = {plan.epsilon:.3g} at δ = "
-        f"{delta:g}; a score's noise has standard deviation {plan.score_noise:.2g}"
+        f"expected, each with ε = {format_epsilon(plan.trial_epsilon)}; in total ε = "
+        f"{format_epsilon(plan.epsilon)} at δ = {delta:g}; a score's noise has standard "
+        f"deviation {plan.score_noise:.2g}"
     )
 
 

@@ -28,6 +28,7 @@ from fedsynth.config.settings import SECTIONS, RunSettings
 from fedsynth.errors import FedsynthError, short_repr
 from fedsynth.experiments.rows import current, settings_hash
 from fedsynth.federation.run_data import declared, with_declared
+from fedsynth.formatting import format_epsilon
 from fedsynth.methods import DEFAULT_METHOD, method_class
 from fedsynth.privacy.selection import LAWS, POISSON_LAW
 from fedsynth.results import finished
@@ -320,13 +321,13 @@ class SweepRow(NamedTuple):
         values: the runs' grid values, by axis.
         finished: the number of finished seeds.
         planned: the number of seeds in the grid.
-        results: each column's mean and standard deviation.
+        results: the finished runs' numbers in each column. Runs without the number are left out.
     """
 
     values: Mapping[str, Any]
     finished: int
     planned: int
-    results: Mapping[str, Spread]
+    results: Mapping[str, Sequence[float]]
 
 
 def sweep_rows(sweep: Sweep) -> list[SweepRow]:
@@ -344,7 +345,7 @@ def sweep_rows(sweep: Sweep) -> list[SweepRow]:
         results = {}
         for name, column in _columns(sweep).items():
             numbers = [value_at(summary, column.path) for summary in summaries]
-            results[name] = Spread.of([number for number in numbers if number is not None])
+            results[name] = [number for number in numbers if number is not None]
         rows.append(SweepRow(dict(values), len(summaries), len(folders), results))
     return rows
 
@@ -378,11 +379,24 @@ def _table(sweep: Sweep, rows: Sequence[SweepRow]) -> list[list[str]]:
             count += f"/{row.planned}"
         table.append([*(str(row.values.get(name, finished.NONE)) for name in sweep.axes), count])
     for name, column in _columns(sweep).items():
-        texts = [row.results[name].format(column.scale, column.digits) for row in rows]
+        texts = [_text(name, column, row) for row in rows]
         if name in sweep.metrics or set(texts) != {finished.NONE}:
             for line, text in zip(table, [column.heading, *texts], strict=True):
                 line.append(text)
     return table
+
+
+def _text(name: str, column: Column, row: SweepRow) -> str:
+    """Formats the mean and the standard deviation of a row's numbers, or the largest ε.
+
+    The number of values follows in parentheses if some of the finished runs have none.
+    """
+    numbers = row.results[name]
+    if name == "epsilon" and numbers:
+        text = format_epsilon(max(numbers))  # a mean is not a guarantee
+    else:
+        text = Spread.of(numbers).format(column.scale, column.digits)
+    return f"{text} ({len(numbers)})" if 0 < len(numbers) < row.finished else text
 
 
 def _markdown(rows: Sequence[Sequence[str]]) -> str:
@@ -393,16 +407,19 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _csv(sweep: Sweep, rows: Sequence[SweepRow]) -> str:
-    """Returns the table as CSV. The mean and the standard deviation are separate columns, and
-    values are not rounded or scaled.
+    """Returns the table as CSV, with values that are not rounded or scaled.
+
+    The mean, the standard deviation and the number of values are separate columns.
     """
     names = list(_columns(sweep))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    heads = [f"{name}_{part}" for name in names for part in ("mean", "std")]
+    heads = [f"{name}_{part}" for name in names for part in ("mean", "std", "n")]
     writer.writerow([*sweep.axes, "finished", "planned", *heads])
     for row in rows:
         values = list(map(row.values.get, sweep.axes))
-        spreads = [number for name in names for number in row.results[name]]
+        spreads: list[float | None] = []
+        for numbers in map(row.results.__getitem__, names):
+            spreads += [*Spread.of(numbers), len(numbers)]
         writer.writerow([*values, row.finished, row.planned, *spreads])  # None is an empty field
     return text.getvalue()

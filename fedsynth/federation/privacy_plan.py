@@ -22,6 +22,7 @@ from fedsynth.core.context import RoundContext
 from fedsynth.core.periods import has_periods
 from fedsynth.data.registry import DatasetSpec
 from fedsynth.errors import SettingError
+from fedsynth.formatting import format_rounded_up
 from fedsynth.privacy import accounting
 from fedsynth.privacy.accounting import Totals, calibrate_noise_multiplier, totals
 from fedsynth.privacy.disclosure import MechanismFacts, mechanism_facts
@@ -464,8 +465,8 @@ class PrivacyPlan:
         if spent_epsilon >= target * (1 - NOTHING_LEFT):
             raise errors.BudgetExceededError(
                 f"privacy.epsilon={target:g} leaves too little for a release of this run: earlier "
-                f"runs on these records have spent ε = {spent_epsilon:.4g}. Increase "
-                "privacy.epsilon"
+                f"runs on these records have spent ε = {format_rounded_up(spent_epsilon, 4)}. "
+                "Increase privacy.epsilon"
             ).with_code("budget.spent")
         return calibrate_noise_multiplier(
             target, privacy.delta, lambda s: spent + self._totals(rounds, s), privacy.adjacency

@@ -25,7 +25,7 @@ from fedsynth.data.registry import is_published
 from fedsynth.federation.privacy_plan import PrivacyPlan
 from fedsynth.federation.run_data import PRIVATE, PUBLIC
 from fedsynth.files import file_hash
-from fedsynth.formatting import format_epsilon
+from fedsynth.formatting import format_epsilon, format_odds
 from fedsynth.models.registry import feature_facts, has_given_weights
 from fedsynth.privacy import disclosure
 from fedsynth.privacy.ledger.ledger import Histories, History
@@ -139,7 +139,7 @@ def _cap_warnings(plan: PrivacyPlan, planned: float) -> Iterator[str]:
     if cap is None and planned > WEAK:
         yield (
             f"  warning: ε = {format_epsilon(planned)} is a weak guarantee. One example may "
-            f"change the odds of any outcome by a factor of e^{planned:.0f}. To limit ε, set "
+            f"change the odds of any outcome by a factor of {format_odds(planned)}. To limit ε, set "
             "privacy.epsilon instead of privacy.noise_multiplier"
         )
     elif cap is not None and planned > cap * (1 + 1e-9):

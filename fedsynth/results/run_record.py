@@ -146,7 +146,7 @@ def summarise(
     if test == NO_TEST or hidden:
         summary["test_data"] = test
     summary["seconds"] = round(sum(row.get("seconds", 0.0) for row in metrics), 3)
-    summary |= _last_measures(metrics, names)
+    summary |= _last_measures(metrics, final, names)
     if privacy is not None:
         summary[disclosed.GUARANTEE] = privacy
     if sources := own_sources(settings):
@@ -157,9 +157,14 @@ def summarise(
     return summary
 
 
-def _last_measures(metrics: Sequence[Mapping[str, Any]], names: Names) -> dict[str, Any]:
-    """Returns the measures of the last round, and of the last generator."""
-    last: Mapping[str, Any] = metrics[-1] if metrics else {}
+def _last_measures(
+    metrics: Sequence[Mapping[str, Any]], final: Mapping[str, Any], names: Names
+) -> dict[str, Any]:
+    """Returns the measures of the final model, and of the last generator.
+
+    `final` has them if the last round was not evaluated.
+    """
+    last: Mapping[str, Any] = {**final, **(metrics[-1] if metrics else {})}
     measures: dict[str, Any] = {}
     if "domain_average" in last:
         measures["domain_average"] = last["domain_average"]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -54,6 +55,7 @@ _NOTE = (
 )
 _TEMPLATES = templates(Path(__file__).parent / "templates", autoescape=False)  # for Markdown
 _TEMPLATES.filters["epsilon"] = format_epsilon
+_TEMPLATES.filters["quantile"] = lambda values, share: float(np.quantile(values, share))
 _TEMPLATES.filters["escaped"] = lambda text: re.sub(r"([\\`*_\[\]<>|])", r"\\\1", text)
 
 

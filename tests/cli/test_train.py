@@ -21,6 +21,7 @@ from fedsynth.federation.run_data import data_set_id
 from fedsynth.files import claim
 from fedsynth.formatting import format_epsilon
 from fedsynth.privacy import Ledger, Release, epsilon, read_ledger
+from fedsynth.privacy.audit_bounds import down
 from fedsynth.privacy.randomness import SecretGenerator
 from fedsynth.results import run_messages
 from fedsynth.results.file_names import LOCK
@@ -431,6 +432,10 @@ def test_reports_accept_only_audits_of_same_settings(fedsynth: Call, tmp_path: P
     assert (entry["mechanism"], entry["canaries"], entry["guesses"]) == ("residual", 300, 100)
     command = f"fedsynth privacy audit --run {folder.name} --canaries 300 --guesses 100"
     assert entry["command"] == f"{command} --confidence 0.999"
+    assert fedsynth(f"{audit} --canaries 20 --repeats 3").ok
+    assert "--canaries 20 --guesses" in json.loads(file.read_text())["audit"]["command"]
+    assert json.loads(file.read_text())["audit"]["command"].endswith("--repeats 3")
+    assert fedsynth(f"{audit} --canaries 300 --guesses 100").ok
     for ending in ("md", "html"):
         assert "--canaries 300" in (folder / f"privacy_report.{ending}").read_text()
     assert "counts of its audit" in fedsynth(f"privacy verify {folder}").ok.stdout
@@ -468,7 +473,7 @@ def test_spent_shows_every_ledger(fedsynth: Call, tmp_path: Path) -> None:
         assert (
             f"charges: {len(rows)} · releases: {2 * len(rows)} · without a guarantee: none" in text
         )
-        assert text.endswith(f"remaining below ε = 3: {max(0, 3 - spent):.4g}")
+        assert text.endswith(f"remaining below ε = 3: {down(max(0, 3 - spent), 4)}")
     replaced = fedsynth(f"{line} --dp-adjacency replace-one --dp-delta 1e-6").stdout
     assert f"ε = {epsilon([row], 1e-6, 'replace-one'):.3f}"[:7] in replaced
     assert files == {file: file.read_bytes() for file in folder.iterdir()}

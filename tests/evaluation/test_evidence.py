@@ -73,9 +73,30 @@ def test_copies_are_found(noise: float) -> None:
     assert flagged(found)
 
 
-def test_equal_distances_count_one_half() -> None:
+def test_equally_near_images_count_by_their_share() -> None:
     (training,) = drawn(1, [[20, 20]])
     assert membership(training[0], training, training).rate == 0.5
+    copies = tuple(part.repeat_interleave(9, dim=0) for part in training)
+    found = membership(
+        1e4 + training[0], (1e4 + training[0], training[1]), (1e4 + copies[0], copies[1])
+    )
+    assert found.rate == pytest.approx(0.1)
+    assert not flagged(found)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_copies_divided_at_random_are_not_flagged(share: float) -> None:
+    """Regression: copies on both sides counted one half, whatever their numbers were."""
+    flags = 0
+    for seed in range(REPEATS):
+        (images,) = drawn(seed, [[30]])
+        is_training = torch.tensor(np.random.default_rng(seed).random(300) < share)
+        copies = images[0].repeat(10, 1), images[1].repeat(10)
+        training, held_out = (
+            [part[side] for part in copies] for side in (is_training, ~is_training)
+        )
+        flags += flagged(membership(images[0], tuple(training), tuple(held_out)))  # type: ignore[arg-type]
+    assert flags <= 3
 
 
 def flags_of_new_images(sizes: list[list[int]], copies: int = 1) -> int:

@@ -578,6 +578,8 @@ def test_claims_hold_if_interval_of_every_rival_excludes_zero() -> None:
     assert judged(-0.0130).verdict == comparison.FAILS
     mixed = judged(0.0130, scaffold=[0.7] * 5)  # one rival is ahead
     assert (mixed.verdict, mixed.closest) == (comparison.FAILS, "scaffold")
+    wide = judged(0.0130, scaffold=[0.7] * 5, fednova=[-0.9, 1.5, 0.1, 1.9, 0.5])
+    assert (wide.verdict, wide.closest) == (comparison.FAILS, "scaffold")  # not the widest interval
     assert judged(0.0130, scaffold=[0.4]).verdict == comparison.UNRESOLVED  # a single seed
     assert mixed.data == "mnist dirichlet(0.1)"
     smaller = replace(table, claims=(replace(table.claims[0], lower=True),))

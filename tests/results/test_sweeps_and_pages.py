@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import shutil
-import statistics
 import sys
 import threading
 import time
@@ -343,14 +342,16 @@ def test_finished_runs_are_reused_and_tabulated(make_sweep: SweepFactory) -> Non
     for line, alpha in zip(lines, (0.1, 1.0), strict=True):
         expected = [0.5 + 0.1 * seed + 0.01 * alpha for seed in range(3)]
         assert line.values == {"method": "fedavg", "alpha": alpha}
-        assert line.results["test_accuracy"].mean == pytest.approx(statistics.fmean(expected))
-        assert line.results["test_accuracy"].std == pytest.approx(0.1)
+        assert line.results["test_accuracy"] == pytest.approx(expected)
     texts = {form: render(sweep, lines, form) for form in FORMATS}
     assert "60.10 ± 10.00" in texts["table"]
     assert "| fedavg | 0.1 | 3 | 60.10 ± 10.00 |" in texts["markdown"]
     rows = list(csv.DictReader(io.StringIO(texts["csv"])))
     assert float(rows[1]["test_accuracy_mean"]) == pytest.approx(0.61)
-    assert rows[0]["epsilon_mean"] == ""
+    assert (rows[0]["epsilon_mean"], rows[0]["epsilon_n"]) == ("", "0")
+    results = {**lines[0].results, "test_accuracy": [0.5], "epsilon": [1.0001, 1.0031]}
+    table = render(sweep, [lines[0]._replace(results=results)], "markdown")
+    assert "| 50.00 (1) | 1.01 (2) |" in table  # ε is the largest, rounded up
 
 
 def test_runs_with_an_earlier_default_are_repeated(make_sweep: SweepFactory) -> None:
@@ -426,7 +427,7 @@ def test_sweep_trains_real_run(tmp_path: Path) -> None:
     sweep = replace(read_sweep(file), output=tmp_path / "out")
     assert run_sweep(sweep, print) == []
     (line,) = sweep_rows(sweep)
-    assert 0 < (line.results["test_accuracy"].mean or 0) <= 1
+    assert 0 < min(line.results["test_accuracy"]) <= 1
 
 
 @pytest.fixture(scope="module")
@@ -443,22 +444,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return [Run.read(folder_of(simulate(resolve(kind), output=base))) for kind in kinds]
 
 
+def points_of(run: Run, metric: str, axis: str) -> list[tuple[float, float]]:
+    return [*curve(run, metric, axis).values()]
+
+
 def test_curve_points_match_rows(runs: list[Run]) -> None:
     first, second = runs[0].rows
     points = [(1, first["test_accuracy"]), (2, second["test_accuracy"])]
-    assert curve(runs[0], "test_accuracy", "rounds") == points
+    assert points_of(runs[0], "test_accuracy", "rounds") == points
     megabytes = np.cumsum([row["upload_bytes"] / 1e6 for row in (first, second)])
-    assert [a for a, _ in curve(runs[0], "test_accuracy", "bytes")] == pytest.approx(megabytes)
+    assert [a for a, _ in points_of(runs[0], "test_accuracy", "bytes")] == pytest.approx(megabytes)
     seconds = first["seconds"] + second["seconds"]
-    assert curve(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(seconds)
+    assert points_of(runs[0], "local.amp", "seconds")[1][0] == pytest.approx(seconds)
     spent = [row["epsilon"] for row in runs[3].rows]
-    assert [a for a, _ in curve(runs[3], "test_accuracy", "eps")] == spent
+    assert [a for a, _ in points_of(runs[3], "test_accuracy", "eps")] == spent
     for run, metric, by in (
         (runs[3], "test_accuracy", "seconds"),
         (runs[0], "test_accuracy", "eps"),
         (runs[2], "local.amp", "rounds"),
     ):
-        assert curve(run, metric, by) == []
+        assert points_of(run, metric, by) == []
     notes: list[str] = []
     assert len(curves(runs, "local.amp", "rounds", note=notes.append)) == 2
     reason = "has no round with both local.amp and rounds"
@@ -477,6 +482,14 @@ def test_seeds_are_averaged_with_their_deviation(runs: list[Run]) -> None:
     assert middle == pytest.approx((a + b) / 2)
     _, low, high = line.band[-1]
     assert high - low == pytest.approx(2 * abs(a - b) / 2**0.5)
+    budgets = [
+        replace(runs[0], settings={**runs[0].settings, "privacy.epsilon": value})
+        for value in (1, 8)
+    ]
+    assert len(by_seed(budgets)) == 2  # a regression: they were two seeds
+    incomplete = replace(runs[1], rows=runs[1].rows[1:])
+    (line,) = curves([runs[0], incomplete], "test_accuracy", "rounds", mean=True)
+    assert np.array(line.points) == pytest.approx(np.array([[2, (a + b) / 2]]))  # no round 1
 
 
 def test_runs_are_labelled_by_differences(runs: list[Run]) -> None:
@@ -484,7 +497,8 @@ def test_runs_are_labelled_by_differences(runs: list[Run]) -> None:
     private = runs[3]
     settings = {k: v for k, v in private.settings.items() if k != "privacy.noise_multiplier"}
     by_epsilon = replace(private, settings={**settings, "privacy.epsilon": 8.0})
-    assert differing([private, by_epsilon]) == [{"privacy.noise_multiplier": 3.0}, {}]
+    sigma, epsilon = {"privacy.noise_multiplier": 3.0}, {"privacy.epsilon": 8.0}
+    assert differing([private, by_epsilon]) == [sigma, epsilon]
     assert not any(key.startswith("privacy.") for key in differing(runs)[3])
     starts = ("fedavg seed=0", "fedavg seed=1", "feddm", "feddm private")
     assert all(map(str.startswith, labels(runs), starts))
