@@ -255,8 +255,8 @@ def reproduce(
     overrides = options.set_options(settings or [])
     changes = {section: values for section, values in overrides.items() if values}
     if preset is None:
-        selection = (dataset, alpha, method, cell, edition, seeds, changes)
-        if any(value not in (None, "", {}) for value in selection):
+        selection = (dataset, alpha, method, edition, seeds)
+        if cell or changes or any(value is not None for value in selection):
             raise OptionError("the options select cells of a TABLE. Name one of the tables")
         _list_tables()
         return

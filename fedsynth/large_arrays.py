@@ -112,7 +112,7 @@ def as_float32(array: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
     step = rows_at_once(array.shape)
     for first in range(0, len(array), step):
         rows = array[first : first + step]
-        if array.dtype == np.float64:
+        if array.dtype.kind == "f" and array.dtype.itemsize > 4:
             rows = np.where(np.isfinite(rows), rows.clip(-_LARGEST, _LARGEST), rows)
         result[first : first + step] = rows
     return result

@@ -141,7 +141,7 @@ def guesses_for(canaries: int) -> int:
 
 
 def down(value: float, decimals: int = 2) -> str:
-    """Formats a lower bound, rounded down."""
+    """Formats a lower bound with the given number of decimals, rounded down."""
     return f"{floor(value * 10**decimals) / 10**decimals:.{decimals}f}"
 
 

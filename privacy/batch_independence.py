@@ -14,7 +14,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -271,6 +271,7 @@ def network_dependence(network: nn.Module, inputs: StepInputs, *, trains: bool) 
         inputs: the images.
         trains: whether the network is also tested in training mode.
     """
+    inputs = replace(inputs, classes=1)  # a network receives no labels
     for mode in sorted({False, trains}):
         twin = copy.deepcopy(network).train(mode)
         for function in filter(None, (twin, getattr(twin, "embed", None))):
@@ -427,7 +428,8 @@ class _Passes:
     def _pair_classes(self) -> None:
         """Tests whether a record's value depends on another record of its class.
 
-        Every class has two records in one of the passes, because code may treat a class specially.
+        Code may treat any class specially, so each class has two records in one of 2·classes/length
+        passes. With many classes and short passes, these take most of a trial's time.
         """
         classes, length = self._inputs.classes, self._inputs.length
         if classes == 1:
@@ -436,6 +438,8 @@ class _Passes:
         records, _ = self._inputs.draw(5, length)
         even = self._positions % 2 == 0
         for first in range(0, classes, max(1, length // 2)):
+            if self._fault:
+                return
             y = (first + self._positions // 2) % classes
             y = y.view(-1, *[1] * len(self._inputs.label_shape)).expand(
                 -1, *self._inputs.label_shape

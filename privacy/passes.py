@@ -153,13 +153,13 @@ def pass_length(expected: float | None, start_over_row: float, limit: int) -> in
         expected: n, the public expected number of records of a step (q times the nominal size).
             None if it was not declared. The passes then have the largest length.
         start_over_row: s, the fixed cost of a pass, divided by its cost per record.
-        limit: the largest number of records that fits in memory.
+        limit: the largest number of records that fits in memory. A pass has at least `MIN_LENGTH`.
     """
-    longest = power_of_two(limit)
+    longest = max(MIN_LENGTH, power_of_two(limit))
     if expected is None:
         return longest
     best = power_of_two(math.sqrt(2 * expected * start_over_row))
-    return max(MIN_LENGTH, min(best, longest))
+    return min(max(MIN_LENGTH, best), longest)
 
 
 def pass_size(

@@ -109,16 +109,17 @@ class Products(ABC):
         total_D += self.sums(shares_N)
 
 
-def balanced(*factors: Tensor) -> Tensor:
-    """Concatenates the factors [N, …] of products, each scaled by the norms of the others.
+def balanced(first: Tensor, second: Tensor | None = None) -> Tensor:
+    """Concatenates the factors [N, …] of products, each scaled by the other's norm.
 
-    Otherwise a long factor would hide changes of a short one.
+    Otherwise a long factor would hide changes of a short one. Vectors without a second factor are
+    only flattened.
     """
-    flat = [factor.flatten(1) for factor in factors]
-    if len(flat) == 1:
-        return flat[0]
-    first, second = flat
-    norms = [factor.double().norm(dim=1, keepdim=True).float() for factor in flat]
+    first = first.flatten(1)
+    if second is None:
+        return first
+    second = second.flatten(1)
+    norms = [factor.double().norm(dim=1, keepdim=True).float() for factor in (first, second)]
     return torch.cat([first * norms[1], second * norms[0]], dim=1)
 
 

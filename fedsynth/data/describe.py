@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fedsynth.data.declaration import FolderSettings, default_declaration, default_name
-from fedsynth.data.folders import LEDGERS
+from fedsynth.data.files import LEDGERS
 from fedsynth.data.images import ImageData
 from fedsynth.data.medical import window_text
 from fedsynth.data.own_data import as_data, spec_of, splits_of, training_records

@@ -124,6 +124,16 @@ class Split:
     groups: IntArray | None = None
 
 
+# The ledger folder's name. The folder may be inside the image folder.
+LEDGERS = "fedsynth-ledger"
+_SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
+
+
+def is_hidden(name: str) -> bool:
+    """Returns True for hidden files and those of operating systems, which are no images."""
+    return name.startswith(".") or name.casefold() in _SYSTEM_FILES
+
+
 # The image and mask folders of a site, for segmentation.
 IMAGES, MASKS = "images", "masks"
 
@@ -136,12 +146,13 @@ def sites_with_masks(root: Path) -> list[Path]:
     """
     folders = [f for f in sorted(root.iterdir()) if f.is_dir()] if root.is_dir() else []
     sites = [f for f in folders if (f / IMAGES).is_dir() and (f / MASKS).is_dir()]
-    incomplete = [f for f in folders if f not in sites and not f.name.startswith((".", "__"))]
+    ignored = {f for f in folders if is_hidden(f.name) or f.name == LEDGERS}
+    incomplete = [f for f in folders if f not in sites and f not in ignored]
     if sites and incomplete:
         raise DataFilesCorruptError(
             f"{one_line(incomplete[0])} does not have the folders {IMAGES} and {MASKS}, as "
             f"{one_line(sites[0])} has. Rename its folders, or remove it"
-        ).with_code("data.mask_pairs")
+        ).with_code("data.mask_folders")
     return sites
 
 

@@ -18,7 +18,9 @@ from typing import NoReturn
 import numpy as np
 
 from fedsynth.data.files import (
+    LEDGERS,
     USERS_FILE,
+    is_hidden,
     read_table,
     same_name,
     sites_with_masks,
@@ -29,9 +31,6 @@ from fedsynth.data.records import Entry, Records, check_names, check_splits, cou
 from fedsynth.errors import DataError, DataFilesCorruptError, DataFilesMissingError, one_line
 
 MANIFEST = "manifest.csv"
-# The ledger folder's name. The folder may be inside the image folder.
-LEDGERS = "fedsynth-ledger"
-
 DECLARATION = "fedsynth.toml"
 IMAGE = "image"
 HIDDEN = "hidden"
@@ -42,7 +41,6 @@ NOT_DECLARED = "images of no declared class"
 NO_USER = "images of no known user"
 _LAYOUT = "Save all images as SITE/CLASS/FILE or all as CLASS/FILE, or list them in a manifest.csv"
 _KINDS = (*EXTENSIONS, *DICOM_EXTENSIONS, *NIFTI_EXTENSIONS)
-_SYSTEM_FILES = {"__macosx", "thumbs.db", "desktop.ini", "dicomdir"}
 
 
 def find_files(folder: Path, ledger: Path | None = None) -> Records:
@@ -197,7 +195,7 @@ def list_files(root: Path, omitted: Collection[Path]) -> list[Entry]:
             ).with_code("data.links")
         path = PurePosixPath(Path(folder).relative_to(root))
         names = [*subfolders, *files]
-        hidden = set(filter(_is_hidden, names))
+        hidden = set(filter(is_hidden, names))
         entries += [Entry(HIDDEN, path / name) for name in hidden]
         if len(hidden) == len(names) and path.parts:
             entries.append(Entry(EMPTY, path))
@@ -215,10 +213,6 @@ def _refuse(error: OSError) -> NoReturn:
     raise DataFilesCorruptError(
         f"{one_line(error.filename)} cannot be listed: {one_line(error.strerror)}"
     ).with_code("data.unlistable")
-
-
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name.casefold() in _SYSTEM_FILES
 
 
 def _kind(root: Path, file: PurePosixPath) -> str:

@@ -304,15 +304,16 @@ def _texts(values: Any, what: str) -> list[str]:
     array = np.asarray(values)
     if array.dtype.kind not in "biuUO":
         raise DataError(f"the {what} must be integers or text, got {array.dtype}")
-    # NumPy would convert the NaN in a list of text to the text "nan"
-    items = values if isinstance(values, list | tuple) else array.tolist()
-    for number, item in enumerate(items):
-        if _is_missing(item):
-            raise DataError(
-                f"the {what} have no value for example {number}, got {item!r}. Enter the value, "
-                "or remove the example"
-            ).with_code("data.missing_name")
-    return list(map(str, items))
+    if array.dtype.kind in "UO":
+        # NumPy converts the NaN in a list of text to the text "nan"
+        names = values if isinstance(values, list | tuple) else array.tolist()
+        for number, item in enumerate(names):
+            if _is_missing(item):
+                raise DataError(
+                    f"the {what} have no value for example {number}, got {item!r}. Enter the "
+                    "value, or remove the example"
+                ).with_code("data.missing_name")
+    return list(map(str, array.tolist()))
 
 
 def _is_missing(value: Any) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from fedsynth.data.declaration import FolderSettings
-from fedsynth.data.files import IMAGES, MASKS, Split, sites_with_masks
+from fedsynth.data.files import IMAGES, MASKS, Split, is_hidden, sites_with_masks
 from fedsynth.data.images import Bytes, ImageData, from_arrays
 from fedsynth.data.medical import NIFTI_EXTENSIONS, Array, Decoding, read_volume, scaled
 from fedsynth.data.pixels import NO_IMAGE, decoded, is_image, opened_image, read_picture
@@ -29,7 +29,7 @@ from fedsynth.errors import DataError, DataFilesCorruptError, SettingError, one_
 from fedsynth.seeding import numpy_generator
 
 _PLAIN = Decoding()
-_SPACE_MM = 1e-2  # between the voxels of a volume and those of its mask
+_SPACE_MM = 1e-2  # between the entries of a volume's affine map and those of its mask's
 
 
 class Pair(NamedTuple):
@@ -69,7 +69,7 @@ def pairs_of(site: Path) -> list[Pair]:
 
 
 def _files(folder: Path) -> list[Path]:
-    files = [f for f in sorted(folder.iterdir()) if not f.name.startswith(".")]
+    files = [f for f in sorted(folder.iterdir()) if not is_hidden(f.name)]
     not_images = [f for f in files if not is_image(f)]
     if not_images:
         raise DataFilesCorruptError(
@@ -127,10 +127,12 @@ def _slices_in(pair: Pair, decoding: Decoding, check_space: bool) -> Iterator[Ex
         if decoding.window is None and highest > values.min():
             values = values.clip(max=highest)
         image = (255 * scaled(values, decoding.window)).astype(np.uint8)
+        affine = volume.affine
+        del volume, values  # 8 bytes a voxel
     with _reading(pair.mask):
         mask = read_volume(pair.mask)
     _check_shape(pair.mask, mask.values.shape, image.shape)
-    if check_space and not np.allclose(volume.affine, mask.affine, atol=_SPACE_MM):
+    if check_space and not np.allclose(affine, mask.affine, atol=_SPACE_MM):
         raise DataFilesCorruptError(
             f"the mask {one_line(pair.mask)} does not have the coordinates (affine) of its image. "
             "Correct its header, or resample it to the image"
@@ -280,7 +282,7 @@ def read_masked_folder(
             raise DataError(
                 f"no slice in {one_line(site)} has a mask and two neighbours. Add a volume with "
                 "one, or remove the site"
-            ).with_code("data.mask_pairs")
+            ).with_code("data.mask_slices")
     examples = [example for site in by_site.values() for example in site]
     note_losses(Counter(loss for e in examples for loss in e.losses), folder, note)
     if spec is None:

@@ -523,8 +523,11 @@ def read_nifti(path: Path, decoding: Decoding) -> Picture:
 
 
 class Volume(NamedTuple):
-    """All axial slices of a NIfTI file [D, H, W], and the affine map [4, 4] to the scanner's
-    coordinates in mm.
+    """The axial slices of a NIfTI file.
+
+    Attributes:
+        values: the grey levels [D, H, W].
+        affine: the map [4, 4] from voxels to the scanner's coordinates, in mm.
     """
 
     values: Floats

@@ -304,7 +304,11 @@ def user_digests(
 
 
 def hold_out(
-    parts: Sequence[IntArray], share: float, seed: int, data: ImageData, by_user: bool = False
+    parts: Sequence[IntArray],
+    share: float,
+    seed: int,
+    data: ImageData,
+    by_user: bool | Sequence[bool] = False,
 ) -> tuple[list[IntArray], list[IntArray]]:
     """Divides each client's records into a training and a test split at random.
 
@@ -318,18 +322,19 @@ def hold_out(
         share: the probability of the test split.
         seed: the public seed of the split.
         data: the images of all clients.
-        by_user: whether each user's records (`data.groups`) stay in one split, for runs that
-            protect users. A user's split then depends on a hash of all of the user's records.
+        by_user: whether each user's records (`data.groups`) stay in one split, for all clients or
+            for each of them. A user's split then depends on a hash of all of the user's records.
 
     Returns:
         The sorted training and test indices of each client.
     """
     key = hashlib.blake2b(f"local test split {seed}".encode(), digest_size=32).digest()
     data = replace(data, record_bytes=None)  # equal images from different files are equal records
-    digests = {True: user_digests, False: record_digests}[by_user]
+    flags = [by_user] * len(parts) if isinstance(by_user, bool) else by_user
     training = []
     testing = []
-    for part in parts:
+    for part, flag in zip(parts, flags, strict=True):
+        digests = user_digests if flag else record_digests
         drawn = digests(data, part, key, 8).view("<u8")[:, 0] / 2.0**64
         training.append(np.sort(part[drawn >= share]))
         testing.append(np.sort(part[drawn < share]))

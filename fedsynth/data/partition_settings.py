@@ -68,7 +68,8 @@ class PartitionSettings:
         subset: the share of each class's examples that is used, drawn at random. FedKF uses 10 % of
             EMNIST.
         local_test: the share of each client's examples in its local test split (for AMP, FM, WLP).
-            The choice is made independently for each example. FedKF uses 0.2. The test set of the
+            The choice is made independently for each example, or for each user if the data name
+            users (`fedsynth.federation.run_data.divided`). FedKF uses 0.2. The test set of the
             data set stays unchanged. The paper does not state whether it merges the two.
         seed: the seed of the partition. None uses the run's seed, or 0 outside a run.
 

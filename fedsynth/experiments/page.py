@@ -130,25 +130,21 @@ def curves(
     for run, *_ in groups:
         settings = {key: value for key, value in run.settings.items() if key not in overview.SEEDS}
         seedless.append(replace(run, settings=settings))
-    return [
-        _mean_line(name, [curve(run, metric, axis) for run in group])
-        for name, group in zip(overview.labels(seedless), groups, strict=True)
-    ]
+    means = []
+    for name, group in zip(overview.labels(seedless), groups, strict=True):
+        points = [curve(run, metric, axis) for run in group]
+        if set(points[0]).intersection(*points):
+            means.append(_mean_line(name, points))
+        else:
+            note(f"left out: the runs of {name} have no round in common")
+    return means
 
 
 def _mean_line(name: str, curves: Sequence[Mapping[int, tuple[float, float]]]) -> Line:
-    """Averages several runs' learning curves, in the rounds in which all of them have a point.
-
-    Raises:
-        RunFolderError: there is no such round.
-    """
+    """Averages several runs' learning curves, in the rounds in which all of them have a point."""
     if len(curves) == 1:
         return Line(name, [*curves[0].values()])
     rounds = sorted(set(curves[0]).intersection(*curves))
-    if not rounds:
-        raise RunFolderError(
-            f"the runs of {name} have no round in common. Compare them without --mean"
-        )
     values = np.array([[points[number] for number in rounds] for points in curves])
     x, y = values.mean(axis=0).T
     std = values[:, :, 1].std(axis=0, ddof=1)

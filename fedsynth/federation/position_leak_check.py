@@ -82,7 +82,7 @@ WEIGHT_NOISE = 0.01
 ADDS = "adds vectors to a mechanism without a function of its client view"
 
 
-# errors of code, whatever the images are
+# Mistakes in code, whatever the images are. A missing key or index may be due to random images.
 _MISTAKES = (AttributeError, ImportError, NameError, TypeError)
 
 

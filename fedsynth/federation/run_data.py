@@ -149,7 +149,8 @@ def divided(
 
     The test splits are empty if `local_test` is 0. If the run protects users, all records of a user
     are in the same split, and at most `user_records` records of each user are used for training.
-    Without differential privacy, the records of a user of custom data stay together, too.
+    Without differential privacy, a user's records stay together, too, if the data are custom data
+    and the client has several users.
 
     Args:
         settings: the settings of the run.
@@ -160,7 +161,7 @@ def divided(
         The indices of each client's training records, and the indices of its test split.
     """
     seed = settings.resolved_partition.seed or 0
-    by_user = protects_users(settings) or _may_split_users(settings, parts, data)
+    by_user = [protects_users(settings) or _may_split(part, settings, data) for part in parts]
     training: Sequence[IntArray] = list(map(Tensor.numpy, parts))
     testing: Sequence[IntArray] = [np.zeros(0, np.int64)] * len(parts)
     share = settings.partition.local_test
@@ -172,15 +173,15 @@ def divided(
     return list(map(torch.as_tensor, training)), list(map(torch.as_tensor, testing))
 
 
-def _may_split_users(settings: RunSettings, parts: Sequence[Tensor], data: ImageData) -> bool:
-    """Returns True if a random split would test on users of the training split.
+def _may_split(part: Tensor, settings: RunSettings, data: ImageData) -> bool:
+    """Returns True if a split of a client's records at random would test on users of the training
+    split.
 
     With privacy for records, a record's split must not depend on other records of its user.
     """
     if settings.privacy is not None or data.groups is None or is_published(data.spec):
         return False
-    groups = data.groups.cpu()
-    return any(len(groups[part.cpu()].unique()) > 1 for part in parts)
+    return len(data.groups.cpu()[part.cpu()].unique()) > 1
 
 
 @dataclass(frozen=True, eq=False)

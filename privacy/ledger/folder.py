@@ -274,6 +274,8 @@ class LedgerFolder:
             difference = f"{added} are new and {gone} are missing"
             if added == gone == 0:
                 difference = "they belong to other users"
+                if _has_users(present) != _has_users(previous):
+                    difference = "the privacy unit has changed (privacy.unit)"
             raise LedgerError(
                 f"the records of client {name!r} do not match ledger {self._file(name)}: "
                 f"{difference}. Restore the earlier records or, if the data set has changed, run "
@@ -290,7 +292,7 @@ class LedgerFolder:
                 another ledger are unknown.
         """
         moved: Counter[str] = Counter()
-        for record in new:
+        for record in filter(_is_record, new):
             for other in index.owners[record] - {name}:
                 count = index.current(other)[record]
                 # A record that the other client still has, as often as before, is a different
@@ -346,7 +348,7 @@ class LedgerFolder:
                     f"folder {self.path} does not contain the finished period {period} of client "
                     f"{name!r}. Complete that period, or restore the folder from a backup"
                 ).with_code("sequence.missing")
-            if repeated := len(present.keys() & records.keys()):
+            if repeated := len([*filter(_is_record, present.keys() & records.keys())]):
                 raise LedgerError(
                     f"{repeated} records of client {name!r} are already in period {period}, but a "
                     "record may be in one period only. Remove them from the new data"
@@ -516,8 +518,17 @@ def _restore_hint(path: Path) -> str:
     return f"Restore the ledger from a backup. If the run ended before round 1, delete {path}"
 
 
+def _is_record(digest: bytes) -> bool:
+    """Returns False for the hash of a user."""
+    return not digest.startswith(_USER)
+
+
+def _has_users(hashes: Records) -> bool:
+    return not all(map(_is_record, hashes))
+
+
 def _record_count(hashes: Records) -> int:
-    return sum(count for digest, count in hashes.items() if not digest.startswith(_USER))
+    return sum(count for digest, count in hashes.items() if _is_record(digest))
 
 
 def _packed(records: Records) -> bytes:

@@ -315,6 +315,8 @@ def test_digests_are_blake2b_of_record_and_label(device: torch.device) -> None:
 @pytest.mark.parametrize("missing", [None, np.nan, "", " ", pandas.NA])
 def test_missing_names_are_refused(missing: Any) -> None:
     """Regression: all records without a patient were one user named "None" or "nan"."""
+    numbers = [torch.tensor(0), np.int64(1), True]
+    assert from_arrays(np.zeros((3, 2)), numbers, bounds=(0, 1)).spec.class_names == ("0", "1")
     names = ["a", "b", missing]
     for values in (names, np.array(names, object), pandas.Series(names)):
         for role in ("labels", "groups", "domains"):

@@ -176,6 +176,13 @@ def test_permanent_ledger_is_bound_to_users(tmp_path: Path) -> None:
             owner(users=others, ledger=tmp_path)
         assert "they belong to other users" in str(caught.value)
     with raises(LedgerError, "ledger.new_records") as caught:
+        owner(ledger=tmp_path)
+    assert "the privacy unit has changed" in str(caught.value)
+    with raises(LedgerError, "ledger.moved_records") as caught:
+        x, _ = records(300)
+        DataOwner("b", x, nominal_size=300, epsilon=1, delta=1e-5, ledger=tmp_path, users=users)
+    assert str(caught.value).startswith("300 records")
+    with raises(LedgerError, "ledger.new_records") as caught:
         owner(399, users=torch.cat([users, torch.arange(99)]), ledger=tmp_path)
     assert "99 are new and 0 are missing" in str(caught.value)
 

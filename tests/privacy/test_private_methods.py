@@ -73,8 +73,10 @@ enlarged = nn.Upsample((28, 28))
 def test_pass_lengths_are_limited_powers_of_two(expected: float, start: float, limit: int) -> None:
     length = pass_length(expected, start, limit)
     assert length & (length - 1) == 0
-    assert 1 <= length <= max(limit, MIN_LENGTH)
-    assert pass_length(None, start, limit) == power_of_two(limit) > limit / 2
+    longest = pass_length(None, start, limit)
+    assert MIN_LENGTH <= length <= longest
+    assert longest == max(MIN_LENGTH, power_of_two(limit))
+    assert limit / 2 < longest <= max(MIN_LENGTH, limit)
 
 
 def test_pass_length_is_nearly_cheapest() -> None:

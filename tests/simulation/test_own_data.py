@@ -297,8 +297,11 @@ def test_runs_on_records_of_users_need_a_unit(
 def test_local_tests_do_not_split_users() -> None:
     """Regression: without privacy, a patient was in the training and in the test split."""
     by_user = replace(scans(), groups=torch.arange(200) // 8)
-    settings = tiny("fedavg", partition={"local_test": 0.3, "clients": 2})
+    settings = tiny("fedavg", partition={"local_test": 0.5, "clients": 2})
     parts = [torch.arange(0, 104), torch.arange(104, 200)]
+    (training, _), (testing, _) = divided(settings, [torch.arange(8), parts[1]], by_user)
+    assert 0 < len(testing) < 8  # a client's only user is divided
+    assert len(training) + len(testing) == 8
     for training, testing in zip(*divided(settings, parts, by_user), strict=True):
         assert len(training)
         assert len(testing)

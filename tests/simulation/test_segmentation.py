@@ -246,7 +246,9 @@ def test_sites_and_volumes_without_usable_masks_are_refused(tmp_path: Path) -> N
     """Regression: a site with a misspelt folder was left out silently."""
     write_sites(tmp_path)
     (tmp_path / "süd" / "masks").rename(tmp_path / "süd" / "mask")
-    with raises(DataFilesCorruptError, "data.mask_pairs") as caught:
+    (tmp_path / "fedsynth-ledger").mkdir()
+    (tmp_path / "nord" / "images" / "Thumbs.db").touch()
+    with raises(DataFilesCorruptError, "data.mask_folders") as caught:
         fs.load_records(tmp_path)
     assert "süd" in str(caught.value)
     shutil.rmtree(tmp_path / "süd")
@@ -257,7 +259,7 @@ def test_sites_and_volumes_without_usable_masks_are_refused(tmp_path: Path) -> N
     volume = RNG.random((16, 16, 5))
     save(root / "nord" / "images" / "a.nii", volume)
     save(root / "nord" / "masks" / "a.nii", np.zeros((16, 16, 5)))
-    with raises(DataError, "data.mask_pairs"):
+    with raises(DataError, "data.mask_slices"):
         fs.load_records(root)
     mask = nibabel.Nifti1Image(1.0 * (volume > 0.5), np.diag([2.0, 2.0, 2.0, 1.0]))
     nibabel.save(mask, root / "nord" / "masks" / "a.nii")
