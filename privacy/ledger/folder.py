@@ -271,11 +271,15 @@ class LedgerFolder:
             ).with_code("ledger.missing")
         if bound:
             added, gone = _record_count(new), _record_count(previous - present)
+            if added == gone == 0 and _has_users(present) != _has_users(previous):
+                unit = "user" if _has_users(previous) else "record"
+                raise LedgerError(
+                    f"ledger {self._file(name)} was opened with the privacy unit {unit}. Set "
+                    f"privacy.unit={unit}"
+                ).with_code("ledger.unit")
             difference = f"{added} are new and {gone} are missing"
             if added == gone == 0:
                 difference = "they belong to other users"
-                if _has_users(present) != _has_users(previous):
-                    difference = "the privacy unit has changed (privacy.unit)"
             raise LedgerError(
                 f"the records of client {name!r} do not match ledger {self._file(name)}: "
                 f"{difference}. Restore the earlier records or, if the data set has changed, run "

@@ -175,9 +175,9 @@ def test_permanent_ledger_is_bound_to_users(tmp_path: Path) -> None:
         with raises(LedgerError, "ledger.new_records") as caught:
             owner(users=others, ledger=tmp_path)
         assert "they belong to other users" in str(caught.value)
-    with raises(LedgerError, "ledger.new_records") as caught:
+    with raises(LedgerError, "ledger.unit") as caught:
         owner(ledger=tmp_path)
-    assert "the privacy unit has changed" in str(caught.value)
+    assert str(caught.value).endswith("Set privacy.unit=user")
     with raises(LedgerError, "ledger.moved_records") as caught:
         x, _ = records(300)
         DataOwner("b", x, nominal_size=300, epsilon=1, delta=1e-5, ledger=tmp_path, users=users)
