@@ -708,6 +708,7 @@ def test_signals_end_every_command_alike(
 ) -> None:
     finished_runs = Mock(side_effect=lambda _: signal.raise_signal(number))
     monkeypatch.setattr("fedsynth.results.finished.finished_runs", finished_runs)
+    signal.signal(number, signal.SIG_DFL)  # nohup ignores SIGHUP
     ended = fedsynth("runs")
     assert (ended.code, ended.stderr) == (128 + number, "fedsynth: terminated\n")
     assert signal.getsignal(number) == signal.SIG_DFL
