@@ -10,8 +10,9 @@ from library.rows import NOTHING, STATISTICS_SEEDS, by_seed, value_of
 DATASETS = {"MNIST": "mnist", "Fashion-MNIST": "fashion-mnist", "CIFAR-10": "cifar10"}
 SEEDS = range(5)
 STUDENTS, CLASSIFIERS = "fedstats_students", "fedstats_table"
-# Ends the keys of rows of `STUDENTS`. Older code made those without it.
-RELEASED = " images=2000 student=convnet features=whitened-scattering"
+# Ends the keys of rows of `STUDENTS`. Older code made those of `NETWORK` without it.
+RELEASED = " images=2000 student={} features=whitened-scattering"
+NETWORK, WIDE = "convnet", "convnet-64"
 
 # Published accuracies at ε = 1 / ε = 10 of central methods. FETA-Pro's are in its repository
 # (2019ChenGong/Feta-Pro, commit fc161aa), the lower ones at ε = 1 in plot/plot_eps_changes.py. The
@@ -39,20 +40,25 @@ OWN, AGGREGATED = "own", "aggregated"
 NOISE = {OWN: "own", AGGREGATED: "secure"}
 
 
-def _measured(rows: str, data: str, value: str, factor: float = 100) -> list[str]:
+def _measured(
+    rows: str, data: str, value: str, factor: float = 100, network: str = NETWORK
+) -> list[str]:
     """Returns the cells of FedStats: means at ε = 1 / ε = 10."""
     cells = []
     for dataset in DATASETS.values():
-        texts = [_mean(rows, f"{dataset} eps={e} {NOISE[data]}", value, factor) for e in (1, 10)]
+        keys = [f"{dataset} eps={e} {NOISE[data]}" for e in (1, 10)]
+        texts = [_mean(rows, key, value, factor, network) for key in keys]
         cells.append(NOTHING if set(texts) == {NOTHING} else " / ".join(texts))
     return cells
 
 
-def _mean(rows: str, key: str, value: str, factor: float) -> str:
+def _mean(rows: str, key: str, value: str, factor: float, network: str) -> str:
     """Returns a mean over seeds, and their number in parentheses, if seeds are missing."""
     key += " alpha=0.5 K=10"
     seeds = SEEDS if rows == STUDENTS else STATISTICS_SEEDS
-    runs = by_seed(rows, key + RELEASED, seeds) or by_seed(rows, key, seeds)
+    runs = by_seed(rows, key + RELEASED.format(network), seeds)
+    if not runs and network == NETWORK:
+        runs = by_seed(rows, key, seeds)
     field = value.partition(".")[0]
     values = [factor * value_of(run, value) for run in runs.values() if field in run]
     if not values:
@@ -73,6 +79,8 @@ def _private_images() -> str:
         images.append(["FedStats", data, NOTHING, *_measured(STUDENTS, data, "student_taught")])
         cells = _measured(CLASSIFIERS, data, "accuracy")
         classifiers.append(["FedStats", data, NOTHING, *cells])
+    wide = _measured(STUDENTS, OWN, "student_taught", network=WIDE)
+    images.append(["FedStats, width 64", OWN, NOTHING, *wide])
     for data in NOISE:
         hard = _measured(STUDENTS, data, "student_hard")
         images.append(["FedStats, hard labels", data, NOTHING, *hard])
