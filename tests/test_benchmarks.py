@@ -173,7 +173,7 @@ def test_older_rows_are_shown_until_newer_ones_exist(
     rows = [{"key": f"{key} seed=0 aa", "student_taught": 0.5}]
     for count in (0, 1, 5):
         for seed in range(count):
-            newer = f"{key}{images.RELEASED} seed={seed} bb"
+            newer = f"{key}{images.RELEASED.format(images.NETWORK)} seed={seed} bb"
             rows.append({"key": newer, "student_taught": 0.75, "fid": {"released": 12.0}})
         text = "\n".join(map(json.dumps, rows))
         (tmp_path / "fedstats_students.jsonl").write_text(f"{text}\n")
