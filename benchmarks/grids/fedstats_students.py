@@ -9,12 +9,9 @@ the classes that the images were made for ("hard", 2,000 steps), the soft labels
 them ("stored", 2,000 steps), or these and four copies of each that the released classifier labels
 ("taught", 5,000 steps; found on held-out training images).
 
-`student` is `convnet` (width 32, depth 3), `convnet-64` (width 64), or `resnet8`. On held-out
-training images of Fashion-MNIST, widths 32, 64 and 128 reached 81.1, 82.5 and 82.9 (1,000 images a
-class, two copies, 1,500 steps), `resnet8` 78.2; on those of MNIST, widths 32 and 64 reached 95.7
-and 96.1. DPImageBench (arXiv 2503.14681) trains
-ResNet-110, WRN-40-4 and a ResNeXt for 50 epochs of 55,000 images, which two cores cannot do.
-FID and KID compare the released images with all test images, by the features of `features`: a map
+`student` is `convnet` (width 32, depth 3), `convnet-64` (width 64, chosen on held-out training
+images), or `resnet8`. DPImageBench (arXiv 2503.14681) trains ResNet-110, WRN-40-4 and a ResNeXt for
+50 epochs of 55,000 images, which two cores cannot do. FID and KID compare the released images with all test images, by the features of `features`: a map
 of fedsynth, or `torchvision:NAME@FILE` or `timm:NAME@FILE` with a file of weights. `real` is the
 FID of as many training images. Seconds are those of the processor, without the clients' features.
 """

@@ -299,7 +299,7 @@ def _texts(values: Any, what: str) -> list[str]:
     """Converts integers or names to text.
 
     Raises:
-        DataError: a value is neither, or is missing. A missing name would be one name of many.
+        DataError: a value is neither, or is missing. As text, all missing names would be equal.
     """
     array = np.asarray(values)
     if array.dtype.kind not in "biuUO":

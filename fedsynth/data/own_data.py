@@ -529,8 +529,8 @@ def as_data(
         spec: the specification.
         note: a function that receives notes about converted images.
         private: whether the images may contain unreadable files, or no files.
-        is_ordered: whether the order of the classes is stated, so that labels may be
-            class indices. Names sorted from the training labels have no such order.
+        is_ordered: whether the order of the classes is stated, so that labels may be class indices.
+            Names sorted from the training labels have no such order.
 
     Raises:
         DataError: the shape or a class does not match the specification, or bounds are missing for

@@ -139,8 +139,8 @@ def _cap_warnings(plan: PrivacyPlan, planned: float) -> Iterator[str]:
     if cap is None and planned > WEAK:
         yield (
             f"  warning: ε = {format_epsilon(planned)} is a weak guarantee. One example may "
-            f"change the odds of any outcome by a factor of {format_odds(planned)}. To limit ε, set "
-            "privacy.epsilon instead of privacy.noise_multiplier"
+            f"change the odds of any outcome by a factor of {format_odds(planned)}. To limit ε, "
+            "set privacy.epsilon instead of privacy.noise_multiplier"
         )
     elif cap is not None and planned > cap * (1 + 1e-9):
         yield f"  the run will end before the round that would exceed the limit ε = {cap:g}"

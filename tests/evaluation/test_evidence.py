@@ -91,11 +91,10 @@ def test_copies_divided_at_random_are_not_flagged(share: float) -> None:
     for seed in range(REPEATS):
         (images,) = drawn(seed, [[30]])
         is_training = torch.tensor(np.random.default_rng(seed).random(300) < share)
-        copies = images[0].repeat(10, 1), images[1].repeat(10)
-        training, held_out = (
-            [part[side] for part in copies] for side in (is_training, ~is_training)
-        )
-        flags += flagged(membership(images[0], tuple(training), tuple(held_out)))  # type: ignore[arg-type]
+        features, labels = images[0].repeat(10, 1), images[1].repeat(10)
+        training = features[is_training], labels[is_training]
+        held_out = features[~is_training], labels[~is_training]
+        flags += flagged(membership(images[0], training, held_out))
     assert flags <= 3
 
 
