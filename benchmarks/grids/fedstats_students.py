@@ -11,9 +11,10 @@ them ("stored", 2,000 steps), or these and four copies of each that the released
 
 `student` is `convnet` (width 32, depth 3), `convnet-64` (width 64, chosen on held-out training
 images), or `resnet8`. DPImageBench (arXiv 2503.14681) trains ResNet-110, WRN-40-4 and a ResNeXt for
-50 epochs of 55,000 images, which two cores cannot do. FID and KID compare the released images with all test images, by the features of `features`: a map
-of fedsynth, or `torchvision:NAME@FILE` or `timm:NAME@FILE` with a file of weights. `real` is the
-FID of as many training images. Seconds are those of the processor, without the clients' features.
+50 epochs of 55,000 images, which two cores cannot do. FID and KID compare the released images with
+all test images, by the features of `features`: a map of fedsynth, or `torchvision:NAME@FILE` or
+`timm:NAME@FILE` with a file of weights. `real` is the FID of as many training images. Seconds are
+those of the processor, without the clients' features.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ def divided(
 def _may_split(part: Tensor, settings: RunSettings, data: ImageData) -> bool:
     """Returns True if a random split of a client's records could divide a user's records.
 
-    Published data sets are divided as in papers. With privacy for records, a record's split must not depend on other records of its user.
+    Published data sets are divided as in papers. With privacy for records, a record's split must
+    not depend on other records of its user.
     """
     if settings.privacy is not None or data.groups is None or is_published(data.spec):
         return False
