@@ -10,7 +10,8 @@ them ("stored", 2,000 steps), or these and four copies of each that the released
 ("taught", 5,000 steps; found on held-out training images).
 
 `student` is `convnet` (width 32, depth 3), `convnet-64` (width 64, chosen on held-out training
-images), or `resnet8`. DPImageBench (arXiv 2503.14681) trains ResNet-110, WRN-40-4 and a ResNeXt for
+images), or `resnet8`. `map` is FedStats' feature map; `deskewed-scattering+random-process` is for
+handwriting. DPImageBench (arXiv 2503.14681) trains ResNet-110, WRN-40-4 and a ResNeXt for
 50 epochs of 55,000 images, which two cores cannot do. FID and KID compare the released images with
 all test images, by the features of `features`: a map of fedsynth, or `torchvision:NAME@FILE` or
 `timm:NAME@FILE` with a file of weights. `real` is the FID of as many training images. Seconds are
@@ -46,11 +47,18 @@ UNTAUGHT = StudentSettings(steps=2000, views=0, mixup=False)
 TAUGHT = StudentSettings(steps=5000, views=4)
 # Rows of older code have keys without this part.
 RELEASED = "images={images} student={student} features={features}"
+AUTO = "auto"
+
+
+def key_of(cell: Cell) -> str:
+    """Returns the key of a row, which names only maps other than FedStats' default."""
+    own_map = "" if cell.map == AUTO else f" map={cell.map}"
+    return KEY.replace("seed", f"{RELEASED}{own_map} seed", 1).format(**vars(cell))
 
 
 def work(cell: Cell) -> Row:
     """Returns the measurements of one release on test images."""
-    train, test = with_features(cell.dataset, "auto", cell.cache)
+    train, test = with_features(cell.dataset, cell.map, cell.cache)
     started = time.process_time()
     with tempfile.TemporaryDirectory() as place:
         result = simulate(cell.settings, data=(train, None), output=place, quiet=True)
@@ -118,10 +126,12 @@ GRID = Grid(
         "images": (2000,),
         "student": ("convnet", "convnet-64"),
         "features": ("whitened-scattering",),
+        "map": (AUTO, "deskewed-scattering+random-process"),
     },
-    key=KEY.replace("seed", f"{RELEASED} seed", 1),
+    key=key_of,
     settings=lambda cell: settings_for(
         cell,
+        features=cell.map,
         ipc=4 if cell.quick else OPTIMISED,
         drawn_ipc=4 if cell.quick else cell.images - OPTIMISED,
     ),

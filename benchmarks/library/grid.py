@@ -27,7 +27,7 @@ class Grid:
 
     Args:
         axes: what varies, the last axis fastest; each is an option of the command line.
-        key: template of a row's key. A hash of the settings follows it.
+        key: template of a row's key, or returns the key of a cell. A hash of the settings follows.
         settings: returns a cell's settings; None: a row is of no run, and its key has no hash.
         work: returns a row's measurements; None: simulates the settings.
         choose: returns what is tuned beforehand, from rows that it asks for; None leaves the cell
@@ -38,7 +38,7 @@ class Grid:
     """
 
     axes: Mapping[str, Sequence[Any]]
-    key: str
+    key: str | Callable[[Cell], str]
     settings: Callable[[Cell], RunSettings] | None = None
     work: Callable[[Cell], Row] | None = None
     choose: Callable[[Cell, Rows], Any] | None = None
@@ -59,7 +59,7 @@ class Grid:
             cell.chosen = self.choose(cell, rows)
             if cell.chosen is None:
                 return None
-        name = self.key.format(**vars(cell))
+        name = self.key(cell) if callable(self.key) else self.key.format(**vars(cell))
         cell.settings = self.settings(cell) if self.settings else None
         work = self.work
         if work is None:

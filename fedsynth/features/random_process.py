@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedsynth.errors import SettingError
+from fedsynth.features.deskewing import deskewed
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.public_statistics import Whitening, constants, map_of_vectors, public_vectors
 from fedsynth.features.scattering import FLOOR, scattering, scattering_features, sizes
@@ -193,17 +194,33 @@ def mirrored_pair(shape: Shape) -> FeatureMap:
     Raises:
         SettingError: as for `whitened_pair`.
     """
-    return _pair("mirrored-scattering+random-process", shape, mirrored=True)
+    return _pair("mirrored-scattering+random-process", shape, _mean_of_mirrored)
 
 
-def _pair(name: str, shape: Shape, *, mirrored: bool = False) -> FeatureMap:
+def deskewed_pair(shape: Shape) -> FeatureMap:
+    """Returns the feature map that deskews images before `whitened_pair`.
+
+    It suits handwriting on a dark background (`fedsynth.features.deskewing.deskewed`). The vectors
+    have 1233 coordinates for 28×28 grey images.
+
+    Raises:
+        SettingError: as for `whitened_pair`.
+    """
+    return _pair("deskewed-scattering+random-process", shape, _of_deskewed)
+
+
+# Computes vectors from images by a function from images to vectors.
+_Computed = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+
+
+def _pair(name: str, shape: Shape, computed: _Computed | None = None) -> FeatureMap:
     dictionary = random_process(shape).function
     coefficients, coefficients_radius = _whitened(scattering_features, shape, sizes(shape)[1])
     comparisons, comparisons_radius = _whitened(dictionary, shape, CELLS**2)
     factors = (1 / coefficients_radius, DICTIONARY / comparisons_radius)
     function = partial(_side_by_side, (coefficients, comparisons), factors)
-    if mirrored:
-        function = partial(_mean_of_mirrored, function)
+    if computed is not None:
+        function = partial(computed, function)
     blocks = (coefficients.block, comparisons.block)
     vectors = public_vectors(function, shape)
     return map_of_vectors(name, shape, function, vectors, blocks, SMALLER)
@@ -221,6 +238,10 @@ def _side_by_side(
 
 def _mean_of_mirrored(function: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> Tensor:
     return (function(x_NCHW) + function(x_NCHW.flip(-1))) / 2
+
+
+def _of_deskewed(function: Callable[[Tensor], Tensor], x_NCHW: Tensor) -> Tensor:
+    return function(deskewed(x_NCHW))
 
 
 def _whitened(

@@ -21,6 +21,7 @@ from fedsynth.errors import FedsynthError, SettingError, one_line, unknown_name
 from fedsynth.features.feature_map import FeatureMap, Shape
 from fedsynth.features.random_process import (
     MIN_SIDE,
+    deskewed_pair,
     mirrored_pair,
     random_process,
     scattering_and_random_process,
@@ -91,6 +92,7 @@ _BUILT_IN: dict[str, Builder] = {
     "whitened-scattering": whitened_scattering,
     "whitened-scattering+random-process": whitened_pair,
     "mirrored-scattering+random-process": mirrored_pair,
+    "deskewed-scattering+random-process": deskewed_pair,
 }
 _CUSTOM: dict[str, Builder] = {}
 

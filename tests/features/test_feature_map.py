@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.ndimage import affine_transform
 from torch import Tensor
 
 from fedsynth.errors import SettingError, UnknownNameError
 from fedsynth.features import FeatureMap, feature_map, measured_map, random_images, random_process
+from fedsynth.features.deskewing import deskewed
 from fedsynth.features.feature_map import Shape
 from fedsynth.features.public_statistics import IMAGES, Whitening, constants, public_vectors
 from fedsynth.features.registry import feature_names, register_features
@@ -38,6 +40,7 @@ def mean_map(shape: Shape, **values: Any) -> FeatureMap:
 
 
 PAIR, MIRRORED = "whitened-scattering+random-process", "mirrored-scattering+random-process"
+DESKEWED = "deskewed-scattering+random-process"
 GREY, LARGER, COLOUR = (1, 8, 8), (1, 14, 14), (3, 12, 12)
 MAPS = [
     ("pixels", GREY),
@@ -47,6 +50,7 @@ MAPS = [
     ("scattering+random-process", (1, 12, 20)),
     (PAIR, COLOUR),
     (MIRRORED, COLOUR),
+    (DESKEWED, (1, 14, 20)),
 ]
 
 
@@ -71,15 +75,42 @@ def test_vectors_are_independent_and_differentiable(name: str, shape: Shape) -> 
         assert unpickled(x[:1].detach()).shape == (1, features.dimension)
 
 
-@pytest.mark.parametrize(("name", "shape"), [MAPS[2], MAPS[6]])
+@pytest.mark.parametrize(("name", "shape"), [MAPS[2], MAPS[6], MAPS[7]])
 def test_constants_come_from_public_images(name: str, shape: Shape) -> None:
     """Seeded images give the stored digits again, so no data is needed."""
     features = feature_map(name, shape)
     norm, radius = constants(public_vectors(features.function, shape))
-    smaller = random_process.SMALLER if name in (PAIR, MIRRORED) else 1.0
+    smaller = random_process.SMALLER if name in (PAIR, MIRRORED, DESKEWED) else 1.0
     assert features.norm_bound == pytest.approx(smaller * norm, rel=0.02)
     assert features.radius == pytest.approx(smaller * radius, rel=0.02)
     assert "no data" in features.source or str(IMAGES) in features.source
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 17, 30)])
+def test_deskewing_equals_shears_by_scipy(shape: Shape) -> None:
+    """Random images, a leaning stroke, and images whose rows or pixels have no variance."""
+    x = images(6, shape).double()
+    x[1] = 0.0
+    for row in range(4, 14):
+        x[1, :, row, 8 + row // 2] = 1.0
+    x[2] = 0.0
+    x[3] = 0.0
+    x[3, :, 5] = 0.7
+    sheared = deskewed(x)
+    rows, columns = np.mgrid[: shape[1], : shape[2]]
+    for image, actual in zip(x.numpy(), sheared.numpy(), strict=True):
+        weights = image.mean(axis=0) / max(image.mean(axis=0).sum(), 1e-300)
+        y, x_mean = (weights * rows).sum(), (weights * columns).sum()
+        mixed = (weights * (rows - y) * (columns - x_mean)).sum()
+        shear = np.clip(mixed / max((weights * (rows - y) ** 2).sum(), 1), -1, 1)
+        turn = np.array([[1, 0], [shear, 1]])
+        centre = np.array([y, x_mean])
+        for plane, found in zip(image, actual, strict=True):
+            offset = centre - turn @ centre
+            wanted = affine_transform(plane, turn, offset, order=1, mode="grid-constant")
+            assert np.allclose(found, wanted, atol=1e-6)
+    assert torch.equal(sheared[2:4], x[2:4])
+    assert sheared[1].sum(dim=1).max() > 2 * x[1].sum(dim=1).max()  # the stroke stands upright
 
 
 def test_registered_maps_are_found_by_name() -> None:
